@@ -1,0 +1,143 @@
+"""Everything that can be configured, as frozen dataclasses: the command line, YAML files and `LLM(...)` all fill these.
+
+A field's metadata: `help`, `aliases` (other spellings, the peers' among them, without the leading dashes), `choices`. What
+a field's own value rules out is checked here; what depends on the model is checked where the model is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.shape import MAX_DRAFTS
+
+MTP_NAMES = ("MTP", "NEXTN", "EAGLE")  # one algorithm; peers call it by all three names
+
+
+def option(default: Any, help: str, *aliases: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices})
+
+
+def check(good: bool, name: str, value: object, allowed: str) -> None:
+    if not good:
+        raise ConfigError(f"--{name.replace('_', '-')} must be {allowed}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    model: str = option("demo", "directory of the checkpoint, or 'demo' for the bundled model", "model-path")
+    tokenizer: str | None = option(None, "directory of the tokenizer (default: the model's)", "tokenizer-path")
+    served_model_name: str | None = option(None, "name under which the API offers the model (default: --model as given)")
+    dtype: str = option(
+        "auto",
+        "weights and KV: bfloat16, float16, float32; auto takes the checkpoint's own, but float32 on a CPU without bfloat16 units",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    device: str = option("auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
+    context_length: int | None = option(None, "tokens of prompt and output together (default: the model's)", "max-model-len")
+
+    def __post_init__(self) -> None:
+        check(self.context_length is None or self.context_length >= 2, "context_length", self.context_length, "at least 2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    page_size: int = option(16, "tokens in one page of the KV pool", "block-size")
+    max_total_tokens: int | None = option(None, "tokens in the KV pool (default: what memory allows, see --mem-fraction-static)")
+    mem_fraction_static: float | None = option(
+        None, "share of the device's memory for weights and KV pool (default: 0.85 on a GPU, 0.1 on a CPU)", "gpu-memory-utilization"
+    )
+
+    def __post_init__(self) -> None:
+        check(1 <= self.page_size <= 1024, "page_size", self.page_size, "in [1, 1024]")
+        check(self.max_total_tokens is None or self.max_total_tokens >= 16, "max_total_tokens", self.max_total_tokens, "at least 16")
+        fraction = self.mem_fraction_static
+        check(fraction is None or 0 < fraction <= 1, "mem_fraction_static", fraction, "in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecConfig:
+    speculative_algorithm: str | None = option(
+        None, "MTP, NEXTN or EAGLE: draft with the checkpoint's own MTP layer (default: plain decoding)", "speculative-algo", "spec-method"
+    )
+    speculative_num_steps: int | None = option(
+        None, "drafts per step, 0 to 7 (default: 3)", "num-speculative-tokens", "spec-tokens", "max-draft-len", "spec-draft-n-max"
+    )
+    speculative_eagle_topk: int | None = option(None, "branches per draft step; only 1, a chain, is implemented")
+    speculative_num_draft_tokens: int | None = option(None, "rows verified per request: drafts + 1; for a chain num-steps + 1")
+    speculative_draft_model_path: str | None = option(
+        None, "directory of a separately published NextN layer (default: the model's own)", "speculative-draft-model", "spec-model"
+    )
+
+    def __post_init__(self) -> None:
+        algorithm, steps, rows = self.speculative_algorithm, self.speculative_num_steps, self.speculative_num_draft_tokens
+        known = algorithm is None or algorithm.upper() in MTP_NAMES or algorithm.lower().endswith("_mtp")
+        check(known, "speculative_algorithm", algorithm, "MTP, NEXTN or EAGLE")
+        check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
+        check(self.speculative_eagle_topk in (None, 1), "speculative_eagle_topk", self.speculative_eagle_topk, "1: trees are not implemented yet")
+        check(rows is None or 1 <= rows <= MAX_DRAFTS + 1, "speculative_num_draft_tokens", rows, f"in [1, {MAX_DRAFTS + 1}]")
+        if rows is not None and steps is not None:
+            check(rows == steps + 1, "speculative_num_draft_tokens", rows, f"speculative-num-steps + 1 = {steps + 1} for a chain")
+        check(rows is None or rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
+        if algorithm is None:
+            for name in ("speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk"):
+                value = getattr(self, name)
+                check(value is None, name, value, "given together with --speculative-algorithm")
+
+    @property
+    def steps(self) -> int:
+        """Drafts per step: 0 is plain decoding."""
+        if self.speculative_algorithm is None:
+            return 0
+        if self.speculative_num_steps is not None:
+            return self.speculative_num_steps
+        rows = self.speculative_num_draft_tokens
+        return 3 if rows is None else rows - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    max_running_requests: int | None = option(None, "requests that run at once (default: from the KV pool, at most 256)", "max-num-seqs")
+    chunked_prefill_size: int = option(512, "tokens per step, prompts and decoding together", "max-num-batched-tokens")
+    max_queued_requests: int | None = option(None, "requests that may wait; more are refused with 503", "max-num-queued-reqs")
+
+    def __post_init__(self) -> None:
+        running, queued = self.max_running_requests, self.max_queued_requests
+        check(running is None or running >= 1, "max_running_requests", running, "at least 1")
+        check(self.chunked_prefill_size >= 1, "chunked_prefill_size", self.chunked_prefill_size, "at least 1")
+        check(queued is None or queued >= 0, "max_queued_requests", queued, "at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(30000, "port to listen on; 0 takes a free one")
+    log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
+    log_interval: float = option(5.0, "seconds between two lines of statistics while requests run; 0: none", "decode-log-interval-seconds")
+    drain_timeout: float = option(30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout")
+
+    def __post_init__(self) -> None:
+        check(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
+        check(self.log_interval >= 0, "log_interval", self.log_interval, "at least 0")
+        check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine process is started with; the server's own part stays with the server."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    spec: SpecConfig = field(default_factory=SpecConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+SECTIONS: dict[str, Callable[..., Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "spec": SpecConfig,
+    "scheduler": SchedulerConfig,
+    "server": ServerConfig,
+}

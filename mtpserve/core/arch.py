@@ -1,0 +1,106 @@
+"""What a model is, in numbers: read from its config by the family file, used by the cache, the planner and `inspect`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Norm = Literal["pre", "post"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one token stores in one layer. `mla`: one latent row of `key_dim` numbers whose first `value_dim` are the value."""
+
+    kind: Literal["gqa", "mla"]
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers stored per token and layer."""
+        return self.heads * (self.key_dim + (self.value_dim if self.kind == "gqa" else 0))
+
+
+@dataclass(frozen=True, slots=True)
+class RopeArch:
+    """Rotary position embedding. `scaling` None: plain; otherwise YaRN's numbers (https://arxiv.org/abs/2309.00071)."""
+
+    dim: int
+    theta: float
+    interleaved: bool
+    scaling: YarnArch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class YarnArch:
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MLAArch:
+    """Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434 §2.1)."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoEArch:
+    """DeepSeek-V3's routing: sigmoid scores, a correction bias that only chooses, groups, then top_k of the best groups."""
+
+    experts: int
+    top_k: int
+    size: int  # intermediate size of one expert
+    shared: int  # shared experts, computed for every token
+    first_dense: int  # layers before the first MoE layer
+    groups: int
+    top_groups: int
+    scale: float
+    renormalise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MTPArch:
+    """The axes on which families' MTP layers differ."""
+
+    layers: int
+    fusion: Literal["embedding-hidden", "hidden-embedding"]  # order of the two halves of the fusing projection's input
+    hidden_in: Norm  # the trunk's hidden state before or after its final norm
+    recycle: Norm  # the layer's own output before or after its final norm, fed to the next draft step
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArch:
+    family: str  # the name in models/registry
+    num_layers: int  # of the trunk; MTP layers come on top
+    hidden: int
+    vocab: int
+    heads: int
+    head_dim: int  # of q and k
+    intermediate: int
+    kv: KVLayout
+    rope: RopeArch
+    norm_eps: float
+    scale: float  # of the attention scores
+    max_positions: int
+    tied_head: bool
+    eos_ids: tuple[int, ...]
+    dtype: str  # the checkpoint's own: bfloat16, float16 or float32
+    mla: MLAArch | None = None
+    moe: MoEArch | None = None
+    mtp: MTPArch | None = None
+    qkv_bias: bool = False
+
+    @property
+    def kv_layers(self) -> int:
+        return self.num_layers + (self.mtp.layers if self.mtp else 0)

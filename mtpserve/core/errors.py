@@ -1,0 +1,54 @@
+"""The errors that cross a layer. Everything that a user can cause is one of them.
+
+MTPServeError
+├── ConfigError        a launch option or a config file          → one line, exit code 2
+├── LoadError          a checkpoint: file, tensor, what would do → one line, exit code 1
+│   └── UnsupportedModel   an architecture or a layout that no family file knows
+├── InvalidRequest     one request's field (`param`)             → HTTP 400
+├── RequestFailed      one request died, others live             → HTTP 500, or an error event in its stream
+└── EngineError        the engine as a whole
+    ├── EngineBusy     queue full or draining                    → HTTP 503 with Retry-After
+    └── EngineDead     its process ended                         → HTTP 503, the server exits non-zero
+"""
+
+from __future__ import annotations
+
+
+class MTPServeError(Exception):
+    """Base of all errors that mtpserve raises on purpose. The text is for the user: one line, names the thing and the value."""
+
+
+class ConfigError(MTPServeError):
+    pass
+
+
+class LoadError(MTPServeError):
+    pass
+
+
+class UnsupportedModel(LoadError):
+    pass
+
+
+class InvalidRequest(MTPServeError):
+    """`param` is the request's field, as OpenAI's error body names it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestFailed(MTPServeError):
+    pass
+
+
+class EngineError(MTPServeError):
+    pass
+
+
+class EngineBusy(EngineError):
+    pass
+
+
+class EngineDead(EngineError):
+    pass

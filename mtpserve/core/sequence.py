@@ -1,0 +1,51 @@
+"""One request as the scheduler sees it. Mutable, on the host, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from mtpserve.core.sampling import SamplingParams
+
+
+class Finish(StrEnum):
+    """Why a request ended; the first two are OpenAI's `finish_reason`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The token ranges, for a decoding request with two drafts:
+
+        tokens    |---- prompt ----|---- output ----|x|
+        computed  |------- KV is in the pages ------|
+        drafts                                        |d1 d2|      not in `tokens`: proposals only
+
+    `computed < len(tokens)` while the request lives: the last token's KV is written by the step that verifies what follows it.
+    """
+
+    id: str
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    max_len: int  # tokens that it may ever hold: prompt + max_tokens, at most the context length
+    seed: int  # the request's own, or drawn at admission
+    computed: int = 0
+    drafts: int = 0  # proposals that wait on the device to be verified by the next span
+    pages: list[int] = field(default_factory=list)
+    seat: int | None = None  # its row in the runner's tensors while it runs
+    finish: Finish | None = None
+    error: str | None = None
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still produce."""
+        return self.max_len - len(self.tokens)
