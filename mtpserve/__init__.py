@@ -1,3 +1,22 @@
 """mtpserve: an inference server for language models in which multi-token prediction is the normal way to decode."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtpserve.core.sampling import SamplingParams
+    from mtpserve.llm import LLM, Completion
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+
+# Imported when asked for: `import mtpserve` loads no torch.
+_HOMES = {"LLM": "mtpserve.llm", "Completion": "mtpserve.llm", "SamplingParams": "mtpserve.core.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mtpserve' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

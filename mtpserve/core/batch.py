@@ -47,25 +47,25 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's rows on the device. T rows of R spans; of the spans, S sample, with the same padded width of K+1 rows.
+    """One step's rows on the device: T rows of R spans. The widest span has K drafts; narrower ones are padded where it says so.
 
     A row's index is its place in the request (`start + i`), which is where its KV goes; for a chain it is the position too.
     """
 
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, by depth: siblings of a tree share one
-    slots: Tensor  # [T] int64, places in the KV pool
+    index: Tensor  # [T] int64, place in the request
+    slots: Tensor  # [T] int64, place in the KV pool
     row_seats: Tensor  # [T] int64, whose row it is
     seat_ids: Tensor  # [R] int64
-    cu_q: Tensor  # [R+1] int32, first row of each span
-    kv_len: Tensor  # [R] int32, tokens that the span's last row may see, itself included
-    page_table: Tensor  # [seats, P] int32, of all seats; row `seat_ids[r]` is span r's
-    page_size: int
-    shape: SpanShape  # of the widest span; a narrower chain is its prefix
+    cu_q: Tensor  # [R+1] int64, first row of each span
+    kv_len: Tensor  # [R] int64, tokens in the cache after this step's rows are stored
+    shape: SpanShape  # of the widest span; narrower chains are its prefixes
     draft_count: Tensor  # [R] int64, drafts that span r really has
     last_row: Tensor  # [R] int64, row of the span's last committed token
-    sample_spans: Tensor | None  # [S] int64, spans that sample; None: all of them
-    sample_rows: Tensor  # [S, K+1] int64, rows of the last committed token and its drafts; short spans repeat their last row
+    sample_rows: Tensor  # [R, K+1] int64, that row and its drafts' rows; short spans repeat their last row
+    samples: Tensor  # [R] int64, 1 where the span reaches the end of what is committed
+    draft_spans: Tensor | None  # [D] int64, spans that may be drafted for; None: all
     seats: Seats
     sampler: Sampler
 
@@ -79,19 +79,19 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What verification decided, for the S spans that sample. A span without drafts gets one token: that is sampling."""
+    """What verification decided. A span without drafts gets one token: that is sampling. Void for spans that do not sample."""
 
-    tokens: Tensor  # [S, D+1] int64: accepted drafts, then the target's own token; what follows is void
-    accepted: Tensor  # [S] int64: how many drafts survived; `accepted + 1` tokens are committed
-    failed: Tensor  # [S] bool: the target's logits were not finite; the request ends with an error
+    tokens: Tensor  # [R, K+1] int64: accepted drafts, then the target's own token; what follows is void
+    accepted: Tensor  # [R] int64: how many drafts survived; `accepted + 1` tokens are committed
+    failed: Tensor  # [R] bool: logits that decided something were not finite; the request ends with an error
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Proposals for the R spans. `probs` None: the drafter was deterministic, each proposal stands for a point mass."""
+    """Proposals for the D spans that are drafted for. `probs` None: each proposal stands for a point mass."""
 
-    tokens: Tensor  # [R, K] int64
-    probs: Tensor | None  # [R, K, vocabulary] float32, the distribution each was drawn from
+    tokens: Tensor  # [D, K] int64
+    probs: Tensor | None  # [D, K, vocabulary] float32, the distribution each was drawn from
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ class Attend(Protocol):
 class AttentionBackend(Protocol):
     graph_safe: bool
 
-    @staticmethod
-    def supports(layout: KVLayout, device: str) -> bool: ...
+    def supports(self, layout: KVLayout, device: str) -> bool: ...
 
     def plan(self, batch: Batch) -> Attend:
         """Index work, once per batch; the result serves all layers."""
@@ -66,6 +65,12 @@ class Seats(Protocol):
     tokens: Tensor  # [seats, max_len + slack] int64: committed tokens, then the waiting drafts
     length: Tensor  # [seats] int64: committed tokens
     computed: Tensor  # [seats] int64: tokens whose KV is in the pages
+    page_table: Tensor  # [seats, pages] int64
+    draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts were drawn from
+
+    def slots(self, seat_ids: Tensor, index: Tensor) -> Tensor:
+        """Where the KV of token `index` of each seat's request lies in the pool."""
+        ...
 
 
 class Sampler(Protocol):
@@ -75,11 +80,11 @@ class Sampler(Protocol):
     def all_greedy(self) -> bool: ...
 
     def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
-        """[rows, vocabulary] → the transformed distribution of each row's request; greedy rows are one-hot."""
+        """[rows, vocabulary] → the transformed distribution of each row's request, float32; greedy rows are one-hot."""
         ...
 
-    def uniform(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
-        """A number in [0, 1) from (the request's seed, the token's index, the stream) alone."""
+    def uniform(self, seat_ids: Tensor, index: Tensor) -> Tensor:
+        """[rows], [rows, n] → [rows, n, 3] in [0, 1), float64, from (the request's seed, the token's index, the stream) alone."""
         ...
 
 
@@ -88,7 +93,9 @@ class Drafter(Protocol):
 
     max_drafts: int
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: int) -> Drafts | None: ...
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: int) -> Drafts | None:
+        """Called after the seats were advanced by the verdict. None when want is 0."""
+        ...
 
 
 class ModelRunner(Protocol):

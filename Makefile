@@ -1,0 +1,60 @@
+# The same targets on a desk and in CI. `make serve` and `make test` install first what is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Without a GPU: the CPU build of torch, a tenth of the size. Its index is asked, for torch alone, unless pip has --find-links
+# configured: such a folder is how a machine that cannot reach the index gets the build. Of equal versions pip takes "+cpu".
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+SERVE_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help install serve test check format bench snapshot clean
+
+help:
+	@echo "make serve     install, then serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
+	@echo "make test      install, then run the tests (PYTEST_ARGS adds options)"
+	@echo "make check     ruff, mypy, import-linter and the house tests, as CI runs them"
+	@echo "make bench     the benchmarks (BENCH_ARGS adds options)"
+	@echo "make format    let ruff format and fix"
+	@echo "make snapshot  write the command line's and the package's surface into tests/house/cli_options.txt"
+	@echo "make clean     remove .venv and the tools' caches"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@command -v nvidia-smi >/dev/null || $(BIN)/pip config list | grep -q find-links || index="--extra-index-url $(TORCH_INDEX)"; \
+	set -x; $(BIN)/pip install --quiet --disable-pip-version-check $$index --no-deps --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+serve: install
+	$(BIN)/mtpserve launch --model demo --speculative-algorithm NEXTN $(SERVE_ARGS)
+
+test: install
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest --quiet tests/house
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+
+snapshot: install
+	$(BIN)/python -m tests.house.surface
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,5 @@
+"""The attention backends by name."""
+
+from mtpserve.core.registry import Registry
+
+BACKENDS = Registry("attention backend", {"reference": "mtpserve.attention.reference:ReferenceAttention"})

@@ -1,0 +1,48 @@
+"""The KV storage: one tensor per layer and kind, addressed by slot. Who owns which page is pages.py's business, not known here.
+
+    slot = page_of_the_request[index // page_size] * page_size + index % page_size
+
+Every layer uses the same pages: what holds one layer's token holds all layers'.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.arch import KVLayout
+
+
+class KVPool:
+    """k [layers, slots, heads, key_dim]; v [layers, slots, heads, value_dim], or None for the latent layout (v is part of k).
+
+    Memory is not cleared: no slot is read before it was written. `poison` fills it with NaN, so that a test sees it if one is.
+    """
+
+    def __init__(
+        self, layout: KVLayout, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, poison: bool = False
+    ) -> None:
+        self.layout, self.page_size, self.pages = layout, page_size, pages
+        slots = pages * page_size
+        self.k = torch.empty(layers, slots, layout.heads, layout.key_dim, dtype=dtype, device=device)
+        gqa = layout.kind == "gqa"
+        self.v = torch.empty(layers, slots, layout.heads, layout.value_dim, dtype=dtype, device=device) if gqa else None
+        if poison:
+            self.k.fill_(torch.nan)
+            if self.v is not None:
+                self.v.fill_(torch.nan)
+
+    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+        """slots [T], k [T, heads, key_dim], v [T, heads, value_dim] or None."""
+        self.k[layer].index_copy_(0, slots, k)
+        if self.v is not None:
+            assert v is not None
+            self.v[layer].index_copy_(0, slots, v)
+
+    def keys(self, layer: int) -> Tensor:
+        """[slots, heads, key_dim]"""
+        return self.k[layer]
+
+    def values(self, layer: int) -> Tensor:
+        """[slots, heads, value_dim], a view of the keys for the latent layout."""
+        return self.k[layer, :, :, : self.layout.value_dim] if self.v is None else self.v[layer]

@@ -1,0 +1,1 @@
+"""The command line: wires everything, decides nothing that a config dataclass could."""

@@ -1,0 +1,129 @@
+"""`mtpserve generate "prompt"`: one continuation in the terminal, coloured by where each token came from. The engine runs in this process.
+
+Where the model has an MTP layer it drafts, unless `--speculative-num-steps 0` says otherwise. Standard output gets the text
+alone, so that it can be piped; the summary goes to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mtpserve.cli.options import Values, add_options, given, settings
+from mtpserve.cli.paint import Painter
+from mtpserve.cli.parser import Parser
+from mtpserve.config import SECTIONS, EngineConfig, ModelConfig
+from mtpserve.core.errors import ConfigError, InvalidRequest
+from mtpserve.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from mtpserve.llm import StreamStep
+
+SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+MAX_TOKENS = 128
+
+
+def parser() -> Parser:
+    made = Parser(prog="mtpserve generate", description="Continue a prompt: accepted drafts are green, rejected ones struck out.")
+    made.add_argument("prompt", nargs="?", help="the text to continue; without it standard input is read")
+    made.add_argument("--keep-rejected", action="store_true", help="leave rejected drafts in the text, struck out")
+    group = made.add_argument_group("sampling options")
+    group.add_argument("--max-tokens", metavar="N", type=int, help=f"tokens to generate (default: {MAX_TOKENS})")
+    group.add_argument("--temperature", metavar="X", type=float, help="0 is greedy (default: what the model's makers recommend, or 1)")
+    group.add_argument("--top-k", metavar="N", type=int, help="keep the k likeliest tokens (default: all)")
+    group.add_argument("--top-p", metavar="X", type=float, help="keep the likeliest tokens that together have this probability")
+    group.add_argument("--min-p", metavar="X", type=float, help="drop tokens below this share of the likeliest one's probability")
+    group.add_argument("--seed", metavar="N", type=int, help="the same seed gives the same text")
+    add_options(made, {name: config for name, config in SECTIONS.items() if name != "server"})
+    return made
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the summary line counts."""
+
+    tokens: int = 0
+    verified: int = 0  # steps that had drafts
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+    def add(self, step: StreamStep) -> None:
+        self.tokens += len(step.tokens)
+        self.verified += bool(step.proposed)
+        self.drafted += len(step.proposed)
+        self.accepted += step.accepted
+
+    def line(self) -> str:
+        rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
+        parts = [f"{self.tokens} tokens in {self.seconds:.2f} s, {rate:.1f} tokens/s"]
+        if self.verified:
+            parts.append(f"{self.drafted} drafted, {self.accepted} accepted ({self.accepted / self.drafted:.0%})")
+            parts.append(f"accept length {1 + self.accepted / self.verified:.2f}")
+        else:
+            parts.append("nothing drafted")
+        return " · ".join(parts)
+
+
+def run(arguments: Sequence[str]) -> int:
+    chosen = parser().parse(arguments)
+    sampling = sampling_of(chosen)
+    prompt = prompt_of(chosen)
+    values = with_drafts(given(chosen))
+    settings(values)  # what contradicts itself fails here, before torch is imported
+
+    from mtpserve.llm import LLM
+
+    with LLM(**values) as llm:
+        tally = paint(prompt, llm.stream(prompt, sampling), chosen.keep_rejected)
+    print(tally.line(), file=sys.stderr)
+    return 0
+
+
+def sampling_of(chosen: Namespace) -> SamplingParams:
+    values = {name: getattr(chosen, name) for name in SAMPLING if getattr(chosen, name) is not None}
+    try:
+        return SamplingParams(**{"max_tokens": MAX_TOKENS, **values})
+    except InvalidRequest as error:
+        raise ConfigError(f"--{str(error.param).replace('_', '-')}: {error}") from error
+
+
+def prompt_of(chosen: Namespace) -> str:
+    if chosen.prompt is not None:
+        return str(chosen.prompt)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("generate needs a prompt, as an argument or on standard input")
+    return sys.stdin.read()
+
+
+def with_drafts(values: Values) -> Values:
+    """Here, unlike on a server, drafting is the default: to see it is what this command is for."""
+    if "speculative_algorithm" in values:
+        return values
+    wanted = any(name.startswith("speculative_") for name in values)
+    if not wanted:
+        from mtpserve.engine.inspect import inspect_model
+
+        model = str(values.get("model", ModelConfig().model))
+        wanted = inspect_model(EngineConfig(model=ModelConfig(model=model))).arch.mtp is not None
+    return {**values, "speculative_algorithm": "MTP"} if wanted else values
+
+
+def paint(prompt: str, steps: Iterable[StreamStep], keep: bool) -> Tally:
+    from rich.console import Console
+
+    painter, tally = Painter(Console(highlight=False, markup=False), keep), Tally()
+    painter.prompt(prompt)
+    start = time.perf_counter()
+    try:
+        for step in steps:
+            tally.add(step)
+            painter.step(step.accepted_pieces, step.own_piece, step.rejected_pieces)
+            tally.seconds = time.perf_counter() - start
+    finally:
+        painter.end()
+    return tally

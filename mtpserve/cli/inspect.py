@@ -1,0 +1,125 @@
+"""`mtpserve inspect MODEL`: what a checkpoint is and what it would take. Reads the headers, never the weights; prints, computes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from mtpserve.cli.options import add_options, given, settings
+from mtpserve.cli.parser import Parser
+from mtpserve.config import SECTIONS
+from mtpserve.core.arch import ModelArch
+from mtpserve.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mtpserve.engine.inspect import InspectReport
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parser() -> Parser:
+    made = Parser(prog="mtpserve inspect", description="Print a checkpoint's architecture, MTP layout, weights and memory plan.")
+    made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="directory of the checkpoint, or 'demo'; the same as --model")
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_options(made, {name: config for name, config in SECTIONS.items() if name != "server"})
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    chosen = parser().parse(arguments)
+    values = given(chosen)
+    if chosen.checkpoint is not None:
+        if hasattr(chosen, "model"):
+            raise ConfigError(f"two models: {chosen.checkpoint!r} and --model {chosen.model!r}")
+        values["model"] = chosen.checkpoint
+    from mtpserve.engine.inspect import inspect_model
+
+    report = inspect_model(settings(values).engine)
+    if chosen.json:
+        print(json.dumps(as_json(report), indent=2))
+    else:
+        show(report)
+    return 0
+
+
+def as_json(report: InspectReport) -> dict[str, Any]:
+    weights = [dict(zip(("group", "tensors", "parameters", "dtype", "bytes"), row, strict=True)) for row in report.weights]
+    memory = [dict(zip(("what", "bytes"), row, strict=True)) for row in report.memory]
+    return {"arch": asdict(report.arch), "mtp_prefix": report.mtp_prefix, "weights": weights, "memory": memory, "notes": report.notes}
+
+
+def show(report: InspectReport) -> None:
+    """Ruled tables on a terminal; bare columns, as wide as they need, in a pipe."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 240
+    for table in (architecture(console, report), weights(console, report), memory(console, report)):
+        console.print(table)
+    for note in report.notes:
+        console.print(f"note: {note}")
+
+
+def plain(console: Console, title: str, *columns: str) -> Table:
+    """A table whose columns after the first hold numbers if their name ends in a blank."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD if console.is_terminal else None)
+    for column in columns:
+        table.add_column(column.strip(), justify="right" if column.endswith(" ") else "left")
+    return table
+
+
+def architecture(console: Console, report: InspectReport) -> Table:
+    table = plain(console, "architecture", "field", "value")
+    for name, value in flat(report.arch):
+        table.add_row(name, value)
+    if report.arch.mtp is not None:
+        table.add_row("mtp.tensors", f"{report.mtp_prefix}*" if report.mtp_prefix else "-")
+    return table
+
+
+def flat(arch: ModelArch) -> list[tuple[str, str]]:
+    """The fields in order; those of a part as `part.field`, an absent part as `-`."""
+    rows: list[tuple[str, str]] = []
+
+    def walk(prefix: str, value: object) -> None:
+        if is_dataclass(value):
+            for field in fields(value):
+                walk(f"{prefix}.{field.name}" if prefix else field.name, getattr(value, field.name))
+        else:
+            rows.append((prefix, "-" if value is None else str(value)))
+
+    walk("", arch)
+    return rows
+
+
+def weights(console: Console, report: InspectReport) -> Table:
+    table = plain(console, "weights", "group", "tensors ", "parameters ", "dtype", "size ")
+    for group, tensors, parameters, dtype, size in report.weights:
+        table.add_row(group, f"{tensors:,}", f"{parameters:,}", dtype, human(size))
+    tensors, parameters, size = (sum(column) for column in zip(*((row[1], row[2], row[4]) for row in report.weights), strict=True))
+    table.add_section()
+    table.add_row("all", f"{tensors:,}", f"{parameters:,}", "", human(size))
+    return table
+
+
+def memory(console: Console, report: InspectReport) -> Table:
+    table = plain(console, "memory", "what", "size ")
+    for what, size in report.memory:
+        table.add_row(what, human(size))
+    return table
+
+
+def human(size: int) -> str:
+    amount, unit = float(size), 0
+    while amount >= 1024 and unit < len(UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    return f"{size} B" if unit == 0 else f"{amount:.1f} {UNITS[unit]}"

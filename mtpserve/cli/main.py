@@ -1,0 +1,59 @@
+"""The entry point: `mtpserve COMMAND …`. A command's module is imported when it runs, and torch only when the command needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from mtpserve import __version__
+from mtpserve.cli.options import suggest
+from mtpserve.core.errors import ConfigError, MTPServeError
+
+COMMANDS = {
+    "launch": "serve a model over HTTP with OpenAI's API",
+    "generate": "continue a prompt in the terminal and show which tokens were drafted",
+    "inspect": "print a checkpoint's architecture, MTP layout, weights and memory plan without loading it",
+    "version": "print the version",
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:10} {line}" for name, line in COMMANDS.items()]
+    return "\n".join(
+        ["usage: mtpserve COMMAND [options]", "", *lines, "", "mtpserve COMMAND --help lists the options of a command."],
+    )
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if command in ("version", "--version", "-V"):
+        print(f"mtpserve {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command {command!r}{suggest(command, COMMANDS)} (see mtpserve --help)")
+    code: int = import_module(f"mtpserve.cli.{command}").run(arguments[1:])
+    return code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 2 for what the command line or the config file got wrong, 1 for other failures."""
+    try:
+        return dispatch(sys.argv[1:] if arguments is None else arguments)
+    except MTPServeError as error:
+        print(f"mtpserve: {'; '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader left (`| head`): not worth a word, and the interpreter's last flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Generated text on a terminal, coloured by where each token came from. Knows text, columns and rich; no engine.
+
+    accepted drafts green │ the trunk's own token plain │ rejected drafts struck out
+                                                        └ only until the next step takes their place
+
+In a pipe the text comes out bare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ACCEPTED, OWN, REJECTED, PROMPT = "green", "", "dim red strike", "dim"
+TAB = 8
+# What a model writes must not command the terminal: control characters, new line and tab apart, are shown as a mark.
+UNPRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+ONE_LINE = {9: "⇥", 10: "⏎"}
+
+
+class Painter:
+    """`console` writes to standard output. `keep` leaves rejected drafts in the text instead of erasing them."""
+
+    def __init__(self, console: Console, keep: bool = False) -> None:
+        self._console = console
+        self._live = console.is_terminal and not console.is_dumb_terminal
+        self._keep = keep
+        self._column = 0  # of the cursor, 0 … width-1
+        self._waiting = 0  # cells of rejected drafts right of it
+
+    def prompt(self, text: str) -> None:
+        if self._live:
+            self._write(text, PROMPT)
+
+    def step(self, accepted: Sequence[str], own: str, rejected: Sequence[str]) -> None:
+        """One step's pieces of text."""
+        self.erase()
+        self._write("".join(accepted), ACCEPTED)
+        self._write(own, OWN)
+        if self._live:
+            self._write_rejected("".join(rejected).translate(ONE_LINE).translate(UNPRINTABLE))
+
+    def end(self) -> None:
+        self.erase()
+        if self._live:
+            self._console.out("")
+
+    def erase(self) -> None:
+        """Rejected drafts that still stand at the end go."""
+        if self._waiting:
+            self._console.file.write(f"\x1b[{self._waiting}D\x1b[K")
+            self._console.file.flush()
+            self._waiting = 0
+
+    def _write(self, text: str, style: str) -> None:
+        if self._live:
+            text = text.translate(UNPRINTABLE)
+            self._column = advance(self._column, text, self._console.width)
+        if text:
+            self._console.out(text, style=style or None, end="", highlight=False)
+
+    def _write_rejected(self, text: str) -> None:
+        from rich.cells import cell_len, set_cell_size
+
+        if self._keep:
+            self._write(text, REJECTED)
+            return
+        # Erasing goes back within a line, so what would wrap is cut; the last column stays free, where terminals wrap differently.
+        room = self._console.width - 1 - self._column
+        shown = text if cell_len(text) <= room else set_cell_size(text, max(0, room))
+        if shown:
+            self._console.out(shown, style=REJECTED, end="", highlight=False)
+            self._waiting = cell_len(shown)
+
+
+def advance(column: int, text: str, width: int) -> int:
+    """The cursor's column after `text`, in a terminal that wraps at `width`."""
+    from rich.cells import cell_len
+
+    for line in text.splitlines(keepends=True):
+        for i, part in enumerate(line.removesuffix("\n").split("\t")):
+            if i > 0:
+                column = min((column // TAB + 1) * TAB, width - 1)
+            column = (column + cell_len(part)) % width
+        if line.endswith("\n"):
+            column = 0
+    return column

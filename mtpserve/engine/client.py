@@ -1,0 +1,216 @@
+"""The engine process as the front end sees it: starts it, submits, streams, notices its death, ends it.
+
+Implements `core.protocols.EngineClient`. One object per engine process; all methods belong to one event loop. It holds no text
+and no HTTP: tokens in, tokens out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from mtpserve.config import EngineConfig
+from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, RequestFailed
+from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.engine.messages import INBOX, OUTBOX, Abort, Down, Events, Fatal, Ready, Rejected, Shutdown, Start, Submit, Up, endpoint
+from mtpserve.engine.process import DEFAULT_FACTORY
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD = 4096  # events that wait for a reader before its request is aborted
+LAST_WORDS_S = 0.2  # how long after the process's end its last message may still arrive
+
+
+class ProcessClient:
+    """`card` exists after `start()`. Streams end with EngineDead once the process is gone; the client does not restart it."""
+
+    card: ModelCard
+
+    def __init__(self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY, progress: bool = False, log_level: str = "info") -> None:
+        self._start_message = Start(config, progress, log_level)
+        self._factory = factory
+        self._directory = tempfile.mkdtemp(prefix="mtpserve-")  # 0700
+        self._context = zmq.asyncio.Context()
+        self._events = self._context.socket(zmq.PULL)
+        self._requests: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)  # an ordinary one: sending never waits
+        self._requests.setsockopt(zmq.SNDHWM, 0)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
+        self._open: dict[str, asyncio.Queue[TokenEvent | MTPServeError]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ready: asyncio.Future[ModelCard] = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(lambda future: future.cancelled() or future.exception())  # may end unawaited
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._stats = EngineStats()
+        self._draining = False
+        self._process: Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # -- life -----------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when the engine is ready. Raises ConfigError, LoadError or EngineDead, with the engine's own line."""
+        self._events.bind(endpoint(self._directory, OUTBOX))
+        self._requests.connect(endpoint(self._directory, INBOX))
+        command = [sys.executable, "-m", "mtpserve.engine.process", "--endpoint-dir", self._directory, "--factory", self._factory]
+        # Standard input is never written: it tells the child when this process ends, however it ends.
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE)
+        self._send(self._start_message)
+        listener = asyncio.create_task(self._listen())
+        self._tasks = [listener, asyncio.create_task(self._watch(self._process, listener))]
+        self.card = await self._ready
+
+    async def stop(self, grace: float = 2.0) -> None:
+        """Ends the process, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
+        self._die("the server is shutting down", expected=True)
+        process = self._process
+        if process is not None and process.returncode is None:
+            self._send(Shutdown())
+            try:
+                await asyncio.wait_for(process.wait(), grace)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._requests.close(linger=0)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the open streams. False: some were still open after `timeout` seconds."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    async def wait_dead(self) -> str:
+        return await asyncio.shield(self._death)
+
+    @property
+    def dead(self) -> str | None:
+        return self._death.result() if self._death.done() else None
+
+    # -- requests -------------------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        if self._draining:
+            raise EngineBusy("the server is shutting down and takes no new requests")
+        queue: asyncio.Queue[TokenEvent | MTPServeError] = asyncio.Queue(MAX_UNREAD)
+        self._open[request.id] = queue
+        self._idle.clear()
+        self._send(Submit(request))
+        try:
+            while True:
+                item = await queue.get()
+                if isinstance(item, MTPServeError):
+                    raise item
+                yield item
+                if item.finish is not None:
+                    return
+        finally:
+            self.abort(request.id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request in the engine. Ids that are not running are ignored."""
+        queue = self._open.get(request_id)
+        if queue is not None:
+            self._send(Abort(request_id))
+            self._end(request_id, RequestFailed("the request was aborted"))
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    # -- inside ---------------------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Down) -> None:
+        if not self._requests.closed:
+            self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                self._receive(self._decoder.decode(await self._events.recv()))
+        except msgspec.MsgspecError as error:
+            self._die(f"the engine process sent what is no message: {error}")
+
+    def _receive(self, message: Up) -> None:
+        match message:
+            case Events(events, stats):
+                self._stats = stats
+                for event in events:
+                    self._deliver(event)
+            case Rejected(id):
+                self._end(id, message.error())
+            case Ready(card):
+                shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected; nobody else shall be
+                if not self._ready.done():
+                    self._ready.set_result(card)
+            case Fatal():
+                if not self._ready.done():
+                    self._ready.set_exception(message.error())
+                self._die(message.message)
+
+    def _deliver(self, event: TokenEvent) -> None:
+        queue = self._open.get(event.id)
+        if queue is None:  # aborted meanwhile
+            return
+        if queue.full():
+            log.warning("request %s aborted: its client left %d events unread", event.id, MAX_UNREAD)
+            self._send(Abort(event.id))
+            self._end(event.id, RequestFailed("the client does not read its stream"))
+            return
+        queue.put_nowait(event)
+        if event.finish is not None:
+            self._forget(event.id)
+
+    def _end(self, request_id: str, error: MTPServeError) -> None:
+        """The stream's reader gets `error` as the next item; what it had not read yet is dropped, or the queue might be full."""
+        queue = self._open.get(request_id)
+        if queue is None:
+            return
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait(error)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._open[request_id]
+        if not self._open:
+            self._idle.set()
+
+    async def _watch(self, process: Process, listener: asyncio.Task[None]) -> None:
+        """Once the process has ended: hear its last words, then declare it dead."""
+        code = await process.wait()
+        await asyncio.wait([listener], timeout=0 if self._death.done() else LAST_WORDS_S)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        self._die(f"the engine process {how}")
+
+    def _die(self, reason: str, expected: bool = False) -> None:
+        if self._death.done():
+            return
+        if not expected:
+            log.error("%s", reason)
+        self._death.set_result(reason)
+        if not self._ready.done():
+            self._ready.set_exception(EngineDead(reason))
+        for request_id in list(self._open):
+            self._end(request_id, EngineDead(reason))

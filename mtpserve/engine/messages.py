@@ -1,0 +1,83 @@
+"""What the front end and the engine process say to each other, as msgpack over ZeroMQ. Typed both ways; never pickle.
+
+The first message down is Start: that it arrived proves both sockets connected, so the front end removes their directory
+when the first answer comes. Up come Ready or Fatal, then Events and Rejected, and Fatal at any time as the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from mtpserve.config import EngineConfig
+from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, MTPServeError
+from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all: an array whose first element is the class's name."""
+
+
+class Start(Message):
+    config: EngineConfig
+    progress: bool  # draw progress bars on stderr
+    log_level: str
+
+
+class Submit(Message):
+    request: Request
+
+
+class Abort(Message):
+    """Unknown ids are ignored: the request may have ended while the message was under way."""
+
+    id: str
+
+
+class Shutdown(Message):
+    """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its streams."""
+
+
+class Ready(Message):
+    card: ModelCard
+
+
+class Events(Message):
+    """One step's events, or none: statistics alone, sent when the engine becomes idle."""
+
+    events: list[TokenEvent]
+    stats: EngineStats
+
+
+class Rejected(Message):
+    """The answer to a Submit that the engine did not take."""
+
+    id: str
+    kind: Literal["invalid", "busy"]
+    message: str
+    param: str | None = None
+
+    def error(self) -> MTPServeError:
+        return InvalidRequest(self.message, self.param) if self.kind == "invalid" else EngineBusy(self.message)
+
+
+class Fatal(Message):
+    """The engine process ends. One line, for the user."""
+
+    kind: Literal["config", "load", "engine"]
+    message: str
+
+    def error(self) -> MTPServeError:
+        return {"config": ConfigError, "load": LoadError, "engine": EngineDead}[self.kind](self.message)
+
+
+Down = Start | Submit | Abort | Shutdown
+Up = Ready | Events | Rejected | Fatal
+
+INBOX = "requests"  # names of the two sockets in the private directory
+OUTBOX = "events"
+
+
+def endpoint(directory: str, name: str) -> str:
+    return f"ipc://{directory}/{name}"

@@ -1,0 +1,187 @@
+"""The engine process: an inbox, the engine's step, an outbox. It is started by `ProcessClient`, not by hand, and decides nothing.
+
+    python -m mtpserve.engine.process --endpoint-dir DIR [--factory module:function]
+
+It ignores SIGINT and SIGTERM, since the front end drains first and says Shutdown, and it dies with its parent: standard input
+carries nothing, its end means that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import msgspec
+import zmq
+
+from mtpserve.config import EngineConfig
+from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
+from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.engine.messages import INBOX, OUTBOX, Abort, Down, Events, Fatal, Ready, Rejected, Shutdown, Start, Submit, Up, endpoint
+
+log = logging.getLogger(__name__)
+
+DEFAULT_FACTORY = "mtpserve.engine.build:build_engine"
+LINGER_MS = 2000  # how long the last message may take to leave
+PR_SET_PDEATHSIG = 1
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine; tests bring a fake one."""
+
+    @property
+    def card(self) -> ModelCard: ...
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def has_work(self) -> bool: ...
+    def add(self, request: Request) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[TokenEvent]: ...
+    def check_integrity(self) -> None: ...
+
+
+class Factory(Protocol):
+    def __call__(self, config: EngineConfig, *, progress: bool) -> EngineLike: ...
+
+
+class Pipe:
+    """The two sockets. Receiving is typed: a message that does not decode is a bug and ends the process."""
+
+    def __init__(self, directory: str) -> None:
+        self.context = zmq.Context()
+        self.inbox = self.context.socket(zmq.PULL)
+        self.inbox.setsockopt(zmq.RCVHWM, 0)  # bounded by the front end's connections
+        self.inbox.bind(endpoint(directory, INBOX))
+        self.outbox = self.context.socket(zmq.PUSH)
+        self.outbox.connect(endpoint(directory, OUTBOX))
+        self.encoder = msgspec.msgpack.Encoder()
+        self.decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
+
+    def send(self, message: Up) -> None:
+        self.outbox.send(self.encoder.encode(message))
+
+    def wait(self) -> Down:
+        return self.decoder.decode(self.inbox.recv())
+
+    def waiting(self) -> Iterator[Down]:
+        """The messages that are there already."""
+        while True:
+            try:
+                frame = self.inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self.decoder.decode(frame)
+
+    def close(self) -> None:
+        self.context.destroy(linger=LINGER_MS)
+
+
+def take(engine: EngineLike, message: Down, pipe: Pipe) -> bool:
+    """Apply one message. False: shut down."""
+    match message:
+        case Submit(request):
+            try:
+                engine.add(request)
+            except InvalidRequest as error:
+                pipe.send(Rejected(request.id, "invalid", str(error), error.param))
+            except EngineBusy as error:
+                pipe.send(Rejected(request.id, "busy", str(error)))
+        case Abort(id):
+            engine.abort(id)
+        case Shutdown():
+            return False
+    return True
+
+
+def loop(engine: EngineLike, pipe: Pipe) -> None:
+    """Step while there is work, block in the socket while there is none."""
+    while True:
+        if not engine.has_work:
+            engine.check_integrity()
+            pipe.send(Events([], engine.stats))
+            if not take(engine, pipe.wait(), pipe):
+                return
+        if not all(take(engine, message, pipe) for message in pipe.waiting()):
+            return
+        if engine.has_work:
+            pipe.send(Events(engine.step(), engine.stats))
+
+
+def load_factory(name: str) -> Factory:
+    module, _, attribute = name.partition(":")
+    factory: Factory = getattr(importlib.import_module(module), attribute)
+    return factory
+
+
+def run(pipe: Pipe, factory: str) -> int:
+    """Build, serve, and turn whatever goes wrong into one Fatal message. Returns the exit code."""
+    try:
+        start = pipe.wait()
+        if not isinstance(start, Start):
+            raise TypeError(f"expected Start, got {type(start).__name__}")
+        logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+        engine = load_factory(factory)(start.config, progress=start.progress)
+        gc.collect()
+        gc.freeze()  # the model's objects live as long as the process: keep them out of every later collection
+        pipe.send(Ready(engine.card))
+        loop(engine, pipe)
+    except MTPServeError as error:
+        pipe.send(Fatal(kind_of(error), one_line(error)))
+        return 1
+    except Exception as error:
+        log.exception("the engine process ends")
+        pipe.send(Fatal("engine", f"the engine failed: {type(error).__name__}: {one_line(error)}"))
+        return 1
+    return 0
+
+
+def kind_of(error: MTPServeError) -> Literal["config", "load", "engine"]:
+    if isinstance(error, ConfigError):
+        return "config"
+    return "load" if isinstance(error, LoadError) else "engine"
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:1000]
+
+
+def die_with_parent() -> None:
+    """The kernel's own means on Linux; elsewhere, and for a parent that died before this line, the end of standard input."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)  # a thread cannot end the process in any other way while the main one computes
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="mtpserve.engine.process")
+    parser.add_argument("--endpoint-dir", required=True)
+    parser.add_argument("--factory", default=DEFAULT_FACTORY)
+    options = parser.parse_args()
+    die_with_parent()
+    pipe = Pipe(options.endpoint_dir)
+    try:
+        return run(pipe, options.factory)
+    finally:
+        pipe.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Which rows the next step computes, for whom, on which pages; and what the step's result does to the requests.
+
+Pure Python over sequences and page counts. It is not the loop (engine.py) and holds no tensor. Two promises shape it:
+
+* A request's text depends on the request alone. Its drafts are verified whole or not yet, never trimmed to fit a budget, and
+  one that was preempted goes on from the very token and drafts where it stood.
+* The oldest request always makes progress: pages run out at the expense of the youngest, and every decoding request gets
+  its turn within a bounded number of steps.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Sequence as Seq
+from dataclasses import dataclass
+
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.core.batch import Span, SpanResult, StepResult
+from mtpserve.core.sequence import Finish, Sequence
+from mtpserve.core.shape import SpanShape
+from mtpserve.engine.stopping import until_stop
+
+NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
+
+
+def lookahead(max_drafts: int) -> int:
+    """Tokens beyond a span for which pages are held: this step's drafting, and a next step launched before this one is read."""
+    return 2 * (max_drafts + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step gave one request, surplus behind a stop already dropped. `seq.finish` says whether it goes on."""
+
+    seq: Sequence
+    tokens: list[int]
+    accepted: int  # of `tokens`, from the front
+    proposed: list[int]  # the drafts that were verified
+
+
+class Scheduler:
+    """First come, first served. `running` followed by `waiting` is the order of arrival, always:
+
+        running | a b c d |  waiting | e f g |
+                        d ←──────── admission takes the first that waits, and skips nobody
+                        └─────────→ preemption takes the youngest that runs, and puts it first in line
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, *, page_size: int, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int]
+    ) -> None:
+        if token_budget < max_drafts + 1:
+            raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
+        self._allocator = allocator
+        self._page_size = page_size
+        self._max_running = max_running
+        self._token_budget = token_budget
+        self._max_drafts = max_drafts
+        self._eos_ids = frozenset(eos_ids)
+        self._free_seats = list(range(max_running))  # a heap
+        self._late: dict[str, int] = {}  # decoding requests that the last budget left out → their turn in the next step
+        self.live: dict[str, Sequence] = {}
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.admitted: list[Sequence] = []  # seated by the last plan; the runner does not know them yet
+        self.preemptions = 0
+
+    @property
+    def free_seats(self) -> int:
+        return len(self._free_seats)
+
+    def add(self, seq: Sequence) -> None:
+        """The caller has checked that a pool without other requests holds `max_len` tokens and the lookahead."""
+        assert seq.id not in self.live
+        self.live[seq.id] = seq
+        self.waiting.append(seq)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a live request, also between plan and commit: the result of its span is then ignored. None: no such request."""
+        seq = self.live.get(request_id)
+        if seq is not None:
+            self._end(seq, Finish.ABORT)
+        return seq
+
+    # ------------------------------------------------------------------------------------------------ plan
+
+    def plan(self) -> list[Span]:
+        """The next step: decoding requests, then prompt chunks, then new requests. Not empty while a request lives."""
+        self.admitted = []
+        preempted = self._reserve()
+        spans = self._decoding()
+        left = self._token_budget - sum(span.width for span in spans)
+        prompts = deque(seq for seq in self.running if not _decodes(seq))
+        while left > 0:
+            if prompts:
+                seq = prompts.popleft()
+            # What preemption has just freed belongs to the older requests; the victim must not come back within the plan.
+            elif preempted or (admitted := self._admit()) is None:
+                break
+            else:
+                seq = admitted
+            spans.append(_chunk(seq, left))
+            left -= spans[-1].width
+        assert spans or not self.live, "a plan without spans would repeat for ever"
+        return spans
+
+    def _decoding(self) -> list[Span]:
+        """Spans with one token and all its drafts. Who finds no room in the budget is first in the next step."""
+        ready = sorted((seq for seq in self.running if _decodes(seq)), key=lambda seq: self._late.get(seq.id, len(self._late)))
+        left, spans, late = self._token_budget, [], []
+        for seq in ready:
+            span = Span(seq, seq.computed, 1, SpanShape.chain(_useful_drafts(seq)))
+            if span.width > left:
+                late.append(seq.id)
+                continue
+            spans.append(span)
+            left -= span.width
+        self._late = {request_id: turn for turn, request_id in enumerate(late)}
+        return spans
+
+    def _admit(self) -> Sequence | None:
+        """Seat the first that waits, with pages for all that it has to compute; None: it must wait on, and so must all behind it."""
+        if not self.waiting or not self._free_seats:
+            return None
+        seq = self.waiting[0]
+        # Room for the first verification too, or a recomputed request could be preempted again before it has decoded once.
+        pages = self._pages_for(min(len(seq.tokens) + self._max_drafts + 1, seq.max_len))
+        if pages > self._allocator.free_count:
+            return None
+        seq.pages = self._allocator.allocate(pages)
+        seq.seat = heapq.heappop(self._free_seats)
+        self.running.append(self.waiting.popleft())
+        self.admitted.append(seq)
+        return seq
+
+    # ----------------------------------------------------------------------------------------------- pages
+
+    def _pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` and the lookahead."""
+        return -(-(tokens + lookahead(self._max_drafts)) // self._page_size)
+
+    def _reserve(self) -> bool:
+        """Give every decoding request the pages of its next span, the oldest first; True: somebody was preempted for it.
+
+        Prompt chunks need none: admission took theirs.
+        """
+        before = self.preemptions
+        index = 0
+        while index < len(self.running):  # shrinks from the end
+            seq = self.running[index]
+            if _decodes(seq):
+                self._extend(seq)
+            index += 1
+        return self.preemptions > before
+
+    def _extend(self, seq: Sequence) -> None:
+        missing = self._pages_for(len(seq.tokens) + _useful_drafts(seq)) - len(seq.pages)
+        while missing > self._allocator.free_count:
+            # Ends: the pool holds the oldest request alone, and a request that turns out to be the youngest gives way itself.
+            if self._preempt_youngest() is seq:
+                return
+        if missing > 0:
+            seq.pages += self._allocator.allocate(missing)
+
+    def _preempt_youngest(self) -> Sequence:
+        seq = self.running.pop()
+        self._unseat(seq)
+        seq.computed = 0
+        seq.drafts = 0
+        self.waiting.appendleft(seq)
+        self.preemptions += 1
+        return seq
+
+    def _unseat(self, seq: Sequence) -> None:
+        self._allocator.release(seq.pages)
+        seq.pages = []
+        if seq.seat is not None:
+            heapq.heappush(self._free_seats, seq.seat)
+            seq.seat = None
+
+    # ---------------------------------------------------------------------------------------------- commit
+
+    def commit(self, spans: Seq[Span], result: StepResult) -> list[Outcome]:
+        """Book a step. Requests that got neither tokens nor an end have no outcome. Raises ValueError, and changes nothing, for
+        a result that does not fit the spans."""
+        if len(result.spans) != len(spans):
+            raise ValueError(f"{len(spans)} spans but {len(result.spans)} results")
+        for span, booked in zip(spans, result.spans, strict=True):
+            self._check(span, booked)
+        outcomes = [self._book(span, booked) for span, booked in zip(spans, result.spans, strict=True) if span.seq.finish is None]
+        return [outcome for outcome in outcomes if outcome.tokens or outcome.seq.finish is not None]
+
+    def fail(self, seqs: Seq[Sequence], error: str) -> list[Outcome]:
+        """End those of `seqs` that still live with an error."""
+        living = [seq for seq in seqs if seq.finish is None]
+        for seq in living:
+            self._end(seq, Finish.ERROR, error)
+        return [Outcome(seq, [], 0, []) for seq in living]
+
+    def _check(self, span: Span, result: SpanResult) -> None:
+        tokens = result.accepted + 1 if span.samples else 0
+        fits = 0 <= result.accepted <= span.shape.size and len(result.tokens) == tokens and 0 <= result.drafts <= self._max_drafts
+        # An aborted request's span no longer says whether it sampled, and a failed one's numbers are void.
+        if not fits and not result.failed and span.seq.finish is None:
+            raise ValueError(f"the result of request {span.seq.id} does not fit its span: {result}")
+
+    def _book(self, span: Span, result: SpanResult) -> Outcome:
+        seq = span.seq
+        if result.failed:
+            self._end(seq, Finish.ERROR, NOT_FINITE)
+            return Outcome(seq, [], 0, result.proposed)
+        kept, finish = until_stop(seq, result.tokens, self._eos_ids)
+        seq.computed = span.start + span.length + result.accepted
+        seq.drafts = result.drafts
+        seq.tokens += kept
+        if finish is not None:
+            self._end(seq, finish)
+        assert finish is not None or seq.computed < len(seq.tokens) < seq.max_len
+        return Outcome(seq, kept, min(result.accepted, len(kept)), result.proposed)
+
+    def _end(self, seq: Sequence, finish: Finish, error: str | None = None) -> None:
+        if seq.seat is None:
+            self.waiting = deque(other for other in self.waiting if other is not seq)
+        else:
+            self.running = [other for other in self.running if other is not seq]
+        self._unseat(seq)
+        del self.live[seq.id]
+        seq.drafts = 0
+        seq.finish = finish
+        seq.error = error
+
+    # ------------------------------------------------------------------------------------------- integrity
+
+    def check_integrity(self) -> None:
+        """Raise unless pages, seats and queues agree; with no live request this means that every page and seat is free."""
+        self._allocator.check_integrity(seq.pages for seq in self.live.values())
+        seats = [seq.seat for seq in self.running if seq.seat is not None]
+        if sorted(seats + self._free_seats) != list(range(self._max_running)) or len(seats) != len(self.running):
+            raise RuntimeError(f"seats {sorted(seats)} of {len(self.running)} requests and free ones {sorted(self._free_seats)} do not add up")
+        if [seq.id for seq in (*self.running, *self.waiting)] != list(self.live):
+            raise RuntimeError("running and waiting requests are not the live ones in the order of arrival")
+        for seq in self.running:
+            if not seq.computed < len(seq.tokens) < seq.max_len or seq.computed > len(seq.pages) * self._page_size:
+                raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, {len(seq.pages)} pages")
+        for seq in self.waiting:
+            if seq.pages or seq.seat is not None or seq.computed or seq.drafts:
+                raise RuntimeError(f"request {seq.id} waits but holds {len(seq.pages)} pages and seat {seq.seat}")
+
+
+def _decodes(seq: Sequence) -> bool:
+    """All but the last token is computed."""
+    return seq.computed == len(seq.tokens) - 1
+
+
+def _useful_drafts(seq: Sequence) -> int:
+    # With room for r tokens: r - 1 drafts and the target's own token fill it.
+    return min(seq.drafts, seq.room - 1)
+
+
+def _chunk(seq: Sequence, budget: int) -> Span:
+    """The next committed tokens to compute.
+
+        fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
+        recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
+    """
+    end = len(seq.tokens) - (1 if seq.output_len > 0 else 0)
+    return Span(seq, seq.computed, min(end - seq.computed, budget))

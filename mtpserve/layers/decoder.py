@@ -1,0 +1,73 @@
+"""A pre-norm decoder layer, and the whole model around it: what the families have in common, parametrised by ModelArch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.core.arch import ModelArch
+from mtpserve.core.batch import Hidden
+from mtpserve.core.protocols import Attend, LinearMethod
+from mtpserve.layers.embedding import Embedding, TiedHead
+from mtpserve.layers.linear import Linear
+from mtpserve.layers.mtp import MTPFusion
+from mtpserve.layers.norm import RMSNorm
+from mtpserve.layers.rope import Rope
+
+MakeBlock = Callable[[int], tuple[nn.Module, nn.Module]]  # layer number → attention, feed-forward
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = RMSNorm(arch.hidden, arch.norm_eps), attention
+        self.mlp_norm, self.mlp = RMSNorm(arch.hidden, arch.norm_eps), mlp
+
+    def forward(self, x: Tensor, rope: Rope, turned: Tensor, attend: Attend, layer: int) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, turned, attend, layer)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class MTPHead(nn.Module):
+    """One multi-token-prediction layer. Embedding and language-model head are the trunk's own objects and not held here."""
+
+    def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, method: LinearMethod) -> None:
+        super().__init__()
+        assert arch.mtp is not None
+        self.fusion = MTPFusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, method)
+        self.layer = DecoderLayer(arch, attention, mlp)
+        self.norm = RMSNorm(arch.hidden, arch.norm_eps)
+
+
+class DecoderModel(nn.Module):
+    """core.protocols.CausalModel. Layer L of the KV pool is the MTP layer's."""
+
+    def __init__(self, arch: ModelArch, make_block: MakeBlock, method: LinearMethod, dtype: torch.dtype, positions: int) -> None:
+        super().__init__()
+        self.arch = arch
+        self.embed = Embedding(arch.vocab, arch.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i)) for i in range(arch.num_layers))
+        self.norm = RMSNorm(arch.hidden, arch.norm_eps)
+        self.head = TiedHead(self.embed) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), method)
+        self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), method) if arch.mtp else None
+        self.rope = Rope(arch.rope, positions, dtype)
+
+    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden:
+        x, turned = self.embed(ids), self.rope(positions)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, self.rope, turned, attend, i)
+        normed = self.norm(x)
+        feeds_raw = self.arch.mtp is not None and self.arch.mtp.hidden_in == "pre"
+        return Hidden(normed, x if feeds_raw else normed)
+
+    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> Hidden:
+        assert self.mtp_head is not None and self.arch.mtp is not None
+        head, turned = self.mtp_head, self.rope(positions)
+        x = head.layer(head.fusion(self.embed(ids), hidden), self.rope, turned, attend, self.arch.num_layers)
+        normed = head.norm(x)
+        return Hidden(normed, x if self.arch.mtp.recycle == "pre" else normed)
+
+    def logits(self, head: Tensor) -> Tensor:
+        return self.head(head).float()  # type: ignore[no-any-return]

@@ -1,0 +1,25 @@
+"""A linear layer whose storage is somebody else's business: see quant/."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.core.protocols import LinearMethod
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. `parts` are the row counts of the matrices that one fused W holds, in order (q, k, v; gate, up)."""
+
+    def __init__(self, inputs: int, parts: tuple[int, ...], method: LinearMethod, bias: bool = False) -> None:
+        super().__init__()
+        self.parts, self.method = parts, method
+        self.weight = nn.Parameter(torch.empty(sum(parts), inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
+        self.packed: Tensor | None = None
+
+    def finish_loading(self) -> None:
+        self.method.finish(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(self, x)

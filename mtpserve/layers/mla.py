@@ -1,0 +1,56 @@
+"""Multi-head latent attention, absorbed (DeepSeek-V2, https://arxiv.org/abs/2405.04434 §2.1.2).
+
+A token's cache row is its normed latent (kv_rank numbers) and one rotated key shared by all heads. The up-projections of key
+and value never touch the cache: W_uk is multiplied into the query, W_uv into the output.
+
+    score = (q_nope W_uk) · latent + q_rope · k_rope            output = (softmax · latents) W_uv
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.core.arch import ModelArch
+from mtpserve.core.protocols import Attend, LinearMethod
+from mtpserve.layers.linear import Linear
+from mtpserve.layers.norm import RMSNorm
+from mtpserve.layers.rope import Rope
+
+LATENT_EPS = 1e-6  # the latent norms of every published DeepSeek use this, whatever rms_norm_eps says
+
+
+class MLA(nn.Module):
+    """`down` holds q_a (or the whole q projection where there is no q_rank) and kv_a side by side: one product for both."""
+
+    def __init__(self, arch: ModelArch, method: LinearMethod) -> None:
+        super().__init__()
+        assert arch.mla is not None
+        mla = self.mla = arch.mla
+        self.heads, q_size = arch.heads, arch.heads * (mla.nope + mla.rope)
+        self.down = Linear(arch.hidden, (mla.q_rank or q_size, mla.kv_rank + mla.rope), method)
+        self.q_norm = RMSNorm(mla.q_rank, LATENT_EPS) if mla.q_rank else None
+        self.q_up = Linear(mla.q_rank, (q_size,), method) if mla.q_rank else None
+        self.kv_norm = RMSNorm(mla.kv_rank, LATENT_EPS)
+        self.kv_up = nn.Parameter(torch.empty(arch.heads * (mla.nope + mla.value), mla.kv_rank), requires_grad=False)
+        self.out = Linear(arch.heads * mla.value, (arch.hidden,), method)
+        self.k_up, self.v_up = torch.empty(0), torch.empty(0)
+
+    def finish_loading(self) -> None:
+        """Views of kv_up: k_up [heads, nope, kv_rank], v_up [heads, kv_rank, value]."""
+        per_head = self.kv_up.detach().unflatten(0, (self.heads, -1))
+        self.k_up, value = per_head.split([self.mla.nope, self.mla.value], 1)
+        self.v_up = value.mT
+
+    def forward(self, x: Tensor, rope: Rope, turned: Tensor, attend: Attend, layer: int) -> Tensor:
+        """x [T, hidden]; `turned` is what `rope` gave for the rows' positions."""
+        mla = self.mla
+        q, latent, k_rope = self.down(x).split([self.down.parts[0], mla.kv_rank, mla.rope], -1)
+        if self.q_up is not None and self.q_norm is not None:
+            q = self.q_up(self.q_norm(q))
+        q = q.unflatten(-1, (self.heads, -1))  # [T, heads, nope + rope]
+        rotated = rope.rotate(torch.cat([q[..., mla.nope :], k_rope.unsqueeze(1)], 1), turned)  # [T, heads + 1, rope]
+        absorbed = torch.bmm(q[..., : mla.nope].transpose(0, 1), self.k_up).transpose(0, 1)  # [T, heads, kv_rank]
+        key = torch.cat([self.kv_norm(latent).unsqueeze(1), rotated[:, self.heads :]], -1)  # [T, 1, kv_rank + rope]
+        seen = attend(torch.cat([absorbed, rotated[:, : self.heads]], -1), key, None, layer)  # [T, heads, kv_rank]
+        return self.out(torch.bmm(seen.transpose(0, 1), self.v_up).transpose(0, 1).flatten(1))  # type: ignore[no-any-return]

@@ -1,0 +1,46 @@
+"""DeepSeek-V3's storage of a matrix: float8 (e4m3) with one float32 scale per block of 128 x 128 (https://arxiv.org/abs/2412.19437 §3.3).
+
+Not a linear method: these are the conversions, used when a checkpoint is loaded and by tools that write one.
+
+               columns: 128   128   44
+    rows 128  |  s00  |  s01  | s02 |     weight[i, j] = float8[i, j] * scale_inv[i // 128, j // 128]
+    rows  72  |  s10  |  s11  | s12 |     blocks at the edges are smaller, the scales' shape is rounded up
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = (128, 128)
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+
+
+def scale_shape(rows: int, columns: int, block: tuple[int, int] = BLOCK) -> tuple[int, int]:
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def dequantize_block(weight: Tensor, scale_inv: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
+    """weight [rows, columns], scale_inv [rows / block, columns / block] rounded up → [rows, columns] float32"""
+    rows, columns = weight.shape
+    assert tuple(scale_inv.shape) == scale_shape(rows, columns, block), (weight.shape, scale_inv.shape)
+    out = weight.to(torch.float32, copy=True)
+    by_column = scale_inv.float().repeat_interleave(block[1], 1)[:, :columns]
+    # One block row at a time: scales spread over the whole matrix would be a second matrix of its size.
+    for strip, scales in zip(torch.split(out, block[0]), by_column, strict=True):
+        strip.mul_(scales)
+    return out
+
+
+def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
+    """The inverse: weight [rows, columns] → (float8 e4m3 of the same shape, scale_inv float32), each block's largest number at 448."""
+    rows, columns = weight.shape
+    block_rows, block_columns = scale_shape(rows, columns, block)
+    padded = weight.new_zeros(block_rows * block[0], block_columns * block[1], dtype=torch.float32)
+    padded[:rows, :columns] = weight
+    blocks = padded.view(block_rows, block[0], block_columns, block[1])  # [blocks down, rows, blocks across, columns]
+    largest = blocks.abs().amax((1, 3))
+    scale_inv = torch.where(largest > 0, largest / LARGEST, 1.0)
+    scaled = (blocks / scale_inv[:, None, :, None]).clamp_(-LARGEST, LARGEST)
+    return scaled.view(padded.shape)[:rows, :columns].to(FP8), scale_inv

@@ -1,0 +1,5 @@
+"""The ways in which a linear layer's weights are stored, by name."""
+
+from mtpserve.core.registry import Registry
+
+METHODS = Registry("quantisation", {"none": "mtpserve.quant.unquantized:Unquantized"})

@@ -1,0 +1,32 @@
+"""Weights as they are. On a CPU they are laid out once as oneDNN wants them, which nearly doubles what a small batch streams."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Below this oneDNN's call costs more than it saves. The rule looks at the shape alone, never at a timing: a weight must
+# be multiplied in the same way in every run, or equal requests would differ in the last bits.
+MIN_PACKED_BYTES = 1 << 20
+PACKED_ROWS = 8  # the row count that the layout is made for; any other works
+
+
+class Unquantized:
+    """`module.weight` [outputs, inputs]; `module.bias` [outputs] or None."""
+
+    def finish(self, module: nn.Module) -> None:
+        weight = cast(Tensor, module.weight)
+        wanted = weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() * weight.element_size() >= MIN_PACKED_BYTES
+        if weight.device.type == "cpu" and wanted and torch.backends.mkldnn.is_available():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
+            del module.weight
+            module.packed = packed
+
+    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
+        packed = module.packed
+        if packed is None:
+            return F.linear(x, cast(Tensor, module.weight), cast("Tensor | None", module.bias))
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, packed, module.bias, "none", [], ""))

@@ -1,0 +1,57 @@
+"""POST /v1/chat/completions: the messages, rendered by the model's own template, continued. Text only, no tools yet."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.answer import Answer
+from mtpserve.server.errors import ContextLengthExceeded
+from mtpserve.server.openai import ChatRequest
+from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
+
+
+class ChatShape:
+    id_prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def opening(self) -> dict[str, Any] | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+
+async def rendered(service: Service, body: ChatRequest) -> str:
+    """The conversation as the template writes it. Its size is bounded before the template's code runs over it."""
+    if not body.messages:
+        raise InvalidRequest("messages is empty", "messages")
+    messages = [message.for_template() for message in body.messages]
+    size = sum(len(message["content"]) for message in messages)
+    if max(size, len(messages)) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
+        raise ContextLengthExceeded(f"messages have {size} characters, too many for this model's context", "messages")
+    add_generation_prompt = body.add_generation_prompt is not False
+    if size <= INLINE_BYTES:
+        return service.tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+    return await asyncio.to_thread(service.tokenizer.render_chat, messages, add_generation_prompt=add_generation_prompt)
+
+
+async def chat(request: Request, body: ChatRequest) -> Response:
+    service: Service = request.app.state.service
+    service.admit(body.model)
+    body.check()
+    service.check_ids(body.stop_token_ids or (), "stop_token_ids")
+    answer = Answer(service, ChatShape(), [], [], body.include_usage)
+    prompt = await service.encode(await rendered(service, body), "messages", special=False)
+    service.check_length(prompt, body.wanted_tokens, "messages")
+    answer.prompts = [prompt]
+    answer.sampling = [body.sampling(service.tokenizer.defaults, body.wanted_tokens)]
+    return await answer.respond(request, body)

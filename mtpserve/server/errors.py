@@ -1,0 +1,122 @@
+"""Every error's way to HTTP: one place, one shape, OpenAI's `{"error": {"message", "type", "param", "code"}}`.
+
+Texts are cut and made printable here, so that no request can make a large, unencodable or line-breaking error out of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError
+
+MAX_ERRORS = 10
+MAX_INPUT = 200
+MAX_MESSAGE = 4000
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+class ModelNotFound(InvalidRequest):
+    """→ 404"""
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """→ 400 with the code by which clients recognise it"""
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads the answer."""
+
+
+class JSON(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def printable(text: str, limit: int) -> str:
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    param = None if param is None else printable(param, MAX_INPUT)
+    return {"error": {"message": printable(message, MAX_MESSAGE), "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body. Only errors that mtpserve raises on purpose carry their own text."""
+    match error:
+        case ModelNotFound():
+            return 404, error_body(404, str(error), param=error.param, code="model_not_found")
+        case ContextLengthExceeded():
+            return 400, error_body(400, str(error), param=error.param, code="context_length_exceeded")
+        case InvalidRequest():
+            return 400, error_body(400, str(error), param=error.param)
+        case EngineBusy():
+            return 503, error_body(503, str(error), code="overloaded")
+        case EngineDead():
+            return 503, error_body(503, str(error), code="engine_dead")
+        case MTPServeError():
+            return 500, error_body(500, str(error))
+        case _:
+            return 500, error_body(500, "internal error")
+
+
+def error_response(error: Exception) -> Response:
+    status, body = describe(error)
+    return JSON(body, status, headers=RETRY_AFTER if isinstance(error, EngineBusy) else None)
+
+
+def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """pydantic's errors as one text, and the first one's field."""
+    lines = []
+    first: str | None = None
+    for error in errors[:MAX_ERRORS]:
+        loc = [str(part) for part in error["loc"] if part != "body"]
+        first = first if first is not None else (loc[0] if loc else None)
+        match error["type"]:
+            case "json_invalid":
+                lines.append(f"the body is not valid JSON: {error['ctx']['error']} at position {error['loc'][-1]}")
+            case "extra_forbidden":
+                lines.append(f"{'.'.join(loc)}: unknown field")
+            case _:
+                got = "" if error["type"] == "missing" else f", got {printable(repr(error['input']), MAX_INPUT)}"
+                lines.append(f"{'.'.join(loc)}: {error['msg']}{got}" if loc else f"{error['msg']}{got}")
+    if len(errors) > MAX_ERRORS:
+        lines.append(f"and {len(errors) - MAX_ERRORS} more")
+    json_invalid = bool(errors) and errors[0]["type"] == "json_invalid"
+    return "; ".join(lines), None if json_invalid else first
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def ours(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        message, param = validation_message(error.errors())
+        return JSON(error_body(400, message, param=param), 400)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status = error.status_code
+        message = f"{request.method} {request.url.path}: {error.detail}" if status in (404, 405) else str(error.detail)
+        return JSON(error_body(status, message), status, headers=error.headers)
+
+    app.add_exception_handler(MTPServeError, ours)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, ours)

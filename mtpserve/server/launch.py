@@ -1,0 +1,170 @@
+"""`serve()`: the port, the engine process, the HTTP server, and their end. Wires the parts together and holds no request logic.
+
+The port comes first: it is taken and answers 503 while the model loads, so that a second server fails at once and a load
+balancer sees what is going on. How it ends:
+
+    first SIGTERM or SIGINT   new requests get 503, running ones have `drain_timeout` seconds       → 0
+    second one                stop at once                                                          → 0
+    the engine process dies   open requests end with an error, /health says 503 for a moment        → 1
+    it cannot start           one line                                                              → 1, for the configuration 2
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mtpserve.config import EngineConfig, ServerConfig
+from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
+from mtpserve.engine.client import ProcessClient
+from mtpserve.engine.process import DEFAULT_FACTORY
+from mtpserve.server.errors import error_response
+from mtpserve.server.report import report
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CLOSE_S = 1  # for connections to write what they have when the server ends
+LAST_HEALTH_S = 1.0  # how long /health answers 503 after the engine's death
+
+
+class Stopped(Exception):
+    """A signal came while the engine was starting."""
+
+
+class Gate:
+    """The ASGI app that the port answers with: 503 until the real one is there."""
+
+    app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await error_response(EngineBusy("the model is loading"))(scope, receive, send)
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn without its signal handlers, which would end the engine's requests instead of draining them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+class Signals:
+    """Counts SIGINT and SIGTERM; `first` and `second` may be awaited."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._seen)
+
+    def _seen(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def serve(engine_config: EngineConfig, server: ServerConfig, *, factory: str = DEFAULT_FACTORY) -> int:
+    """Blocks until the server ends; returns the exit code. `factory` names the function that builds the engine."""
+    logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        listener = listen(server.host, server.port)
+        return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(Launch(engine_config, server, factory).run(listener))
+    except MTPServeError as error:
+        print(f"mtpserve: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise MTPServeError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+
+
+class Launch:
+    """One run of the server."""
+
+    def __init__(self, engine_config: EngineConfig, server: ServerConfig, factory: str) -> None:
+        self.engine_config = engine_config
+        self.server = server
+        self.factory = factory
+        self.gate = Gate()
+
+    async def run(self, listener: socket.socket) -> int:
+        signals = Signals()
+        progress = sys.stderr.isatty()
+        client = ProcessClient(self.engine_config, factory=self.factory, progress=progress, log_level=self.server.log_level)
+        http = HTTPServer(self._uvicorn_config())
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        try:
+            await self._start(client, signals)
+            self._announce(listener)
+            code = await self._until_the_end(client, signals, serving)
+        except Stopped:
+            code = 0
+        finally:
+            await client.stop(grace=0 if signals.second.is_set() else 2.0)
+            http.should_exit = True
+            await serving
+        return code
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            self.gate,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=60,  # longer than clients keep idle connections, or they would send into a closing one
+            timeout_graceful_shutdown=CLOSE_S,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+
+    async def _start(self, client: ProcessClient, signals: Signals) -> None:
+        """The tokenizer loads while the engine does. The first of them to fail, or a signal, ends both."""
+        model = self.engine_config.model
+        work = asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, model.tokenizer or model.model))
+        _, tokenizer = await first_of(work, signals.first.wait())
+        from mtpserve.server.app import create_app  # FastAPI takes a while to import: the engine was started before
+
+        self.gate.app = self.app = create_app(client, tokenizer)
+
+    def _announce(self, listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        name = self.app.state.service.model
+        print(
+            f"mtpserve is ready: {url}\n"
+            f"  curl {url}/v1/completions -H 'Content-Type: application/json' "
+            f'-d \'{{"model": "{name}", "prompt": "import os\\n", "max_tokens": 64}}\'',
+            flush=True,
+        )
+
+    async def _until_the_end(self, client: ProcessClient, signals: Signals, serving: asyncio.Task[None]) -> int:
+        reporting = asyncio.create_task(report(client.stats, self.server.log_interval)) if self.server.log_interval else None
+        try:
+            if not await before(client.wait_dead(), signals.first.wait()):
+                log.info("draining: running requests have %g s, a second signal stops at once", self.server.drain_timeout)
+                self.app.state.service.draining = True
+                if not await before(client.wait_dead(), first_true(client.drain(self.server.drain_timeout), signals.second.wait())):
+                    return 0
+            await asyncio.sleep(LAST_HEALTH_S)
+            return 1
+        finally:
+            if reporting is not None:
+                reporting.cancel()

@@ -1,0 +1,35 @@
+"""The log line that says every few seconds what the engine does. Differences of its counters; nothing when nothing runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import monotonic
+
+from mtpserve.core.request import EngineStats
+
+log = logging.getLogger(__name__)
+
+
+def line(before: EngineStats, now: EngineStats, seconds: float) -> str:
+    tokens = (now.generation_tokens_total - before.generation_tokens_total) / seconds
+    prompt = (now.prompt_tokens_total - before.prompt_tokens_total) / seconds
+    share = 100 * now.pages_used / max(1, now.pages_total)
+    text = f"running {now.running}  waiting {now.waiting}  pages {now.pages_used}/{now.pages_total} ({share:.0f} %)"
+    text += f"  prompt {prompt:.1f} tok/s  generation {tokens:.1f} tok/s"
+    drafts = now.drafts_total - before.drafts_total
+    if drafts > 0:
+        text += f"  accept length {1 + (now.accepted_tokens_total - before.accepted_tokens_total) / drafts:.2f}"
+    return text
+
+
+async def report(stats: Callable[[], EngineStats], interval: float) -> None:
+    """Runs until it is cancelled."""
+    before, at = stats(), monotonic()
+    while True:
+        await asyncio.sleep(interval)
+        now, then, at = stats(), at, monotonic()
+        if now.running or now.waiting or now.generation_tokens_total > before.generation_tokens_total:
+            log.info("%s", line(before, now, at - then))
+        before = now

@@ -1,0 +1,149 @@
+"""What the routes share: admission, prompts to tokens, and one prompt's generation as pieces of text. No HTTP and no JSON here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed
+from mtpserve.core.protocols import EngineClient
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Finish
+from mtpserve.server.errors import ContextLengthExceeded, ModelNotFound
+from mtpserve.server.metrics import Metrics, RequestClock
+from mtpserve.text.detokenizer import Detokenizer
+from mtpserve.text.tokenizer import Tokenizer
+
+MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
+INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
+MERGED_PIECES = 64  # of several prompts' streams, waiting to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one prompt's text. The last piece has `finish`."""
+
+    text: str
+    tokens: int
+    finish: Finish | None = None
+
+
+@dataclass(slots=True)
+class Service:
+    client: EngineClient
+    tokenizer: Tokenizer
+    metrics: Metrics
+    created: int  # for /v1/models, in seconds since 1970
+    draining: bool = False
+
+    @property
+    def model(self) -> str:
+        return self.client.card.name
+
+    def check_alive(self) -> None:
+        if self.client.dead is not None:
+            raise EngineDead(self.client.dead)
+        if self.draining:
+            raise EngineBusy("the server is shutting down and takes no new requests")
+
+    def admit(self, model: str | None) -> None:
+        self.check_alive()
+        if model is not None and model != self.model:
+            raise ModelNotFound(f"the model {model[:200]!r} does not exist; this server offers {self.model!r}", "model")
+
+    # -- prompts --------------------------------------------------------------------------------------------------------------
+
+    async def encode(self, text: str, field: str, *, special: bool) -> list[int]:
+        size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * self.client.card.context_length
+        if size > limit:
+            raise ContextLengthExceeded(
+                f"{field} has {size} bytes; a context of {self.client.card.context_length} tokens takes at most {limit}", field
+            )
+        if size <= INLINE_BYTES:
+            return self.tokenizer.encode(text, special=special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        vocab = self.client.card.vocab
+        for id in ids:
+            if not 0 <= id < vocab:
+                raise InvalidRequest(f"{field}: token {str(id)[:50]} is not in the vocabulary of {vocab}", field)
+
+    def check_length(self, prompt: Sequence[int], max_tokens: int | None, field: str) -> None:
+        """An explicit `max_tokens` must fit behind the prompt; without one the rest of the context is what there is."""
+        context = self.client.card.context_length
+        if not prompt:
+            raise InvalidRequest(f"{field} is empty", field)
+        if len(prompt) + max(1, max_tokens or 0) > context:
+            asked = "" if max_tokens is None else f" and max_tokens is {str(max_tokens)[:50]}"
+            raise ContextLengthExceeded(f"the context has {context} tokens; {field} has {len(prompt)}{asked}", field)
+
+    # -- generation -----------------------------------------------------------------------------------------------------------
+
+    async def generate(self, id: str, prompt: list[int], sampling: SamplingParams, arrival: float) -> AsyncGenerator[Piece, None]:
+        """Pieces until one has `finish`. Closing it early, a stop string and any error all end the request in the engine."""
+        clock = RequestClock(self.metrics, arrival)
+        outcome = "abort"
+        try:
+            async for piece in self._pieces(Request(id, prompt, sampling), clock):
+                if piece.finish is not None:
+                    outcome = piece.finish.value
+                yield piece
+        except (InvalidRequest, EngineBusy):
+            outcome = "rejected"
+            raise
+        except MTPServeError:
+            outcome = "error"
+            raise
+        finally:
+            self.client.abort(id)
+            clock.end(outcome)
+
+    async def _pieces(self, request: Request, clock: RequestClock) -> AsyncGenerator[Piece, None]:
+        detokenizer = Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt)
+        async for event in self.client.submit(request):
+            if event.finish in (Finish.ERROR, Finish.ABORT):
+                raise RequestFailed(event.error or "the request was aborted")
+            delta = detokenizer.push(event.tokens)
+            clock.tokens(delta.tokens_used)
+            if delta.stopped:
+                yield Piece(delta.text, delta.tokens_used, Finish.STOP)
+                return
+            rest = detokenizer.finish() if event.finish is not None else ""
+            yield Piece(delta.text + rest, delta.tokens_used, event.finish)
+            if event.finish is not None:
+                return
+        raise RequestFailed("the engine ended the request without a reason")
+
+
+async def merge(streams: list[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all streams as they come, each with its stream's index. The first error ends them all."""
+    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(MERGED_PIECES)
+
+    async def pump(index: int, stream: AsyncGenerator[Piece, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for piece in stream:
+                    await queue.put((index, piece))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

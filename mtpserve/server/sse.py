@@ -1,0 +1,81 @@
+"""Writing an answer while watching whether anybody still reads it. Plain ASGI; knows nothing of what is written.
+
+A client's going away is a message on `receive`, and it must be heard while the engine computes, not when the next write fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mtpserve.core.errors import MTPServeError
+from mtpserve.server.errors import ClientGone, describe, error_response
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter: nginx would collect the chunks
+
+
+def event(data: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and ClientGone raised, when the client disconnects first."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events from a generator of objects.
+
+    The response starts with the first object, so that a request that is refused gets a status code. A failure after that is an
+    `error` event, and no [DONE] follows: clients raise on it instead of taking the text for complete.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, objects: AsyncGenerator[Any, None]) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._objects = objects
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await unless_gone(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with contextlib.aclosing(self._objects) as objects:
+            try:
+                async for each in objects:
+                    if not started:
+                        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                        started = True
+                    await send({"type": "http.response.body", "body": event(each), "more_body": True})
+                last = DONE
+            except MTPServeError as error:
+                if not started:
+                    await error_response(error)(scope, receive, send)
+                    return
+                last = event(describe(error)[1])
+        await send({"type": "http.response.body", "body": last, "more_body": False})

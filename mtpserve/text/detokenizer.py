@@ -1,0 +1,154 @@
+"""Tokens to text while they arrive. Decides where stop strings and stop tokens end the text; knows nothing of requests or HTTP.
+
+A step of the engine yields a list of tokens, and a stop string may end in the middle of it. Each token is therefore taken by
+itself, and what comes after the one that completes a stop string is neither shown nor counted.
+
+    held back     "…text that is out" │ "text that may become a stop string" │ tokens that end inside a character
+                                      └────────── self._text ───────────────┘ └────────── self._pending ────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from mtpserve.core.sampling import SamplingParams
+
+REPLACEMENT = "\ufffd"  # what an incomplete or broken UTF-8 sequence decodes to
+MAX_PENDING = 16  # tokens; a character has at most four bytes, so this many without one are broken output
+CONTEXT = 4  # tokens that decoders look back on
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+    tokens_used: int  # of the tokens pushed, those that count: all, or up to the one that stopped
+    stopped: bool  # a stop string or a stop token was met: the text is complete, push no more
+
+
+class Context(NamedTuple):
+    """The last tokens whose text is complete, and that text."""
+
+    tokens: list[int]
+    text: str
+
+
+class Detokenizer:
+    """One request's output. `eos_ids` are the model's; the request's own stop tokens and strings come with `sampling`.
+
+    The end of `prompt` is decoded along, unseen, since some tokenizers drop a space in front of the very first token.
+    """
+
+    def __init__(
+        self, tokenizer: FastTokenizer, sampling: SamplingParams, eos_ids: Iterable[int] = (), prompt: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))
+        self._skip_special = sampling.skip_special_tokens
+        self._text = ""
+        self._context = self._context_of(list(prompt[-CONTEXT:]))
+        if self._context.text.endswith(REPLACEMENT):
+            self._context = Context([], "")
+        self._pending: list[int] = []  # tokens since the context's
+        self._stopped = False
+
+    def push(self, tokens: list[int]) -> TextDelta:
+        used = 0
+        out: list[str] = []
+        for token in tokens:
+            if self._stopped:
+                break
+            used += 1
+            if token in self._stop_ids:
+                self._stopped = True
+                out.append(self._last(token))
+            else:
+                self._text += self._decode(token)
+                out.append(self._release())
+        return TextDelta("".join(out), used, self._stopped)
+
+    def finish(self) -> str:
+        """The text that was held back; the request ended for another reason than a stop string."""
+        if self._stopped:
+            return ""
+        self._text += self._flush()
+        text = self._release()
+        if not self._stopped:
+            text, self._text = text + self._text, ""
+        self._stopped = True
+        return text
+
+    # -- tokens to characters -------------------------------------------------------------------------------------------------
+
+    def _decode(self, token: int) -> str:
+        """The text that is complete with this token, "" while it ends inside a character."""
+        self._pending.append(token)
+        text = self._between(self._context, self._pending)
+        if text.endswith(REPLACEMENT):
+            return self._give_up_on_some(text) if len(self._pending) >= MAX_PENDING else ""
+        if text:  # tokens without text, special ones, are no context: a leading space would count as the text's first
+            self._context = self._context_of((self._context.tokens + self._pending)[-CONTEXT:])
+        self._pending = []
+        return text
+
+    def _plain(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special))
+
+    def _context_of(self, tokens: list[int]) -> Context:
+        return Context(tokens, self._plain(tokens) if tokens else "")
+
+    def _between(self, context: Context, tokens: list[int]) -> str:
+        """What `tokens` add to the text of `context`, which is not always what they decode to alone."""
+        return self._plain(context.tokens + tokens)[len(context.text) :]
+
+    def _flush(self) -> str:
+        text = self._between(self._context, self._pending) if self._pending else ""
+        self._pending = []
+        return text
+
+    def _give_up_on_some(self, whole: str) -> str:
+        """Broken output never completes a character, and must not be decoded again and again: let go of all but the last tokens,
+        at a place where no character is cut, which is where the two parts decode to the same alone as together."""
+        for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):
+            head = self._between(self._context, self._pending[:cut])
+            if head + self._plain(self._pending[cut:]) == whole:
+                self._context, self._pending = Context([], ""), self._pending[cut:]
+                return head
+        return ""
+
+    # -- stopping -------------------------------------------------------------------------------------------------------------
+
+    def _last(self, token: int) -> str:
+        """The text that is still held when a stop token ends the request; the token's own only if the request wants to see it."""
+        self._text += self._flush()
+        if self._sampling.include_stop:
+            self._text += self._between(self._context, [token])
+        text, self._text = self._text, ""
+        return text
+
+    def _release(self) -> str:
+        """Moves out of the held text what no stop string can reach any more."""
+        found = [(place, stop) for stop in self._sampling.stop if (place := self._text.find(stop)) >= 0]
+        if found:
+            place, stop = min(found)
+            text, self._text = self._text[: place + len(stop) if self._sampling.include_stop else place], ""
+            self._stopped = True
+            return text
+        keep = max((overlap(self._text, stop) for stop in self._sampling.stop), default=0)
+        end = len(self._text) - keep
+        text, self._text = self._text[:end], self._text[end:]
+        return text
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
+    return 0

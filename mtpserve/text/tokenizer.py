@@ -1,0 +1,83 @@
+"""The model's tokenizer and chat template. A thin wrapper around transformers' fast tokenizer; no incremental decoding here.
+
+Text that a client writes may contain the spelling of a special token, and then encodes to it, in prompts and in chat messages
+alike: the rendered template is one text. A chat client can so forge a turn of its own conversation, and no one else's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+# Not AutoTokenizer: that one imports torch, which costs this process four seconds and 250 MB.
+from transformers import PreTrainedTokenizerFast
+
+from mtpserve.core.errors import InvalidRequest, LoadError
+
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+
+
+class Tokenizer:
+    """`defaults` are the sampling parameters that the model's makers recommend, from its generation_config.json."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        require(self.directory / "tokenizer.json")
+        try:
+            self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(self.directory), local_files_only=True)
+        except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
+            raise LoadError(f"{self.directory / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+        self.fast: FastTokenizer = self._tokenizer.backend_tokenizer
+        self.defaults = sampling_defaults(self.directory)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.all_special_ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """`special` adds what the model expects around a prompt; a rendered chat has it already."""
+        ids: list[int] = self.fast.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The model's own template, in Jinja's immutable sandbox. Raises InvalidRequest when there is none or when it fails."""
+        if not self.has_chat_template:
+            raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a template can raise anything, and refuses conversations by raising
+            raise InvalidRequest(f"the model's chat template failed: {' '.join(str(error).split())[:200]}", "messages") from error
+        return str(text)
+
+
+def require(file: Path) -> None:
+    if not file.parent.is_dir():
+        raise LoadError(f"{file.parent}: no such directory")
+    if not file.is_file():
+        raise LoadError(f"{file}: no such file; mtpserve needs the tokenizer in this form")
+
+
+def sampling_defaults(directory: Path) -> dict[str, float | int]:
+    """Of `do_sample` nothing is read: servers sample at the temperature given, and a request for greedy says temperature 0."""
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LoadError(f"{file}: {error}") from error
+    if not isinstance(values, dict):
+        raise LoadError(f"{file}: not an object")
+    return {name: values[name] for name in SAMPLING_FIELDS if isinstance(values.get(name), int | float)}

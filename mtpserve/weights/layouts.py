@@ -1,0 +1,90 @@
+"""Where a checkpoint keeps its MTP layers: found by its tensors' names, since configs lie (the count may be absent, the layers too).
+
+DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`.
+A trunk layer and DeepSeek's MTP layer share most names; only the fusing tensors tell them apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from mtpserve.core.errors import LoadError
+from mtpserve.weights.hf import HFConfig
+
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
+NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
+MIMO = re.compile(r"model\.mtp_layers\.(\d+)\..+")
+
+
+@dataclass(frozen=True, slots=True)
+class MTPLayout:
+    """`prefixes`: one per MTP layer, in order, each with its final dot."""
+
+    kind: Literal["deepseek", "mimo"]
+    prefixes: tuple[str, ...]
+
+    @property
+    def prefix(self) -> str:
+        return self.prefixes[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.prefixes)
+
+
+def mtp_layers(names: Iterable[str], config: HFConfig, num_layers: int) -> MTPLayout | None:
+    """The layers whose tensors are there, whatever the config says. None: there are none, `why_no_mtp` says what was looked for.
+
+    `config` only marks its count keys as read here: a wrong count must not hide layers that exist.
+    """
+    configured_layers(config)
+    numbered: set[int] = set()
+    mimo: set[int] = set()
+    for name in names:
+        if hit := NUMBERED.fullmatch(name):
+            numbered.add(int(hit[1]))
+        elif hit := MIMO.fullmatch(name):
+            mimo.add(int(hit[1]))
+    if mimo:
+        return MTPLayout("mimo", tuple(f"model.mtp_layers.{i}." for i in sorted(mimo)))
+    after_trunk = sorted(i for i in numbered if i >= num_layers)
+    return MTPLayout("deepseek", tuple(f"model.layers.{i}." for i in after_trunk)) if after_trunk else None
+
+
+def configured_layers(config: HFConfig) -> tuple[str, int] | None:
+    """The key that counts MTP layers and its value; None where the config has no such key."""
+    for source in (config.section("text_config"), config):
+        for key in COUNT_KEYS:
+            if source.has(key):
+                return source.prefix + key, source.get_int(key, at_least=0)
+    return None
+
+
+def why_no_mtp(config: HFConfig, num_layers: int) -> str:
+    """One clause for the error of a launch that asks for MTP where `mtp_layers` found none."""
+    looked_for = f"model.layers.{num_layers}.eh_proj.weight and model.mtp_layers.0.*"
+    says = configured_layers(config)
+    if says is None or says[1] == 0:
+        return f"the checkpoint has no MTP layer: neither its config nor its tensors ({looked_for}) name one"
+    return f"the checkpoint has no MTP layer: its config says {says[0]} = {says[1]}, but there are no tensors {looked_for}"
+
+
+def nextn_prefix(names: Iterable[str], num_layers: int) -> str:
+    """The prefix of the MTP layer in a separately published NextN checkpoint; `num_layers` is the trunk's L.
+
+    Newer exports renumber it to `model.layers.0.`, older ones keep `model.layers.{L}.`. Either may bring embed_tokens and
+    shared_head.head along: copies of the trunk's, not wanted. A whole model's directory works too. Raises LoadError.
+    """
+    found = {int(hit[1]) for name in names if (hit := NUMBERED.fullmatch(name))}
+    for layer in (num_layers, 0):
+        if layer in found:
+            return f"model.layers.{layer}."
+    there = f"; it has one at model.layers.{min(found)}." if found else ""
+    raise LoadError(
+        f"the NextN checkpoint has no MTP layer for a trunk of {num_layers} layers: neither model.layers.{num_layers}.eh_proj.weight "
+        f"nor model.layers.0.eh_proj.weight is there{there}"
+    )

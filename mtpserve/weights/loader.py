@@ -1,0 +1,86 @@
+"""Fills a module from checkpoints: plans from the headers, then streams the tensors in file order and converts each on its way.
+
+Not a model builder: the module comes with its parameters, in their dtypes, usually uninitialised. What can be wrong with a
+checkpoint is found in plan.py, before the first weight is read; what is left for here are bad numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.core.errors import LoadError
+from mtpserve.quant.fp8 import dequantize_block
+from mtpserve.weights.audit import all_finite, parameters
+from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.plan import Placement, Source, plan
+from mtpserve.weights.rules import Rule
+
+
+def load(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: bool = False,
+    check_finite: bool = True,
+    also: Sequence[Source] = (),
+) -> None:
+    """Every parameter and persistent buffer is filled exactly once and every tensor has exactly one rule, or LoadError says what is not so.
+
+    Parameters keep the dtypes that they were built with: `dtype`, or float32 where a layer insists on it. `also` holds further
+    checkpoints with rules of their own, such as a separately published layer. At the end each submodule's `finish_loading()` is called.
+    """
+    placements = plan(module, [Source(checkpoint, rules), *also])
+    _check_dtypes(module, dtype)
+    targets = parameters(module.to(device))
+    with torch.no_grad(), _progress(sum(p.size for p in placements), progress) as advance:
+        for _, of_file in groupby(placements, key=lambda p: p.entry.file):
+            for placement in of_file:
+                _fill(placement, targets[placement.target], check_finite)
+                advance(placement.size)
+            placement.checkpoint.close()  # one file's pages at a time
+    for part in list(module.modules()):
+        if (finish := getattr(part, "finish_loading", None)) is not None:
+            finish()
+
+
+def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
+    place = placement.region.of(parameter.detach())
+    tensor = placement.checkpoint.tensor(placement.name)
+    if placement.scale is not None:
+        scale = placement.checkpoint.tensor(placement.scale)
+        tensor = dequantize_block(tensor.to(place.device), scale.to(place.device))
+    place.copy_(tensor)
+    # What was stored is looked at, not what was read: a number can also be too large for the parameter's dtype.
+    if check_finite and not all_finite(place):
+        what = f"numbers too large for {place.dtype}" if all_finite(tensor) else "NaN or infinite numbers"
+        raise LoadError(f"{placement.entry.file}: {placement.name} holds {what}")
+
+
+def _check_dtypes(module: nn.Module, dtype: torch.dtype) -> None:
+    """A mistake of the caller's, not of the checkpoint's: the module was built under another default dtype."""
+    found = {p.dtype for p in parameters(module).values() if p.is_floating_point()}
+    if dtype not in found or found - {dtype, torch.float32}:
+        raise ValueError(f"the module was to be built in {dtype}, its parameters are {sorted(map(str, found))}")
+
+
+@contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, in bytes; nothing at all unless `show`."""
+    if not show:
+        yield lambda size: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda size: bar.advance(task, size)

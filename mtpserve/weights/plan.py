@@ -1,0 +1,170 @@
+"""Which tensor of a checkpoint goes where, decided from headers alone: everything that can be wrong, but for the numbers, is found here.
+
+So a wrong checkpoint fails before a single weight is read. loader.py carries the plan out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.core.errors import LoadError
+from mtpserve.quant.fp8 import scale_shape
+from mtpserve.weights.audit import Audit, Fill, parameters, row_count
+from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
+from mtpserve.weights.rules import Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
+
+SCALE = "_scale_inv"
+SHOWN = 3  # names in the message about a missing tensor
+FLOATS = ("F64", "F32", "F16", "BF16")
+INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint and how its names are read. A separately published layer's names mean something else than the trunk's."""
+
+    checkpoint: Checkpoint
+    rules: Sequence[Rule]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Rows of a parameter, or of one expert's matrix in a parameter [experts, rows, columns]; all of them where `rows` is None."""
+
+    expert: int | None = None
+    start: int = 0
+    rows: int | None = None
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """A view."""
+        if self.expert is not None:
+            parameter = parameter[self.expert]
+        return parameter if self.rows is None else parameter.narrow(0, self.start, self.rows)
+
+    def fill(self, parameter: Tensor, source: str) -> Fill:
+        """The region in the audit's count of rows."""
+        if self.rows is None:
+            return Fill(0, row_count(parameter), source)
+        skipped = 0 if self.expert is None else self.expert * parameter.shape[1]
+        return Fill(skipped + self.start, skipped + self.start + self.rows, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One tensor's way into the module. `scale` is the name of its block scales, if it has any; `size` counts both in bytes."""
+
+    checkpoint: Checkpoint
+    name: str
+    scale: str | None
+    target: str
+    region: Region
+    size: int
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.checkpoint.tensors[self.name]
+
+
+def plan(module: nn.Module, sources: Sequence[Source]) -> list[Placement]:
+    """In the order in which the bytes lie in the files. Raises LoadError."""
+    audit = Audit(parameters(module))
+    placements: list[Placement] = []
+    for source in sources:
+        matcher = Matcher(source.rules)
+        for name in source.checkpoint.tensors:
+            placement = _place(module, source.checkpoint, matcher, name, audit)
+            if placement is not None:
+                placements.append(placement)
+    if gaps := list(audit.gaps()):
+        raise LoadError(_missing(module, sources, audit.parameters, gaps))
+    return sorted(placements, key=lambda p: (p.entry.file, p.entry.start))
+
+
+def _place(module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, name: str, audit: Audit) -> Placement | None:
+    """None for a tensor that is dropped, and for scales: they come with their weight."""
+    entry, tensors = checkpoint.tensors[name], checkpoint.tensors
+    if name.endswith(SCALE):
+        if name.removesuffix(SCALE) not in tensors:
+            raise LoadError(f"{entry.file}: {name} is the scale of {name.removesuffix(SCALE)}, which is not in the checkpoint")
+        return None
+    try:
+        rule, groups = matcher.match(name)
+    except LoadError as error:
+        raise LoadError(f"{entry.file}: {error}") from None
+    if isinstance(rule.how, Drop):
+        return None
+    target = rule.resolve(groups)
+    parameter = audit.parameters.get(target)
+    if parameter is None:
+        raise LoadError(f"{entry.file}: {name} belongs to {target}, which this model does not have")
+    region = _region(module, parameter, target, rule.how, groups)
+    if region is None:
+        raise LoadError(f"{entry.file}: {name} is one expert too many, {target} has {parameter.shape[0]}")
+    scale = name + SCALE if name + SCALE in tensors else None
+    _check(name, entry, target, region.of(parameter), tensors[scale] if scale else None)
+    audit.record(target, region.fill(parameter, name))
+    return Placement(checkpoint, name, scale, target, region, entry.size + (tensors[scale].size if scale else 0))
+
+
+def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
+    """None where the model has no such expert."""
+    if not isinstance(how, Stack | Expert):
+        return Region()
+    path, _, leaf = target.rpartition(".")
+    found: Any = module.get_submodule(path).parts
+    parts: tuple[int, ...] = found[leaf] if isinstance(found, Mapping) else found
+    expert = int(groups["expert"]) if isinstance(how, Expert) else None
+    if expert is not None and expert >= parameter.shape[0]:
+        return None
+    return Region(expert, sum(parts[: how.part]), parts[how.part])
+
+
+def _check(name: str, entry: TensorEntry, target: str, place: Tensor, scale: TensorEntry | None) -> None:
+    """Shape and dtype of one tensor against its place in the model."""
+    if entry.shape != tuple(place.shape):
+        raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(place.shape)} (for {target})")
+    if scale is not None:
+        if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
+            found = f"{entry.dtype} {list(entry.shape)}"
+            raise LoadError(f"{entry.file}: {name} has block scales, so it must be an F8_E4M3 matrix, got {found}")
+        wanted = scale_shape(entry.shape[0], entry.shape[1])
+        if scale.shape != wanted:
+            raise LoadError(f"{scale.file}: {name}{SCALE} has shape {list(scale.shape)}, {name} needs {list(wanted)}")
+    elif entry.dtype.startswith("F8_"):
+        raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, but its scales {name}{SCALE} are not in the checkpoint")
+    elif not (place.is_floating_point() if entry.dtype in FLOATS else INTEGERS.get(entry.dtype) == place.dtype):
+        raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, which {target} of {place.dtype} cannot take")
+
+
+def _missing(module: nn.Module, sources: Sequence[Source], known: Mapping[str, Tensor], gaps: list[tuple[str, int, int]]) -> str:
+    """Names the first unfilled parameter and the tensors that the rules would have filled it with."""
+    target, start, stop = gaps[0]
+    wanted = Fill(start, stop, "")
+    names = [fill.source for fill in sorted(_candidates(module, sources, known, target, wanted))]
+    shown = ", ".join(names[:SHOWN]) + (f" … ({len(names)} in all)" if len(names) > SHOWN else "")
+    more = f"; {len(gaps) - 1} more gaps like this" if len(gaps) > 1 else ""
+    where = " and ".join(str(source.checkpoint.directory) for source in sources)
+    return f"{where}: missing {shown or 'tensor that no rule names'}: nothing fills {target}{more}"
+
+
+def _candidates(module: nn.Module, sources: Sequence[Source], known: Mapping[str, Tensor], target: str, wanted: Fill) -> Iterator[Fill]:
+    """What the rules would put there, under any of the parameter's names; a fill's source is the checkpoint name."""
+    parameter = known[target]
+    aliases = [name for name, other in known.items() if other is parameter]
+    rules = [rule for source in sources for rule in source.rules if not isinstance(rule.how, Drop)]
+    for alias, rule in product(aliases, rules):
+        for expert in range(parameter.shape[0]) if isinstance(rule.how, Expert) else [None]:
+            name = source_name(rule, alias, expert)
+            if name is None:
+                break
+            region = _region(module, parameter, alias, rule.how, {"expert": str(expert)})
+            assert region is not None
+            fill = region.fill(parameter, name)
+            if fill.overlaps(wanted):
+                yield fill

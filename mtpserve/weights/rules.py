@@ -1,0 +1,129 @@
+r"""What a checkpoint's tensor becomes: a family lists its rules, every tensor must match exactly one. No tensors are touched here.
+
+One rule of each kind:
+
+    Rule(r"norm\.weight", "norm.weight")
+    Rule(r"layers\.(?P<layer>\d+)\.self_attn\.k_proj\.weight", "layers.{layer}.attention.qkv.weight", Stack(1))
+    Rule(r"layers\.(?P<layer>\d+)\.experts\.(?P<expert>\d+)\.up_proj\.weight", "layers.{layer}.experts.gate_up", Expert(1))
+    Rule(r".*\.rotary_emb\.inv_freq", None, Drop("computed"))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from string import Formatter
+
+from mtpserve.core.errors import LoadError
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The whole parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Rows of matrix number `part` in a fused parameter; the owning module's `parts` has the row counts."""
+
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    """As Stack, inside one expert of a parameter [experts, rows, columns]; the pattern's group `expert` is its number."""
+
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The tensor is known and not wanted."""
+
+    reason: str
+
+
+How = Copy | Stack | Expert | Drop
+Groups = dict[str, str]
+COPY = Copy()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`pattern` must match a checkpoint name from end to end. `target` is a name in the module's state dict: a format template
+    over the pattern's named groups, or a function of them; None for Drop."""
+
+    pattern: str
+    target: str | Callable[[Groups], str] | None
+    how: How = COPY
+
+    def __post_init__(self) -> None:
+        groups = re.compile(self.pattern).groupindex
+        if isinstance(self.how, Expert) and "expert" not in groups:
+            raise ValueError(f"a rule for experts needs a group named expert: {self.pattern}")
+        if (self.target is None) != isinstance(self.how, Drop):
+            raise ValueError(f"a rule has a target unless it drops: {self.pattern}")
+
+    def resolve(self, groups: Groups) -> str:
+        assert self.target is not None
+        return self.target.format_map(groups) if isinstance(self.target, str) else self.target(groups)
+
+
+class Matcher:
+    """A list of rules, compiled. `match` raises LoadError unless exactly one rule fits."""
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self.compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+
+    def match(self, name: str) -> tuple[Rule, Groups]:
+        found = [(rule, hit) for pattern, rule in self.compiled if (hit := pattern.fullmatch(name))]
+        if not found:
+            raise LoadError(f"{name}: the model has no place for this tensor, none of its {len(self.compiled)} rules matches")
+        if len(found) > 1:
+            raise LoadError(f"{name}: {len(found)} rules match this tensor: {', '.join(rule.pattern for rule, _ in found)}")
+        rule, hit = found[0]
+        return rule, {key: value or "" for key, value in hit.groupdict().items()}
+
+
+def source_name(rule: Rule, target: str, expert: int | None = None) -> str | None:
+    """The checkpoint name that `rule` would send to `target`, for error messages; None where it sends nothing there.
+
+    What the target does not tell stays a regular expression in the name. Rules with a function for a target cannot be run
+    backwards and give None.
+    """
+    if not isinstance(rule.target, str):
+        return None
+    groups = _named_groups(rule.pattern)
+    hit = re.fullmatch(_template_regex(rule.target, groups), target)
+    if hit is None:
+        return None
+    name = rule.pattern
+    for group, value in (hit.groupdict() | ({} if expert is None else {"expert": str(expert)})).items():
+        name = name.replace(groups[group], value or "")
+    return re.sub(r"\\([.\-_])", r"\1", name)
+
+
+def _template_regex(template: str, groups: Mapping[str, str]) -> str:
+    """What the template can become: a field's first place takes the group's own expression, the others refer to it."""
+    parts: list[str] = []
+    seen: set[str] = set()
+    for literal, name, _, _ in Formatter().parse(template):
+        parts.append(re.escape(literal))
+        if name:
+            parts.append(f"(?P={name})" if name in seen else groups[name])
+            seen.add(name)
+    return "".join(parts)
+
+
+def _named_groups(pattern: str) -> dict[str, str]:
+    """Each named group's text in the pattern, from "(?P<" to the parenthesis that closes it."""
+    found: dict[str, str] = {}
+    for name in re.compile(pattern).groupindex:
+        start = pattern.index(f"(?P<{name}>")
+        depth, end = 1, start + 1
+        while depth:  # tensor names have no parentheses, so all that a pattern has are groups
+            depth += (pattern[end] == "(") - (pattern[end] == ")")
+            end += 1
+        found[name] = pattern[start:end]
+    return found

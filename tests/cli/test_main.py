@@ -1,0 +1,80 @@
+"""What a shell sees: exit codes, one line of error, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mtpserve import __version__
+from mtpserve.cli import main as cli
+from mtpserve.core.errors import EngineDead, LoadError
+from tests.house.tree import ROOT
+
+
+def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    return subprocess.run(
+        [sys.executable, "-m", "mtpserve.cli.main", *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out == f"mtpserve {__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (cli.main(["--help"]), cli.main([])) == (0, 2)
+    out = capsys.readouterr().out
+    assert all(command in out for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["launch", "generate", "inspect"])
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        cli.main([command, "--help"])
+    assert done.value.code == 0
+    assert "--speculative-algorithm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(LoadError("/x/model.safetensors: no such file"), 1), (EngineDead("the engine process was killed by SIGKILL"), 1)],
+)
+def test_an_error_is_one_line(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "dispatch", fail)
+    assert cli.main([]) == code
+    assert capsys.readouterr().err == f"mtpserve: {error}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["lunch"], ["launch", "--prot", "1"], ["launch", "--port", "x"], ["generate", "--temperature", "x", "a"]]
+)
+def test_a_mistake_is_exit_code_2_and_one_line(arguments: list[str]) -> None:
+    done = shell(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mtpserve: ")
+    assert (done.stderr.count("\n"), done.stdout) == (1, "")
+
+
+def test_sampling_mistakes_are_command_line_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--temperature", "-1", "a"]) == 2
+    assert "--temperature" in capsys.readouterr().err
+
+
+def test_help_starts_at_once() -> None:
+    # The best of three: the machine may be busy. Importing torch alone would take a second.
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert shell("--help").returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.6

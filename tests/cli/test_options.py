@@ -1,0 +1,171 @@
+"""The command line and YAML files fill the config dataclasses, in every spelling, and say what they do not understand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mtpserve.cli import launch
+from mtpserve.cli.options import SECTIONS, Settings, add_options, all_options, given, settings
+from mtpserve.cli.parser import Parser
+from mtpserve.config import option
+from mtpserve.core.errors import ConfigError
+from tests.house.tree import ROOT
+
+
+def parse(*arguments: str) -> Settings:
+    return settings(given(launch.parser().parse(arguments)))
+
+
+def from_yaml(folder: Path, text: str, *arguments: str) -> Settings:
+    file = folder / "x.yaml"
+    file.write_text(text, encoding="utf-8")
+    return parse("--config", str(file), *arguments)
+
+
+def test_nothing_given_is_the_dataclasses_own_defaults() -> None:
+    assert parse() == settings({})
+
+
+@pytest.mark.parametrize("one", all_options(), ids=lambda one: one.name)
+def test_every_spelling_of_every_option_reaches_its_field(one: object) -> None:
+    assert hasattr(one, "spellings")
+    samples = {"speculative_algorithm": "mtp", "speculative_eagle_topk": "1", "context_length": "64", "max_total_tokens": "64"}
+    value = samples.get(one.name, (one.choices or ("3",))[-1] if one.kind is not float else "0.5")
+    for spelling in one.spellings:
+        for flag in (f"--{spelling}", f"--{spelling.replace('-', '_')}"):
+            for arguments in ([flag, value], [f"{flag}={value}"]):
+                values = given(launch.parser().parse(arguments))
+                assert values == {one.name: one.kind(value)}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # the first dialect's own names, and the abbreviations that its users type
+        "--model-path demo --speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1 --max-running-requests 8",
+        "--model-path demo --speculative-algo NEXTN --speculative-num-draft-tokens 3 --max-running 8",
+        # the second's
+        "--model demo --spec-method mtp --num-speculative-tokens 2 --max-num-seqs 8",
+        '--model demo --max-num-seqs 8 --speculative-config={"method":"deepseek_mtp","num_speculative_tokens":2}',
+    ],
+)
+def test_both_dialects_mean_the_same(arguments: str) -> None:
+    engine = parse(*arguments.split()).engine
+    assert (engine.model.model, engine.spec.steps, engine.scheduler.max_running_requests) == ("demo", 2, 8)
+
+
+def test_unique_beginnings_count() -> None:
+    assert parse("--speculative-al", "MTP", "--pag", "32", "--po=1").server.port == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--modle", "x"], ["--modle", "did you mean", "--model"]),
+        (["--speculative", "x"], ["--speculative could be", "--speculative-algorithm"]),
+        (["--port", "many"], ["--port", "whole number", "'many'"]),
+        (["--port", "70000"], ["--port", "70000"]),
+        (["--port"], ["--port", "expected one argument"]),
+        (["--dtype", "bf16"], ["--dtype", "bfloat16", "'bf16'"]),
+        (["--mem-fraction-static", "nan"], ["--mem-fraction-static"]),
+        (["--speculative-num-steps", "3"], ["--speculative-num-steps", "--speculative-algorithm"]),
+        (["--speculative-algorithm", "MEDUSA"], ["MEDUSA", "NEXTN"]),
+        (["--speculative-algorithm", "MTP", "--speculative-num-steps", "8"], ["--speculative-num-steps", "8"]),
+        (["--speculative-config", "{"], ["--speculative-config", "JSON"]),
+        (["--speculative-config", "[]"], ["--speculative-config", "object"]),
+        (["--speculative-config", '{"method":"mtp","tokens":1}'], ["'tokens'", "num_speculative_tokens"]),
+        (["--speculative-config", '{"method":"mtp","num_speculative_tokens":"many"}'], ["--speculative-num-steps", "'many'"]),
+        (["--speculative-config", '{"method":"mtp"}', "--speculative-algo", "EAGLE"], ["twice", "EAGLE"]),
+        (["--config", "/nowhere.yaml"], ["/nowhere.yaml", "No such file"]),
+        (["surplus"], ["surplus"]),
+    ],
+)
+def test_a_mistake_is_named(arguments: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(*arguments)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: demo\nspeculative-algorithm: NEXTN\nspeculative_num_steps: 2\nmax-num-seqs: 8\nport: 1",
+        "model: {model-path: demo}\nspec: {spec-method: mtp, spec_tokens: 2}\nscheduler: {max_running_requests: 8}\nserver: {port: 1}",
+        "model-path: demo\nspeculative-config: {method: mtp, num_speculative_tokens: 2}\nmax-num-seqs: '8'\nport: 1\ncache:",
+        'spec: {speculative-config: \'{"method": "mtp", "num_speculative_tokens": 2}\'}\nmax-num-seqs: 8\nport: 1',
+    ],
+)
+def test_yaml_takes_the_same_keys_nested_or_flat(tmp_path: Path, text: str) -> None:
+    expected = parse("--model", "demo", "--spec-method", "mtp", "--spec-tokens", "2", "--max-num-seqs", "8", "--port", "1")
+    found = from_yaml(tmp_path, text)
+    assert found.engine.spec.steps == expected.engine.spec.steps
+    assert (found.engine.model, found.engine.scheduler, found.server) == (expected.engine.model, expected.engine.scheduler, expected.server)
+
+
+def test_the_command_line_overrides_the_file_key_by_key(tmp_path: Path) -> None:
+    found = from_yaml(tmp_path, "spec: {speculative-algorithm: MTP, speculative-num-steps: 5}\nport: 1", "--num-speculative-tokens", "1")
+    assert (found.engine.spec.speculative_algorithm, found.engine.spec.steps, found.server.port) == ("MTP", 1, 1)
+
+
+def test_an_empty_file_and_null_are_fine(tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, "") == from_yaml(tmp_path, "context-length: null\nserver:\n") == parse()
+
+
+def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
+    assert from_yaml(tmp_path, "log-interval: 2").server.log_interval == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: demo", ["'modle'", "did you mean model"]),
+        ("server: {prot: 1}", ["'prot'", "'server'", "did you mean port"]),
+        ("server: {model: demo}", ["'model'", "'server'"]),
+        ("port: true", ["--port", "whole number", "True"]),
+        ("port: 1.5", ["--port", "1.5"]),
+        ("port: null", ["--port", "None"]),
+        ("served-model-name: 7", ["--served-model-name", "quotes", "7"]),
+        ("dtype: half", ["--dtype", "float16"]),
+        ("model: demo\nmodel-path: other", ["model", "twice", "'demo'", "'other'"]),
+        ("model: [demo]", ["--model", "text"]),
+        ("- model", ["keys and values"]),
+        ("model: 'demo", ["not YAML"]),
+        ("model: !!python/object/apply:os.system [ls]", ["not YAML"]),
+        ("7: 8", ["'7'"]),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(tmp_path, text)
+    assert [word for word in ["x.yaml", *words] if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
+def test_the_configs_of_the_repository_are_valid(file: Path) -> None:
+    assert parse("--config", str(file)).engine.spec.steps > 0
+
+
+def test_switches_are_read_as_such() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Made:
+        overlap: bool = option(True, "run ahead", "run-ahead")
+
+    parser = Parser(prog="made")
+    add_options(parser, {"made": Made})
+    assert [parser.parse([flag]).overlap for flag in ("--overlap", "--no-overlap", "--no-run", "--run_ahead")] == [True, False, False, True]
+    (found,) = all_options({"made": Made})
+    assert (found.read(False), found.kind) == (False, bool)
+    with pytest.raises(ConfigError):
+        found.read("yes")
+
+
+def test_no_spelling_belongs_to_two_options() -> None:
+    spellings = [spelling for one in all_options() for spelling in one.spellings]
+    assert len(spellings) == len(set(spellings))
+    assert "speculative-config" not in spellings and "config" not in spellings
+    assert set(SECTIONS) & set(spellings) <= {"model"}

@@ -1,0 +1,34 @@
+"""What users can write: the package's names, the commands, their options. As text, so that a change to it shows in a diff.
+
+make snapshot        (python -m tests.house.surface)
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+import mtpserve
+from mtpserve.cli.main import COMMANDS
+from tests.house.tree import ROOT
+
+SNAPSHOT = ROOT / "tests" / "house" / "cli_options.txt"
+
+
+def option(action: argparse.Action) -> str:
+    names = " ".join(action.option_strings) or action.dest
+    return f"  {names} {action.metavar}" if action.metavar and action.option_strings else f"  {names}"
+
+
+def surface() -> str:
+    lines = ["mtpserve.__all__", *(f"  {name}" for name in mtpserve.__all__)]
+    for command in COMMANDS:
+        lines += ["", f"mtpserve {command}"]
+        if command != "version":
+            parser = import_module(f"mtpserve.cli.{command}").parser()
+            lines += [option(action) for action in parser._actions]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(surface(), encoding="utf-8")

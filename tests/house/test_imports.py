@@ -1,0 +1,36 @@
+"""What an import must not bring along: the vocabulary and the command line start at once, the server holds no tensors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.tree import ROOT
+
+HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "numpy", "rich")
+CASES = [
+    ("mtpserve", HEAVY),
+    ("mtpserve.core.protocols", HEAVY),
+    ("mtpserve.config", HEAVY),
+    ("mtpserve.cli.main", HEAVY),
+    ("mtpserve.cli.launch", HEAVY),
+    ("mtpserve.cli.generate", HEAVY),
+    ("mtpserve.cli.inspect", HEAVY),
+    ("mtpserve.server.app", ("torch",)),
+    ("mtpserve.server.launch", ("torch",)),
+    ("mtpserve.engine.scheduler", ("torch", "fastapi", "pydantic")),
+    ("mtpserve.engine.client", ("torch",)),
+    ("mtpserve.text.tokenizer", ("torch",)),
+    ("mtpserve.llm", ("fastapi", "pydantic", "uvicorn")),
+]
+
+
+@pytest.mark.parametrize(("module", "unwanted"), CASES, ids=[module for module, _ in CASES])
+def test_it_brings_nothing_heavy(module: str, unwanted: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*(name for name in {unwanted!r} if name in sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stdout + done.stderr

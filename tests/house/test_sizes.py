@@ -1,0 +1,40 @@
+"""Small files and small functions. A file that outgrows its limit is split by meaning, not by shortening its names."""
+
+from __future__ import annotations
+
+import ast
+from statistics import median
+
+from tests.house.tree import KERNELS, PACKAGE, ROOT, Function, functions, name, sources, text
+
+FILE, KERNEL_FILE, MEDIAN_FILE = 400, 450, 150
+FUNCTION, KERNEL_FUNCTION = 60, 160
+
+
+def lines(function: Function) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def is_kernel(function: Function) -> bool:
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_no_file_is_too_long() -> None:
+    limits = [(file, KERNEL_FILE if KERNELS in file.parents else FILE) for file in sources(PACKAGE, KERNELS, ROOT / "tests")]
+    long = {name(file): count for file, limit in limits if (count := len(text(file).splitlines())) > limit}
+    assert not long
+
+
+def test_the_median_file_is_short() -> None:
+    assert median(len(text(file).splitlines()) for file in sources(PACKAGE)) <= MEDIAN_FILE
+
+
+def test_no_function_is_too_long() -> None:
+    long = {
+        f"{name(file)}:{function.name}": lines(function)
+        for file in sources(PACKAGE, KERNELS)
+        for function in functions(file)
+        if lines(function) > (KERNEL_FUNCTION if is_kernel(function) else FUNCTION)
+    }
+    assert not long

@@ -1,0 +1,71 @@
+"""Words that must stay out, because what they stand for must: speculation below `spec`, modes, and loaders that run code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house.tree import KERNELS, PACKAGE, lines, name, sources, tree
+
+# As words and as parts of identifiers (`draft_rows`, `SpecShape`), but not inside other words (`special`, `specific`, `inspect`).
+SPECULATION = re.compile(r"(?<![a-z])(drafts?|draft(ed|er|ers|ing)|spec|specs|speculat\w*|mtp)(?![a-z])", re.IGNORECASE)
+OWN_NAME = re.compile(r"mtpserve\w*")
+CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+MODES = re.compile(r"is_(prefill|decode|verify|draft_extend)\b")
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+SPEECHLESS = [PACKAGE / "attention", PACKAGE / "cache", PACKAGE / "quant", KERNELS / "attention", KERNELS / "cache", KERNELS / "quant"]
+
+
+def speculation(line: str) -> list[str]:
+    """The forbidden words of a line, `SpecShape` and `DRAFT_ROWS` taken apart."""
+    return [found.group() for found in SPECULATION.finditer(CAMEL.sub("_", OWN_NAME.sub("", line)))]
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("from mtpserve.core.batch import Batch", 0),
+        ("special specific inspect overdraft", 0),
+        ("draft_rows = 1", 1),
+        ("class SpecShape: ...", 1),
+        ("the speculative rows # MTP", 2),
+        ("batch.draft_count", 1),
+    ],
+)
+def test_the_search_finds_words_and_no_others(line: str, count: int) -> None:
+    assert len(speculation(line)) == count
+
+
+@pytest.mark.parametrize("folder", SPEECHLESS, ids=name)
+def test_speculation_is_unknown_below(folder: Path) -> None:
+    found = [f"{place}: {words}" for place, line in lines(folder) if (words := speculation(line))]
+    assert not found
+
+
+def test_there_are_no_modes() -> None:
+    found = [place for place, line in lines(PACKAGE, KERNELS) if MODES.search(line)]
+    assert not found
+
+
+def imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def test_nothing_that_is_read_can_run_code() -> None:
+    found = []
+    for file in sources(PACKAGE, KERNELS):
+        for node in ast.walk(tree(file)):
+            modules = {module.split(".")[0] for module in imported(node)} & FORBIDDEN_MODULES
+            names = set(imported(node)) & FORBIDDEN_CALLS
+            call = {ast.unparse(node.func)} & FORBIDDEN_CALLS if isinstance(node, ast.Call) else set()
+            found += [f"{name(file)}:{node.lineno}: {bad}" for bad in modules | names | call if isinstance(node, ast.stmt | ast.expr)]
+    assert not found

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpserve.core.errors import LoadError
+from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.layouts import configured_layers, mtp_layers, nextn_prefix, why_no_mtp
+
+LAYER = ("input_layernorm.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight")
+FUSING = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+
+
+def config(**values: Any) -> HFConfig:
+    return HFConfig(Path("config.json"), values)
+
+
+def names(prefix: str, *groups: tuple[str, ...]) -> list[str]:
+    return [prefix + name for group in groups for name in group]
+
+
+TRUNK = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+TRUNK += [*names("model.layers.0.", LAYER), *names("model.layers.1.", LAYER)]
+
+
+@pytest.mark.parametrize("said", [1, None, 3])
+def test_deepseek(said: int | None) -> None:
+    found = mtp_layers([*TRUNK, *names("model.layers.2.", FUSING, LAYER, COPIES)], config(num_nextn_predict_layers=said), 2)
+    assert found is not None and (found.kind, found.prefix, found.count) == ("deepseek", "model.layers.2.", 1)
+
+
+def test_several_layers_in_order() -> None:
+    found = mtp_layers([*names("model.layers.10.", FUSING), *names("model.layers.9.", FUSING)], config(), 9)
+    assert found is not None and found.prefixes == ("model.layers.9.", "model.layers.10.")
+
+
+def test_mimo() -> None:
+    found = mtp_layers([*TRUNK, *names("model.mtp_layers.0.", ("input_proj.weight", *LAYER))], config(), 2)
+    assert found is not None and (found.kind, found.prefix, found.count) == ("mimo", "model.mtp_layers.0.", 1)
+
+
+def test_a_trunk_with_more_layers_than_its_config_is_not_mtp() -> None:
+    assert mtp_layers([*TRUNK, *names("model.layers.2.", LAYER)], config(), 2) is None
+
+
+def test_fusing_tensors_inside_the_trunk_are_not_this_trunks() -> None:
+    assert mtp_layers(names("model.layers.0.", FUSING, LAYER), config(), 2) is None
+
+
+def test_layers_that_the_config_promises_and_the_tensors_lack() -> None:
+    promised = config(num_nextn_predict_layers=1)
+    assert mtp_layers(TRUNK, promised, 2) is None
+    reason = why_no_mtp(promised, 2)
+    assert "num_nextn_predict_layers = 1" in reason and "model.layers.2.eh_proj.weight" in reason and "model.mtp_layers.0" in reason
+
+
+@pytest.mark.parametrize("values", [{}, {"num_nextn_predict_layers": 0}])
+def test_layers_that_nobody_promised(values: dict[str, int]) -> None:
+    assert "neither its config nor its tensors" in why_no_mtp(config(**values), 2)
+
+
+def test_the_text_configs_count_comes_first() -> None:
+    both = config(num_nextn_predict_layers=1, text_config={"mtp_num_hidden_layers": 2})
+    assert configured_layers(both) == ("text_config.mtp_num_hidden_layers", 2) and configured_layers(config()) is None
+    with pytest.raises(LoadError, match="num_nextn_predict_layers must be an integer of at least 0, got -1"):
+        configured_layers(config(num_nextn_predict_layers=-1))
+
+
+@pytest.mark.parametrize(
+    ("published", "prefix"),
+    [
+        (names("model.layers.0.", FUSING, LAYER), "model.layers.0."),
+        (names("model.layers.61.", FUSING, LAYER, COPIES), "model.layers.61."),
+        (names("model.layers.61.", FUSING, LAYER), "model.layers.61."),
+        (names("model.layers.0.", FUSING, LAYER, COPIES), "model.layers.0."),
+        ([*TRUNK, *names("model.layers.61.", FUSING, LAYER)], "model.layers.61."),
+    ],
+    ids=["renumbered", "old export", "old without copies", "renumbered with copies", "whole model"],
+)
+def test_separately_published_layers(published: list[str], prefix: str) -> None:
+    assert nextn_prefix(published, 61) == prefix
+
+
+@pytest.mark.parametrize(("published", "more"), [(TRUNK, ""), (names("model.layers.46.", FUSING), r"; it has one at model\.layers\.46\.")])
+def test_a_layer_for_another_trunk(published: list[str], more: str) -> None:
+    with pytest.raises(LoadError, match=rf"trunk of 61 layers: neither model\.layers\.61\.eh_proj\.weight nor .* is there{more}$"):
+        nextn_prefix(published, 61)

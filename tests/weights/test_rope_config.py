@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpserve.core.arch import RopeArch, YarnArch
+from mtpserve.core.errors import LoadError, UnsupportedModel
+from mtpserve.weights.hf import HFConfig, rope
+
+V3 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
+V3 |= {"mscale_all_dim": 1.0}
+V3_YARN = YarnArch(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+
+
+def read(values: dict[str, Any]) -> RopeArch:
+    return rope(HFConfig(Path("config.json"), values), 64, True)
+
+
+@pytest.mark.parametrize(
+    ("values", "theta", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 640000}, 640000.0, None),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "default"}}, 5e5, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, 1e6, None),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e6}, 1e6, None),
+        ({"rope_theta": 1e4, "rope_scaling": V3}, 1e4, V3_YARN),
+        ({"rope_theta": 1e4, "rope_scaling": {**V3, "rope_type": "yarn", "type": "linear"}}, 1e4, V3_YARN),
+        ({"rope_parameters": {**V3, "type": None, "rope_type": "yarn", "rope_theta": 2e4}, "rope_theta": 1e4}, 2e4, V3_YARN),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_scaling": V3}, 7.0, None),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}, "max_position_embeddings": 32768}, 1e4, YarnArch(4.0, 32768)),
+    ],
+)
+def test_both_spellings(values: dict[str, Any], theta: float, scaling: YarnArch | None) -> None:
+    assert read(values) == RopeArch(64, theta, True, scaling)
+
+
+def test_a_gain_that_is_given_becomes_an_mscale() -> None:
+    found = read({"rope_scaling": {"type": "yarn", "factor": 8, "original_max_position_embeddings": 64, "attention_factor": 1.3}})
+    assert found.scaling is not None and found.scaling.mscale_all_dim == 0
+    assert 0.1 * found.scaling.mscale * math.log(8) + 1 == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "longrope"])
+@pytest.mark.parametrize(("name", "key"), [("rope_scaling", "type"), ("rope_scaling", "rope_type"), ("rope_parameters", "rope_type")])
+def test_other_kinds_are_refused_by_name(kind: str, name: str, key: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf'{name}\.{key} = "{kind}" is not supported; supported: default and yarn'):
+        read({name: {key: kind, "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters = .* one set of numbers"),
+        ({"rope_scaling": {**V3, "truncate": False}}, r"rope_scaling\.truncate = false"),
+        ({"rope_scaling": {**V3, "attention_factor": 1.1}}, r"rope_scaling\.attention_factor = 1\.1"),
+    ],
+)
+def test_what_yarn_cannot_say_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta must be a number above 0, got 0"),
+        ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling\.factor is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "max_position_embeddings is missing"),
+        ({"rope_scaling": 4}, "rope_scaling must be an object, got 4"),
+    ],
+)
+def test_wrong_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        read(values)
