@@ -13,33 +13,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Coroutine, Iterator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mtpserve.config import EngineConfig, ServerConfig
-from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
+from mtpserve.core.errors import EngineBusy, MTPServeError
 from mtpserve.engine.client import ProcessClient
 from mtpserve.engine.process import DEFAULT_FACTORY
 from mtpserve.server.errors import error_response
 from mtpserve.server.report import report
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from mtpserve.server.service import Service
+    from mtpserve.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
+ENGINE_S = 2.0  # for the engine's process to finish its step
 CLOSE_S = 1  # for connections to write what they have when the server ends
 LAST_HEALTH_S = 1.0  # how long /health answers 503 after the engine's death
-
-
-class Stopped(Exception):
-    """A signal came while the engine was starting."""
 
 
 class Gate:
@@ -75,15 +76,14 @@ class Signals:
 
 
 def serve(engine_config: EngineConfig, server: ServerConfig, *, factory: str = DEFAULT_FACTORY) -> int:
-    """Blocks until the server ends; returns the exit code. `factory` names the function that builds the engine."""
+    """Blocks until the server ends; returns the exit code. Raises MTPServeError, one line, when it cannot start.
+
+    `factory` names the function that builds the engine.
+    """
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    try:
-        listener = listen(server.host, server.port)
-        return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(Launch(engine_config, server, factory).run(listener))
-    except MTPServeError as error:
-        print(f"mtpserve: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, ConfigError) else 1
+    with listen(server.host, server.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Launch(engine_config, server, factory).run(listener))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -110,16 +110,15 @@ class Launch:
         http = HTTPServer(self._uvicorn_config())
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         try:
-            await self._start(client, signals)
-            self._announce(listener)
-            code = await self._until_the_end(client, signals, serving)
-        except Stopped:
-            code = 0
+            service = await self._start(client, signals)
+            if service is None:
+                return 0
+            announce(listener, service.model)
+            return await self._until_the_end(client, signals, service)
         finally:
-            await client.stop(grace=0 if signals.second.is_set() else 2.0)
+            await client.stop(grace=0 if signals.second.is_set() else ENGINE_S)
             http.should_exit = True
             await serving
-        return code
 
     def _uvicorn_config(self) -> uvicorn.Config:
         return uvicorn.Config(
@@ -135,36 +134,53 @@ class Launch:
             h11_max_incomplete_event_size=64 << 10,
         )
 
-    async def _start(self, client: ProcessClient, signals: Signals) -> None:
-        """The tokenizer loads while the engine does. The first of them to fail, or a signal, ends both."""
+    async def _start(self, client: ProcessClient, signals: Signals) -> Service | None:
+        """The tokenizer loads while the engine does, and the first failure ends both. None: a signal came first."""
         model = self.engine_config.model
-        work = asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, model.tokenizer or model.model))
-        _, tokenizer = await first_of(work, signals.first.wait())
-        from mtpserve.server.app import create_app  # FastAPI takes a while to import: the engine was started before
+        loading = asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, model.tokenizer or model.model))
+        if await first(loading, signals.first.wait()) == 1:
+            return None
+        _, tokenizer = await loading
+        from mtpserve.server.app import create_app  # at once now: it imports what the tokenizer's thread has imported
 
-        self.gate.app = self.app = create_app(client, tokenizer)
+        self.gate.app = app = create_app(client, tokenizer)
+        service: Service = app.state.service
+        return service
 
-    def _announce(self, listener: socket.socket) -> None:
-        host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        name = self.app.state.service.model
-        print(
-            f"mtpserve is ready: {url}\n"
-            f"  curl {url}/v1/completions -H 'Content-Type: application/json' "
-            f'-d \'{{"model": "{name}", "prompt": "import os\\n", "max_tokens": 64}}\'',
-            flush=True,
-        )
-
-    async def _until_the_end(self, client: ProcessClient, signals: Signals, serving: asyncio.Task[None]) -> int:
-        reporting = asyncio.create_task(report(client.stats, self.server.log_interval)) if self.server.log_interval else None
+    async def _until_the_end(self, client: ProcessClient, signals: Signals, service: Service) -> int:
+        reporting = asyncio.create_task(report(client.stats, self.server.log_interval))
         try:
-            if not await before(client.wait_dead(), signals.first.wait()):
-                log.info("draining: running requests have %g s, a second signal stops at once", self.server.drain_timeout)
-                self.app.state.service.draining = True
-                if not await before(client.wait_dead(), first_true(client.drain(self.server.drain_timeout), signals.second.wait())):
+            if await first(client.wait_dead(), signals.first.wait()) == 1:
+                log.info("draining: running requests have %g s; a second signal stops at once", self.server.drain_timeout)
+                service.draining = True
+                if await first(client.wait_dead(), client.drain(self.server.drain_timeout), signals.second.wait()) > 0:
                     return 0
             await asyncio.sleep(LAST_HEALTH_S)
             return 1
         finally:
-            if reporting is not None:
-                reporting.cancel()
+            reporting.cancel()
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    # Not at the top: transformers takes a second to import, in which the engine's process can start already.
+    from mtpserve.text.tokenizer import Tokenizer, directory_of
+
+    return Tokenizer(directory_of(name))
+
+
+def announce(listener: socket.socket, model: str) -> None:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    body = json.dumps({"model": model, "prompt": "import os\n", "max_tokens": 64, "stream": True})
+    print(f"mtpserve is ready: {url}\n  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+
+
+async def first(*works: Awaitable[Any]) -> int:
+    """Which of them ended first; the others are cancelled. Of several the leftmost counts."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(i for i, task in enumerate(tasks) if task.done())
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -186,7 +186,9 @@ class ChatMessage(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         if self.role not in ("system", "developer", "user", "assistant"):
-            raise InvalidRequest(f"messages: role {self.role[:50]!r} is not supported; system, developer, user and assistant are", "messages")
+            raise InvalidRequest(
+                f"messages: role {self.role[:50]!r} is not supported; system, developer, user and assistant are", "messages"
+            )
         for name, value in (self.model_extra or {}).items():
             if value not in (None, []):
                 raise InvalidRequest(f"messages: {name[:50]} is not supported yet: leave it out", "messages")

@@ -25,7 +25,9 @@ def line(before: EngineStats, now: EngineStats, seconds: float) -> str:
 
 
 async def report(stats: Callable[[], EngineStats], interval: float) -> None:
-    """Runs until it is cancelled."""
+    """Runs until it is cancelled. An interval of 0: no lines."""
+    if interval == 0:
+        return
     before, at = stats(), monotonic()
     while True:
         await asyncio.sleep(interval)

@@ -42,9 +42,7 @@ class Detokenizer:
     The end of `prompt` is decoded along, unseen, since some tokenizers drop a space in front of the very first token.
     """
 
-    def __init__(
-        self, tokenizer: FastTokenizer, sampling: SamplingParams, eos_ids: Iterable[int] = (), prompt: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: FastTokenizer, sampling: SamplingParams, eos_ids: Iterable[int] = (), prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_ids))

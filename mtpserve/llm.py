@@ -1,0 +1,217 @@
+"""The offline entry: `LLM(...)` runs the engine in this process. No server, no sockets; the same steps, text rules and limits."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Self
+
+from mtpserve.config import SECTIONS, EngineConfig
+from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
+from mtpserve.core.request import Request, TokenEvent
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Finish
+from mtpserve.text.detokenizer import Detokenizer
+from mtpserve.text.tokenizer import Tokenizer, directory_of
+
+if TYPE_CHECKING:
+    from mtpserve.engine.engine import Engine
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """`finish_reason` is stop, length or error; `text` and `tokens` are what there was until then."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    drafted: int  # draft tokens verified for this prompt
+    accepted: int  # of them, those that stand in the text
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """One step of one request. The pieces, joined, are its new text; text that a stop string may still take comes later."""
+
+    tokens: list[int]  # accepted drafts, then the trunk's own; what follows a stop is cut off
+    proposed: list[int]  # the drafts that were verified
+    accepted: int  # drafts among `tokens`
+    accepted_pieces: list[str]
+    own_piece: str
+    rejected_pieces: list[str]  # each decoded by itself
+    finish: Finish | None
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.accepted_pieces) + self.own_piece
+
+
+@dataclass(slots=True)
+class Output:
+    """One request while it runs: its events become steps."""
+
+    tokenizer: Tokenizer
+    detokenizer: Detokenizer
+    prompt_tokens: int
+    steps: list[StreamStep] = field(default_factory=list)
+
+    def take(self, event: TokenEvent) -> StreamStep:
+        pieces: list[str] = []
+        stopped = False
+        for token in event.tokens:
+            delta = self.detokenizer.push([token])
+            pieces.append(delta.text)
+            if stopped := delta.stopped:
+                break
+        accepted = min(event.accepted, len(pieces))
+        own = "".join(pieces[accepted:])
+        if event.finish is not None and not stopped:
+            own += self.detokenizer.finish()
+        return StreamStep(
+            tokens=event.tokens[: len(pieces)],
+            proposed=event.proposed,
+            accepted=accepted,
+            accepted_pieces=pieces[:accepted],
+            own_piece=own,
+            rejected_pieces=[self.tokenizer.decode([token]) for token in event.proposed[event.accepted :]],
+            finish=Finish.STOP if stopped else event.finish,
+            error=event.error,
+        )
+
+    def completion(self) -> Completion:
+        last = self.steps[-1]
+        return Completion(
+            text="".join(step.text for step in self.steps),
+            tokens=[token for step in self.steps for token in step.tokens],
+            finish_reason=str(last.finish),
+            prompt_tokens=self.prompt_tokens,
+            drafted=sum(len(step.proposed) for step in self.steps),
+            accepted=sum(step.accepted for step in self.steps),
+            error=last.error,
+        )
+
+
+class LLM:
+    """Options are the fields of the config dataclasses, as on the command line with underscores: `LLM("demo", page_size=32)`.
+
+    Raises ConfigError and LoadError. Not for several threads at once.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        self.config = engine_config({"model": model, **options})
+        source = self.config.model.tokenizer or self.config.model.model
+        self.tokenizer = Tokenizer(directory_of(source))
+        # Not at the top: torch comes with it, and the tokenizer's errors need not wait for that.
+        build = import_module("mtpserve.engine.build").build_engine
+        self.engine: Engine = build(self.config, progress=sys.stderr.isatty())
+        self._ids = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the memory back. Nothing else may be called afterwards."""
+        del self.engine
+
+    def sampling(self, **values: Any) -> SamplingParams:
+        """`values` over what the model's makers recommend."""
+        return SamplingParams(**(self.tokenizer.defaults | values))
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """One completion per prompt, in order. A prompt is a text or token ids; `sampling` is for all or one for each.
+
+        Without `sampling` the model's own recommendations hold, up to the context length. Raises InvalidRequest if any prompt is.
+        """
+        given = listed(prompts)
+        each = [sampling or self.sampling()] * len(given) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(given):
+            raise InvalidRequest(f"there are {len(given)} prompts and {len(each)} sampling parameters", "sampling")
+        outputs: dict[str, Output] = {}
+        for id, step in self._run(given, each, outputs):
+            outputs[id].steps.append(step)
+        return [output.completion() for output in outputs.values()]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[StreamStep]:
+        """The steps of one prompt as they come; closing the iterator ends the request. Raises RequestFailed when the request does."""
+        for _, step in self._run([prompt], [sampling or self.sampling()], {}):
+            if step.finish is Finish.ERROR:
+                raise RequestFailed(step.error or "the request failed")
+            yield step
+
+    def _run(
+        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], outputs: dict[str, Output]
+    ) -> Iterator[tuple[str, StreamStep]]:
+        """Runs the engine until all have ended. `outputs` is filled with one entry per prompt, in order."""
+        live: set[str] = set()
+        try:
+            for prompt, params in zip(prompts, sampling, strict=True):
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                request = Request(f"offline-{next(self._ids)}", ids, params)
+                detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
+                outputs[request.id] = Output(self.tokenizer, detokenizer, len(ids))
+                while not self._add(request):
+                    yield from self._step(outputs, live)
+                live.add(request.id)
+            while live:
+                yield from self._step(outputs, live)
+        finally:
+            for id in live:
+                self.engine.abort(id)
+
+    def _add(self, request: Request) -> bool:
+        """False: the queue is full, and a step makes room."""
+        try:
+            self.engine.add(request)
+        except EngineBusy:
+            if not self.engine.has_work:
+                raise
+            return False
+        return True
+
+    def _step(self, outputs: dict[str, Output], live: set[str]) -> Iterator[tuple[str, StreamStep]]:
+        for event in self.engine.step():
+            if event.id not in live:  # ended by a stop string, or by the caller
+                continue
+            step = outputs[event.id].take(event)
+            if step.finish is not None:
+                live.remove(event.id)
+                if event.finish is None:
+                    self.engine.abort(event.id)
+            yield event.id, step
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # the elements of a sequence are alike
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """Flat options into sections. Raises ConfigError naming what is unknown."""
+    sections = {name: config for name, config in SECTIONS.items() if name != "server"}
+    homes = {each.name: name for name, config in sections.items() for each in fields(config)}  # type: ignore[arg-type]
+    for name in options:
+        if name not in homes:
+            near = difflib.get_close_matches(name, homes, 1)
+            raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    chosen = {
+        section: config(**{name: value for name, value in options.items() if homes[name] == section})
+        for section, config in sections.items()
+    }
+    return EngineConfig(**chosen)
