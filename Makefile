@@ -28,7 +28,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@command -v nvidia-smi >/dev/null || $(BIN)/pip config list | grep -q find-links || index="--extra-index-url $(TORCH_INDEX)"; \
+	@index=; command -v nvidia-smi >/dev/null || $(BIN)/pip config list | grep -q find-links || index="--extra-index-url $(TORCH_INDEX)"; \
 	set -x; $(BIN)/pip install --quiet --disable-pip-version-check $$index --no-deps --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@

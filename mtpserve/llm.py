@@ -210,8 +210,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
         if name not in homes:
             near = difflib.get_close_matches(name, homes, 1)
             raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
-    chosen = {
-        section: config(**{name: value for name, value in options.items() if homes[name] == section})
-        for section, config in sections.items()
-    }
-    return EngineConfig(**chosen)
+    values: dict[str, dict[str, Any]] = {section: {} for section in sections}
+    for name, value in options.items():
+        values[homes[name]][name] = value
+    return EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtpserve.cli.options import Values, add_options, given, settings
+from mtpserve.cli.options import Values, add_options, all_options, given, settings
 from mtpserve.cli.paint import Painter
 from mtpserve.cli.parser import Parser
 from mtpserve.config import SECTIONS, EngineConfig, ModelConfig
@@ -78,18 +78,22 @@ def run(arguments: Sequence[str]) -> int:
 
     from mtpserve.llm import LLM
 
-    with LLM(**values) as llm:
-        tally = paint(prompt, llm.stream(prompt, sampling), chosen.keep_rejected)
+    serving = {option.name for option in all_options({"server": SECTIONS["server"]})}  # may stand in a shared config file
+    with LLM(**{name: value for name, value in values.items() if name not in serving}) as llm:  # type: ignore[arg-type]
+        tally = paint(prompt, llm.stream(prompt, llm.sampling(**sampling)), chosen.keep_rejected)
     print(tally.line(), file=sys.stderr)
     return 0
 
 
-def sampling_of(chosen: Namespace) -> SamplingParams:
-    values = {name: getattr(chosen, name) for name in SAMPLING if getattr(chosen, name) is not None}
+def sampling_of(chosen: Namespace) -> Values:
+    """The sampling parameters that were given, known to be valid."""
+    values: Values = {"max_tokens": MAX_TOKENS}
+    values |= {name: getattr(chosen, name) for name in SAMPLING if getattr(chosen, name) is not None}
     try:
-        return SamplingParams(**{"max_tokens": MAX_TOKENS, **values})
+        SamplingParams(**values)  # type: ignore[arg-type]
     except InvalidRequest as error:
         raise ConfigError(f"--{str(error.param).replace('_', '-')}: {error}") from error
+    return values
 
 
 def prompt_of(chosen: Namespace) -> str:

@@ -19,38 +19,38 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all: an array whose first element is the class's name."""
 
 
-class Start(Message):
+class Start(Message, frozen=True):
     config: EngineConfig
     progress: bool  # draw progress bars on stderr
     log_level: str
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     request: Request
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Unknown ids are ignored: the request may have ended while the message was under way."""
 
     id: str
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its streams."""
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     card: ModelCard
 
 
-class Events(Message):
+class Events(Message, frozen=True):
     """One step's events, or none: statistics alone, sent when the engine becomes idle."""
 
     events: list[TokenEvent]
     stats: EngineStats
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """The answer to a Submit that the engine did not take."""
 
     id: str
@@ -62,7 +62,7 @@ class Rejected(Message):
         return InvalidRequest(self.message, self.param) if self.kind == "invalid" else EngineBusy(self.message)
 
 
-class Fatal(Message):
+class Fatal(Message, frozen=True):
     """The engine process ends. One line, for the user."""
 
     kind: Literal["config", "load", "engine"]

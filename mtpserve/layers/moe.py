@@ -56,7 +56,7 @@ class Experts(nn.Module):
 
     def all_experts(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Every expert over every row; what was not chosen is multiplied with zero."""
-        dense = torch.zeros(len(x), len(self.gate_up)).scatter_(1, experts, weights).to(x.dtype)  # [T, experts]
+        dense = weights.new_zeros(len(x), len(self.gate_up)).scatter_(1, experts, weights).to(x.dtype)  # [T, experts]
         inner = silu_mul(torch.matmul(x, self.gate_up.mT)) * dense.T.unsqueeze(-1)  # [experts, T, size]
         return torch.bmm(inner, self.down.mT).sum(0)
 

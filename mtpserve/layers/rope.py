@@ -37,8 +37,6 @@ def rope_gain(yarn: YarnArch | None) -> float:
     """What cos and sin are multiplied with."""
     if yarn is None:
         return 1.0
-    if yarn.mscale_all_dim == 0:
-        return yarn_mscale(yarn.factor, yarn.mscale)
     return yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
 
 

@@ -15,6 +15,7 @@ from mtpserve.core.protocols import EngineClient
 from mtpserve.server.chat import chat
 from mtpserve.server.completions import completions
 from mtpserve.server.errors import JSON, ModelNotFound, add_error_handlers
+from mtpserve.server.limits import BodyLimit
 from mtpserve.server.metrics import Metrics
 from mtpserve.server.service import Service
 from mtpserve.text.tokenizer import Tokenizer
@@ -30,10 +31,10 @@ def create_app(client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
         docs_url=None,  # those pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        max_body_size=MAX_BODY_BYTES,
     )
     metrics = Metrics(client.stats, client.card.speculative_steps)
     app.state.service = Service(client, tokenizer, metrics, created=int(time()))
+    app.add_middleware(BodyLimit, limit=MAX_BODY_BYTES)
     add_error_handlers(app)
     for method, path, endpoint in (
         ("GET", "/health", health),

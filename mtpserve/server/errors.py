@@ -5,6 +5,7 @@ Texts are cut and made printable here, so that no request can make a large, unen
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServ
 MAX_ERRORS = 10
 MAX_INPUT = 200
 MAX_MESSAGE = 4000
+SHORT = reprlib.Repr()  # does not spell out eight megabytes in order to cut them
+SHORT.maxstring = SHORT.maxother = MAX_INPUT
 RETRY_AFTER = {"Retry-After": "1"}
 
 
@@ -88,9 +91,12 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
                 lines.append(f"the body is not valid JSON: {error['ctx']['error']} at position {error['loc'][-1]}")
             case "extra_forbidden":
                 lines.append(f"{'.'.join(loc)}: unknown field")
+            case _ if not loc:
+                lines.append("the body must be a JSON object, sent with Content-Type: application/json")
+            case "missing":
+                lines.append(f"{'.'.join(loc)}: field required")
             case _:
-                got = "" if error["type"] == "missing" else f", got {printable(repr(error['input']), MAX_INPUT)}"
-                lines.append(f"{'.'.join(loc)}: {error['msg']}{got}" if loc else f"{error['msg']}{got}")
+                lines.append(f"{'.'.join(loc)}: {error['msg']}, got {printable(SHORT.repr(error['input']), MAX_INPUT)}")
     if len(errors) > MAX_ERRORS:
         lines.append(f"and {len(errors) - MAX_ERRORS} more")
     json_invalid = bool(errors) and errors[0]["type"] == "json_invalid"

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -30,6 +31,7 @@ from mtpserve.core.errors import EngineBusy, MTPServeError
 from mtpserve.engine.client import ProcessClient
 from mtpserve.engine.process import DEFAULT_FACTORY
 from mtpserve.server.errors import error_response
+from mtpserve.server.limits import BoundedHTTP
 from mtpserve.server.report import report
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ class HTTPServer(uvicorn.Server):
     """uvicorn without its signal handlers, which would end the engine's requests instead of draining them."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -91,7 +93,8 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise MTPServeError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise MTPServeError(f"cannot listen on {host} port {port}: {why}") from error
 
 
 class Launch:
@@ -123,7 +126,7 @@ class Launch:
     def _uvicorn_config(self) -> uvicorn.Config:
         return uvicorn.Config(
             self.gate,
-            http="httptools",
+            http=BoundedHTTP,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -131,7 +134,6 @@ class Launch:
             server_header=False,
             timeout_keep_alive=60,  # longer than clients keep idle connections, or they would send into a closing one
             timeout_graceful_shutdown=CLOSE_S,
-            h11_max_incomplete_event_size=64 << 10,
         )
 
     async def _start(self, client: ProcessClient, signals: Signals) -> Service | None:

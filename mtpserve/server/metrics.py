@@ -73,7 +73,7 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], EngineStats], speculative_steps: int) -> None:
         # The library's only switch is global: without it each histogram brings a gauge of its creation time.
-        prometheus_client.disable_created_metrics()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats, speculative_steps))
         ProcessCollector(registry=self.registry)

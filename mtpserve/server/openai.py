@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
@@ -69,13 +70,25 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Say something about the caller or about caches elsewhere and change no answer.
 IGNORED = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "request_id", "rid"})
 
-Tokens = Annotated[list[int], FailFast()]
-Texts = Annotated[list[str], FailFast()]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 def same(value: Any, neutral: Any) -> bool:
     """Equal, and False is not 0."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def either(kinds: str) -> WrapValidator:
+    """One message for a union, instead of one for each of its members."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("kinds", "must be {kinds}", {"kinds": kinds}) from None
+
+    return WrapValidator(validate)
 
 
 class Strict(BaseModel):
@@ -98,7 +111,7 @@ class GenerationRequest(Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Texts | None = None
+    stop: Annotated[str | Texts | None, either("a string or a list of strings")] = None
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -111,7 +124,7 @@ class GenerationRequest(Strict):
     def refuse_by_name(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        for name in body.keys() & UNSUPPORTED.keys():
+        for name in sorted(body.keys() & UNSUPPORTED.keys()):
             if not any(same(body[name], neutral) for neutral in UNSUPPORTED[name]):
                 raise InvalidRequest(f"{name} is not supported yet: leave it out", name)
         return {name: value for name, value in body.items() if name not in UNSUPPORTED and name not in IGNORED}
@@ -150,7 +163,10 @@ class GenerationRequest(Strict):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | Texts | Tokens | Annotated[list[Tokens], FailFast()]
+    prompt: Annotated[
+        str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)],
+        either("a string, a list of strings, a list of token ids, or a list of such lists"),
+    ]
     add_special_tokens: bool | None = None
 
     @property
@@ -162,10 +178,10 @@ class CompletionRequest(GenerationRequest):
         if not prompt:
             raise InvalidRequest("prompt is empty", "prompt")
         if isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]  # FailFast hides from mypy that the elements are alike
+            return [prompt]
         if len(prompt) > MAX_PROMPTS:
             raise InvalidRequest(f"prompt has {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
-        return list(prompt)  # type: ignore[arg-type]
+        return list(prompt)
 
 
 class ContentPart(Strict):
@@ -180,7 +196,10 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | Annotated[list[ContentPart], FailFast()] | None = None
+    content: Annotated[
+        str | Annotated[list[ContentPart], Field(fail_fast=True)] | None,
+        either("a string or a list of parts like {'type': 'text', 'text': ...}"),
+    ] = None
     name: str | None = None
     reasoning_content: str | None = None
 
@@ -208,7 +227,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], FailFast()]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
 

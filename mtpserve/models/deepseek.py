@@ -1,0 +1,153 @@
+"""DeepSeek-V3 and R1: latent attention, a few dense layers, then experts; one MTP layer numbered right after the trunk.
+
+Tensor names and mathematics: the checkpoint's README_WEIGHTS and https://arxiv.org/abs/2412.19437.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mtpserve.core.arch import KVLayout, MLAArch, ModelArch, MoEArch, MTPArch
+from mtpserve.core.protocols import LinearMethod
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.mla import MLA
+from mtpserve.layers.mlp import MLP
+from mtpserve.layers.moe import MoE
+from mtpserve.layers.rope import yarn_mscale
+from mtpserve.models.family import Family, Names, ends, one_layer, trunk_layers
+from mtpserve.weights import hf
+from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
+
+
+def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
+    heads, rank = config.get_int("num_attention_heads", at_least=1), config.get_int("kv_lora_rank", at_least=1)
+    mla = MLAArch(
+        q_rank=config.get_int("q_lora_rank", None, at_least=1),
+        kv_rank=rank,
+        nope=config.get_int("qk_nope_head_dim", at_least=1),
+        rope=config.get_int("qk_rope_head_dim", at_least=2),
+        value=config.get_int("v_head_dim", at_least=1),
+    )
+    rope = hf.rope(config, mla.rope, interleaved=config.get_bool("rope_interleave", True))
+    if config.get_bool("attention_bias", False):
+        raise config.unsupported("attention_bias", "false")
+    hf.quantization(config)
+    # YaRN sharpens the scores by its gain, once for the query and once for the key.
+    sharpen = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) if rope.scaling and rope.scaling.mscale_all_dim else 1.0
+    return ModelArch(
+        family="deepseek",
+        num_layers=config.get_int("num_hidden_layers", at_least=1),
+        hidden=config.get_int("hidden_size", at_least=1),
+        vocab=config.get_int("vocab_size", at_least=2),
+        heads=heads,
+        head_dim=mla.nope + mla.rope,
+        intermediate=config.get_int("intermediate_size", at_least=1),
+        kv=KVLayout("mla", 1, rank + mla.rope, rank),
+        rope=rope,
+        norm_eps=config.get_float("rms_norm_eps", 1e-6, above=0),
+        scale=(mla.nope + mla.rope) ** -0.5 * sharpen**2,
+        max_positions=config.get_int("max_position_embeddings", 4096, at_least=2),
+        tied_head=config.get_bool("tie_word_embeddings", False),
+        eos_ids=hf.eos_ids(config),
+        dtype=hf.dtype(config),
+        mla=mla,
+        moe=experts(config),
+        mtp=MTPArch(mtp_layers, "embedding-hidden", hidden_in="post", recycle="post") if mtp_layers else None,
+    )
+
+
+def experts(config: HFConfig) -> MoEArch | None:
+    number = config.get_int("n_routed_experts", None, at_least=1)
+    if number is None:
+        return None
+    config.get_str("scoring_func", "sigmoid", one_of=("sigmoid",))
+    config.get_str("topk_method", "noaux_tc", one_of=("noaux_tc",))
+    groups = config.get_int("n_group", 1, at_least=1) or 1
+    config.require(number % groups == 0, "n_group", f"a divisor of n_routed_experts = {number}")
+    top_groups = config.get_int("topk_group", 1, at_least=1) or 1
+    config.require(top_groups <= groups, "topk_group", f"at most n_group = {groups}")
+    config.require(top_groups == groups or number // groups >= 2, "n_group", "such that a group has at least 2 experts")
+    top_k = config.get_int("num_experts_per_tok", at_least=1)
+    config.require(top_k <= number // groups * top_groups, "num_experts_per_tok", "at most the experts of the chosen groups")
+    return MoEArch(
+        experts=number,
+        top_k=top_k,
+        size=config.get_int("moe_intermediate_size", at_least=1),
+        shared=config.get_int("n_shared_experts", 0, at_least=0) or 0,
+        first_dense=config.get_int("first_k_dense_replace", 0, at_least=0),
+        groups=groups,
+        top_groups=top_groups,
+        scale=config.get_float("routed_scaling_factor", 1.0),
+        renormalise=config.get_bool("norm_topk_prob", True),
+    )
+
+
+def build(arch: ModelArch, method: LinearMethod, dtype: torch.dtype, positions: int) -> DecoderModel:
+    def block(layer: int) -> tuple[nn.Module, nn.Module]:
+        dense = arch.moe is None or layer < arch.moe.first_dense
+        mlp = MLP(arch.hidden, arch.intermediate, method) if dense or arch.moe is None else MoE(arch.hidden, arch.moe, method)
+        return MLA(arch, method), mlp
+
+    return DecoderModel(arch, block, method, dtype, positions)
+
+
+def layer_names(arch: ModelArch) -> Names:
+    assert arch.mla is not None
+    attention: Names = [
+        (r"self_attn\.kv_a_proj_with_mqa\.weight", "attention.down.weight", Stack(1)),
+        (r"self_attn\.kv_a_layernorm\.weight", "attention.kv_norm.weight", Copy()),
+        (r"self_attn\.kv_b_proj\.weight", "attention.kv_up", Copy()),
+        (r"self_attn\.o_proj\.weight", "attention.out.weight", Copy()),
+        (r"self_attn\.rotary_emb\.inv_freq", "", Drop("computed")),
+    ]
+    if arch.mla.q_rank is None:
+        attention += [(r"self_attn\.q_proj\.weight", "attention.down.weight", Stack(0))]
+    else:
+        attention += [
+            (r"self_attn\.q_a_proj\.weight", "attention.down.weight", Stack(0)),
+            (r"self_attn\.q_a_layernorm\.weight", "attention.q_norm.weight", Copy()),
+            (r"self_attn\.q_b_proj\.weight", "attention.q_up.weight", Copy()),
+        ]
+    norms: Names = [
+        (r"input_layernorm\.weight", "attention_norm.weight", Copy()),
+        (r"post_attention_layernorm\.weight", "mlp_norm.weight", Copy()),
+    ]
+    return norms + attention + gated("mlp", "mlp") + gated(r"mlp\.shared_experts", "mlp.shared") + [
+        (r"mlp\.gate\.weight", "mlp.router.weight", Copy()),
+        (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy()),
+        (r"mlp\.experts\.(?P<expert>\d+)\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
+        (r"mlp\.experts\.(?P<expert>\d+)\.up_proj\.weight", "mlp.experts.gate_up", Expert(1)),
+        (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
+    ]
+
+
+def gated(name: str, target: str) -> Names:
+    return [
+        (rf"{name}\.gate_proj\.weight", f"{target}.gate_up.weight", Stack(0)),
+        (rf"{name}\.up_proj\.weight", f"{target}.gate_up.weight", Stack(1)),
+        (rf"{name}\.down_proj\.weight", f"{target}.down.weight", Copy()),
+    ]
+
+
+def trunk_rules(arch: ModelArch) -> list[Rule]:
+    return ends(arch) + trunk_layers(arch, layer_names(arch))
+
+
+def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
+    return one_layer(prefix, "mtp_head.layer.", layer_names(arch)) + one_layer(
+        prefix,
+        "mtp_head.",
+        [
+            (r"enorm\.weight", "fusion.embedding_norm.weight", Copy()),
+            (r"hnorm\.weight", "fusion.hidden_norm.weight", Copy()),
+            (r"eh_proj\.weight", "fusion.project.weight", Copy()),
+            (r"shared_head\.norm\.weight", "norm.weight", Copy()),
+            (r"embed_tokens\.weight", "", Drop("a copy of the trunk's embedding")),
+            (r"shared_head\.head\.weight", "", Drop("a copy of the trunk's head")),
+        ],
+    )
+
+
+DEEPSEEK = Family(arch, build, trunk_rules, mtp_rules)

@@ -1,0 +1,53 @@
+"""What a family file offers, and how rules for a layer that stands in two places are written down once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mtpserve.core.arch import ModelArch
+from mtpserve.core.protocols import LinearMethod
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.rules import Copy, Drop, How, Rule
+
+Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a pattern, the parameter's, how
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`arch(config, mtp_layers)`; `build(arch, method, dtype, positions)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`."""
+
+    arch: Callable[[HFConfig, int], ModelArch]
+    build: Callable[[ModelArch, LinearMethod, torch.dtype, int], DecoderModel]
+    trunk_rules: Callable[[ModelArch], list[Rule]]
+    mtp_rules: Callable[[ModelArch, str], list[Rule]]
+
+
+def trunk_layers(arch: ModelArch, names: Names) -> list[Rule]:
+    """`names` for every layer of the trunk and no other: an MTP layer may carry the number that comes next."""
+    numbers = "|".join(str(i) for i in range(arch.num_layers))
+    start = rf"model\.layers\.(?P<layer>{numbers})\."
+    return [made(start + name, f"layers.{{layer}}.{target}", how) for name, target, how in names]
+
+
+def one_layer(prefix: str, target_prefix: str, names: Names) -> list[Rule]:
+    return [made(re.escape(prefix) + name, target_prefix + target, how) for name, target, how in names]
+
+
+def made(pattern: str, target: str, how: How) -> Rule:
+    return Rule(pattern, None if isinstance(how, Drop) else target, how)
+
+
+def ends(arch: ModelArch) -> list[Rule]:
+    """Embedding, final norm and head, which every family calls the same."""
+    head = Rule(r"lm_head\.weight", None, Drop("tied to the embedding")) if arch.tied_head else Rule(r"lm_head\.weight", "head.weight", Copy())
+    return [Rule(r"model\.embed_tokens\.weight", "embed.weight", Copy()), Rule(r"model\.norm\.weight", "norm.weight", Copy()), head]
+
+
+def dropped(prefix: str, reason: str) -> Rule:
+    """Everything below a prefix."""
+    return Rule(re.escape(prefix) + r".+", None, Drop(reason))

@@ -1,0 +1,95 @@
+"""MiMo-7B: Qwen2's dense trunk and one MTP layer that fuses [hidden; embedding] and is fed before the trunk's final norm.
+
+Xiaomi's own code leaves the norm to the head, so the layer sees the raw hidden state, and its own raw output when it is fed back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mtpserve.core.arch import KVLayout, ModelArch, MTPArch
+from mtpserve.core.protocols import LinearMethod
+from mtpserve.layers.attention import GQA
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.mlp import MLP
+from mtpserve.models.family import Family, Names, ends, one_layer, trunk_layers
+from mtpserve.weights import hf
+from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.rules import Copy, Drop, Rule, Stack
+
+
+def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
+    heads, hidden = config.get_int("num_attention_heads", at_least=1), config.get_int("hidden_size", at_least=1)
+    kv_heads = config.get_int("num_key_value_heads", heads, at_least=1)
+    config.require(heads % kv_heads == 0, "num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    head_dim = config.get_int("head_dim", None, at_least=2)
+    if head_dim is None:
+        config.require(hidden % heads == 0, "hidden_size", f"a multiple of num_attention_heads = {heads}, or head_dim must be given")
+        head_dim = hidden // heads
+    if config.get_bool("use_sliding_window", False):
+        raise config.unsupported("use_sliding_window", "false")
+    hf.quantization(config)
+    return ModelArch(
+        family="mimo",
+        num_layers=config.get_int("num_hidden_layers", at_least=1),
+        hidden=hidden,
+        vocab=config.get_int("vocab_size", at_least=2),
+        heads=heads,
+        head_dim=head_dim,
+        intermediate=config.get_int("intermediate_size", at_least=1),
+        kv=KVLayout("gqa", kv_heads, head_dim, head_dim),
+        rope=hf.rope(config, head_dim, interleaved=False),
+        norm_eps=config.get_float("rms_norm_eps", 1e-6, above=0),
+        scale=head_dim**-0.5,
+        max_positions=config.get_int("max_position_embeddings", 32768, at_least=2),
+        tied_head=config.get_bool("tie_word_embeddings", False),
+        eos_ids=hf.eos_ids(config),
+        dtype=hf.dtype(config),
+        mtp=MTPArch(mtp_layers, "hidden-embedding", hidden_in="pre", recycle="pre") if mtp_layers else None,
+        qkv_bias=config.get_bool("attention_bias", True),
+    )
+
+
+def build(arch: ModelArch, method: LinearMethod, dtype: torch.dtype, positions: int) -> DecoderModel:
+    def block(layer: int) -> tuple[nn.Module, nn.Module]:
+        return GQA(arch, method), MLP(arch.hidden, arch.intermediate, method)
+
+    return DecoderModel(arch, block, method, dtype, positions)
+
+
+def layer_names(arch: ModelArch) -> Names:
+    names: Names = [
+        (r"input_layernorm\.weight", "attention_norm.weight", Copy()),
+        (r"post_attention_layernorm\.weight", "mlp_norm.weight", Copy()),
+        (r"self_attn\.o_proj\.weight", "attention.out.weight", Copy()),
+        (r"self_attn\.rotary_emb\.inv_freq", "", Drop("computed")),
+        (r"mlp\.gate_proj\.weight", "mlp.gate_up.weight", Stack(0)),
+        (r"mlp\.up_proj\.weight", "mlp.gate_up.weight", Stack(1)),
+        (r"mlp\.down_proj\.weight", "mlp.down.weight", Copy()),
+    ]
+    for part, letter in enumerate("qkv"):
+        names.append((rf"self_attn\.{letter}_proj\.weight", "attention.qkv.weight", Stack(part)))
+        if arch.qkv_bias:
+            names.append((rf"self_attn\.{letter}_proj\.bias", "attention.qkv.bias", Stack(part)))
+    return names
+
+
+def trunk_rules(arch: ModelArch) -> list[Rule]:
+    return ends(arch) + trunk_layers(arch, layer_names(arch))
+
+
+def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
+    return one_layer(prefix, "mtp_head.layer.", layer_names(arch)) + one_layer(
+        prefix,
+        "mtp_head.",
+        [
+            (r"token_layernorm\.weight", "fusion.embedding_norm.weight", Copy()),
+            (r"hidden_layernorm\.weight", "fusion.hidden_norm.weight", Copy()),
+            (r"input_proj\.weight", "fusion.project.weight", Copy()),
+            (r"final_layernorm\.weight", "norm.weight", Copy()),
+        ],
+    )
+
+
+MIMO = Family(arch, build, trunk_rules, mtp_rules)

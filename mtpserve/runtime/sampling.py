@@ -1,0 +1,110 @@
+"""Logits to probabilities, per request: temperature, then top-k, top-p, min-p, each on what the one before it left.
+
+Acceptance and drafting use the same transforms, so that proposals come from the law by which they are judged. Random numbers are
+a function of (seed, index of the token, stream): who else is in the batch cannot change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Sequence
+
+STREAMS = 3
+
+
+class SeatSampling:
+    """Every seat's parameters, on the device and, to skip what nobody asked for, on the host."""
+
+    def __init__(self, seats: int, device: torch.device) -> None:
+        self.device = device
+        self.temperature = torch.ones(seats, device=device)
+        self.top_k = torch.zeros(seats, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(seats, device=device)
+        self.min_p = torch.zeros(seats, device=device)
+        self.seed = torch.zeros(seats, dtype=torch.int64, device=device)
+        self.params = [SamplingParams()] * seats
+
+    def admit(self, seq: Sequence) -> None:
+        seat, params = seq.seat, seq.sampling
+        assert seat is not None
+        self.params[seat] = params
+        self.temperature[seat] = 0.0 if params.greedy else params.temperature
+        self.top_k[seat], self.top_p[seat], self.min_p[seat] = max(params.top_k, 0), params.top_p, params.min_p
+        self.seed[seat] = seq.seed
+
+    def for_batch(self, seats: Iterable[int]) -> BatchSampler:
+        return BatchSampler(self, [self.params[seat] for seat in seats])
+
+
+class BatchSampler:
+    """core.protocols.Sampler for the requests of one step."""
+
+    def __init__(self, seats: SeatSampling, params: list[SamplingParams]) -> None:
+        self.seats = seats
+        self.all_greedy = all(p.greedy for p in params)
+        self.any_greedy = any(p.greedy for p in params)
+        self.largest_k = max((p.top_k for p in params), default=0)
+        self.any_top_p = any(p.top_p < 1 for p in params)
+        self.any_min_p = any(p.min_p > 0 for p in params)
+
+    def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
+        seats = self.seats
+        temperature = seats.temperature[seat_ids].unsqueeze(1)
+        greedy = temperature == 0
+        # Divided after the maximum is taken off: a small temperature must not overflow.
+        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
+        if self.largest_k > 0:
+            scaled = keep_top_k(scaled, seats.top_k[seat_ids], self.largest_k)
+        p = scaled.softmax(-1)
+        if self.any_top_p:
+            p = keep_top_p(p, seats.top_p[seat_ids].unsqueeze(1))
+        if self.any_min_p:
+            p = p.masked_fill(p < seats.min_p[seat_ids].unsqueeze(1) * p.amax(-1, keepdim=True), 0)
+            p = p / p.sum(-1, keepdim=True)
+        if self.any_greedy:
+            point = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+            p = torch.where(greedy, point, p)
+        return p
+
+    def uniform(self, seat_ids: Tensor, index: Tensor) -> Tensor:
+        streams = torch.arange(STREAMS, device=index.device)
+        return uniform(self.seats.seed[seat_ids][:, None, None], index.unsqueeze(-1) * STREAMS + streams)
+
+
+def keep_top_k(logits: Tensor, k: Tensor, largest: int) -> Tensor:
+    """logits [rows, vocabulary]; k [rows], 0 is off. Ties with the k-th stay in."""
+    values = logits.topk(min(largest, logits.shape[1]), -1).values
+    last = values.gather(1, (k.clamp(1, values.shape[1]) - 1).unsqueeze(1))
+    return logits.masked_fill((logits < last) & (k > 0).unsqueeze(1), -torch.inf)
+
+
+def keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest set of most likely tokens that holds top_p of the mass, renormalised; ties with its last stay in."""
+    ordered = p.sort(-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered
+    least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+    p = p.masked_fill((p < least) & (top_p < 1), 0)
+    return p / p.sum(-1, keepdim=True)
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """int64 → [0, 1) float64: two rounds of SplitMix64's finaliser (Steele et al. 2014), the seed folded in between."""
+    x = counter * -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio
+    x = finalise(x) ^ seed
+    return shifted(finalise(x), 11).double() * 2.0**-53
+
+
+def finalise(x: Tensor) -> Tensor:
+    x = (x ^ shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ shifted(x, 31)

@@ -1,0 +1,1 @@
+"""Proposing tokens and judging proposals. A drafter is one function; acceptance without drafts is ordinary sampling."""

@@ -1,0 +1,119 @@
+"""An engine without a model, for the tests of what surrounds it: tokens that count up, with drafts among them, no torch.
+
+`python -m tests.server.fake_engine [--port N] [--drain-timeout S]` serves it as the launcher does; FAKE_ENGINE selects a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
+from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
+from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.core.sequence import Finish
+
+FACTORY = "tests.server.fake_engine:build"
+CONTEXT, VOCAB, STEPS, PAGES = 4096, 300, 2, 64
+FIRST_TOKEN = 40  # tokens are FIRST_TOKEN, +1, … , below the vocabulary
+
+
+class FakeEngine:
+    """Two tokens a step and request, one of them an accepted draft of two. A step takes `pause` seconds."""
+
+    def __init__(self, name: str, pause: float) -> None:
+        self.card = ModelCard(name, VOCAB, CONTEXT, (1,), STEPS)
+        self.stats = EngineStats(pages_total=PAGES, draft_tokens_per_position=[0, 0], accepted_tokens_per_position=[0, 0])
+        self.stats.accept_lengths = [0, 0, 0]
+        self.pause = pause
+        self.live: dict[str, tuple[Request, int]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def add(self, request: Request) -> None:
+        if request.sampling.seed == 400:
+            raise InvalidRequest("seed 400 is refused", "seed")
+        if request.sampling.seed == 503:
+            raise EngineBusy("the queue is full")
+        self.stats.prompt_tokens_total += len(request.prompt)
+        self.live[request.id] = (request, 0)
+        self._gauge()
+
+    def abort(self, request_id: str) -> None:
+        self.live.pop(request_id, None)
+        self._gauge()
+
+    def step(self) -> list[TokenEvent]:
+        time.sleep(self.pause)
+        self.stats.steps_total += 1
+        return [self._event(request, done) for request, done in list(self.live.values())]
+
+    def check_integrity(self) -> None:
+        if self.stats.pages_used:
+            raise AssertionError("pages in use while idle")
+
+    def _gauge(self) -> None:
+        self.stats.running = self.stats.pages_used = len(self.live)
+
+    def _event(self, request: Request, done: int) -> TokenEvent:
+        seed = request.sampling.seed
+        if seed == 666 and done >= 4:
+            raise RuntimeError("the fake engine broke")
+        if seed == 500 and done >= 4:
+            self.abort(request.id)
+            return TokenEvent(request.id, [], finish=Finish.ERROR, error="not a finite number")
+        room = min(request.sampling.max_tokens or CONTEXT, CONTEXT - len(request.prompt)) - done
+        tokens = [FIRST_TOKEN + (done + i) % (VOCAB - FIRST_TOKEN) for i in range(min(2, room))]
+        finish = Finish.LENGTH if room <= 2 else None
+        self.live[request.id] = (request, done + len(tokens))
+        if finish is not None:
+            self.abort(request.id)
+        self._count(len(tokens))
+        return TokenEvent(request.id, tokens, len(tokens) - 1, [tokens[0], 5], finish)
+
+    def _count(self, tokens: int) -> None:
+        stats = self.stats
+        stats.generation_tokens_total += tokens
+        stats.drafts_total += 1
+        stats.draft_tokens_total += 2
+        stats.accepted_tokens_total += tokens - 1
+        stats.draft_tokens_per_position = [stats.drafts_total] * 2
+        stats.accepted_tokens_per_position = [stats.accepted_tokens_total, 0]
+        stats.accept_lengths[tokens - 1] += 1
+
+
+def build(config: EngineConfig, *, progress: bool) -> FakeEngine:
+    match os.environ.get("FAKE_ENGINE", ""):
+        case "config":
+            raise ConfigError("--fake must not be\ngiven")
+        case "load":
+            raise LoadError("model.safetensors: tensor 'x' is cut off")
+        case "bug":
+            raise RuntimeError("unexpected")
+        case "slow":
+            time.sleep(60)
+    return FakeEngine(config.model.served_model_name or "fake", float(os.environ.get("FAKE_PAUSE", "0.005")))
+
+
+def main() -> int:
+    from mtpserve.server.launch import serve
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--drain-timeout", type=float, default=10.0)
+    options = parser.parse_args()
+    server = ServerConfig(port=options.port, drain_timeout=options.drain_timeout, log_interval=0.2)
+    try:
+        return serve(EngineConfig(model=ModelConfig(model="none", tokenizer=options.tokenizer)), server, factory=FACTORY)
+    except MTPServeError as error:
+        print(f"mtpserve: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

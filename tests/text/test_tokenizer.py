@@ -1,0 +1,83 @@
+"""The tokenizer's wrapper: prompts, chats, the model's recommendations, and what a damaged directory is answered with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtpserve.core.errors import InvalidRequest, LoadError
+from mtpserve.text.tokenizer import Tokenizer
+from tests.text import tiny
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(tiny.write(tmp_path_factory.mktemp("tokenizer"), temperature=0.6, top_k=20, repetition_penalty=1.1))
+
+
+def test_a_prompt_gets_the_special_tokens_and_comes_back(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Grüße, 世界! 🎉")
+    assert ids[0] == tiny.BOS_ID
+    assert tokenizer.decode(ids) == "Grüße, 世界! 🎉"
+    assert tokenizer.decode(ids, skip_special_tokens=False).startswith(tiny.BOS)
+    assert tokenizer.special_ids == {tiny.BOS_ID, tiny.EOS_ID}
+
+
+def test_a_rendered_chat_gets_them_once(tokenizer: Tokenizer) -> None:
+    text = tokenizer.render_chat(MESSAGES)
+    assert text == f"{tiny.BOS}user: hi\nassistant:"
+    assert tokenizer.encode(text, special=False).count(tiny.BOS_ID) == 1
+    assert not tokenizer.render_chat(MESSAGES, add_generation_prompt=False).endswith("assistant:")
+
+
+def test_the_models_recommendations(tokenizer: Tokenizer) -> None:
+    assert tokenizer.defaults == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",  # does not parse
+        "{{ raise_exception('only one turn') }}",
+        "{{ messages[0]['nothing']['at all'] }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",  # must not leave the sandbox
+        "{{ messages.append(1) }}",
+        None,
+    ],
+)
+def test_a_bad_template_disables_chat_only(template: str | None, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(tiny.write(tmp_path, template))
+    assert tokenizer.encode("a")
+    with pytest.raises(InvalidRequest, match="chat template") as caught:
+        tokenizer.render_chat(MESSAGES)
+    assert caught.value.param == "messages"
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="nowhere: no such directory"):
+        Tokenizer(tmp_path / "nowhere")
+    with pytest.raises(LoadError, match=r"tokenizer\.json: no such file"):
+        Tokenizer(tmp_path)
+    tiny.write(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(LoadError, match=r"generation_config\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab"')
+    with pytest.raises(LoadError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from mtpserve.text.tokenizer import Tokenizer
+tokenizer = Tokenizer({str(tiny.write(tmp_path))!r})
+tokenizer.decode(tokenizer.encode(tokenizer.render_chat({MESSAGES!r}), special=False))
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
