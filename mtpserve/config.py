@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mtpserve.core.errors import ConfigError
@@ -40,6 +41,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check(self.context_length is None or self.context_length >= 2, "context_length", self.context_length, "at least 2")
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoint lies; "demo" is the bundled one, unless a directory of that name is here."""
+        given = Path(self.model)
+        return Path(__file__).parent / "demo" if self.model == "demo" and not given.is_dir() else given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

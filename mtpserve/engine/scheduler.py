@@ -201,7 +201,7 @@ class Scheduler:
     def _check(self, span: Span, result: SpanResult) -> None:
         tokens = result.accepted + 1 if span.samples else 0
         fits = 0 <= result.accepted <= span.shape.size and len(result.tokens) == tokens and 0 <= result.drafts <= self._max_drafts
-        # An aborted request's span no longer says whether it sampled, and a failed one's numbers are void.
+        # What came of a request that failed, or was aborted in the meantime, is dropped unread.
         if not fits and not result.failed and span.seq.finish is None:
             raise ValueError(f"the result of request {span.seq.id} does not fit its span: {result}")
 

@@ -49,9 +49,9 @@ async def chat(request: Request, body: ChatRequest) -> Response:
     service.admit(body.model)
     body.check()
     service.check_ids(body.stop_token_ids or (), "stop_token_ids")
-    answer = Answer(service, ChatShape(), [], [], body.include_usage)
+    sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
+    answer = Answer(service, ChatShape(), [], [sampling], body.include_usage)
     prompt = await service.encode(await rendered(service, body), "messages", special=False)
     service.check_length(prompt, body.wanted_tokens, "messages")
     answer.prompts = [prompt]
-    answer.sampling = [body.sampling(service.tokenizer.defaults, body.wanted_tokens)]
     return await answer.respond(request, body)

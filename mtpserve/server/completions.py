@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -47,10 +48,11 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     service.admit(body.model)
     body.check()
     service.check_ids(body.stop_token_ids or (), "stop_token_ids")
+    sampling = body.sampling(service.tokenizer.defaults, body.max_tokens)
     answer = Answer(service, CompletionShape(), [], [], body.include_usage)
     answer.prompts = await prompt_ids(service, body)
     context = service.client.card.context_length
     for prompt in answer.prompts:
         max_tokens = min(DEFAULT_MAX_TOKENS, context - len(prompt)) if body.max_tokens is None else body.max_tokens
-        answer.sampling.append(body.sampling(service.tokenizer.defaults, max_tokens))
+        answer.sampling.append(replace(sampling, max_tokens=max_tokens))
     return await answer.respond(request, body)

@@ -19,6 +19,7 @@ from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServ
 
 MAX_ERRORS = 10
 MAX_INPUT = 200
+MAX_NAME = 80
 MAX_MESSAGE = 4000
 SHORT = reprlib.Repr()  # does not spell out eight megabytes in order to cut them
 SHORT.maxstring = SHORT.maxother = MAX_INPUT
@@ -84,7 +85,7 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None]:
     lines = []
     first: str | None = None
     for error in errors[:MAX_ERRORS]:
-        loc = [str(part) for part in error["loc"] if part != "body"]
+        loc = [printable(str(part), MAX_NAME) for part in error["loc"] if part != "body"]
         first = first if first is not None else (loc[0] if loc else None)
         match error["type"]:
             case "json_invalid":

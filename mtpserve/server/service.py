@@ -77,9 +77,11 @@ class Service:
         context = self.client.card.context_length
         if not prompt:
             raise InvalidRequest(f"{field} is empty", field)
-        if len(prompt) + max(1, max_tokens or 0) > context:
-            asked = "" if max_tokens is None else f" and max_tokens is {str(max_tokens)[:50]}"
-            raise ContextLengthExceeded(f"the context has {context} tokens; {field} has {len(prompt)}{asked}", field)
+        if len(prompt) >= context:
+            raise ContextLengthExceeded(f"{field} has {len(prompt)} tokens; the context has {context}, of which one must be left", field)
+        if len(prompt) + (max_tokens or 0) > context:
+            asked = f"{field} has {len(prompt)} tokens and max_tokens is {str(max_tokens)[:50]}"
+            raise ContextLengthExceeded(f"{asked}; together they exceed the context of {context}", "max_tokens")
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 

@@ -80,4 +80,4 @@ tokenizer = Tokenizer({str(tiny.write(tmp_path))!r})
 tokenizer.decode(tokenizer.encode(tokenizer.render_chat({MESSAGES!r}), special=False))
 sys.exit("torch" in sys.modules)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -9,9 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 BOS, EOS = "<|begin|>", "<|end|>"
 BOS_ID, EOS_ID, VOCAB = 0, 1, 300
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 TEXT = ["def read_lines(path):\n    with open(path) as file:\n        return file.readlines()\n", "Grüße, 世界! 🎉 the end of the line"] * 4
 
 

@@ -1,0 +1,181 @@
+"""From a configuration to a running engine: reads the checkpoint, plans memory, loads, and puts the parts together."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from mtpserve.attention.registry import BACKENDS
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.cache.pool import KVPool
+from mtpserve.config import EngineConfig
+from mtpserve.core.arch import ModelArch
+from mtpserve.core.errors import ConfigError, UnsupportedModel
+from mtpserve.core.protocols import AttentionBackend, Drafter, LinearMethod
+from mtpserve.core.request import ModelCard
+from mtpserve.engine.engine import Engine
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.models.family import Family, dropped
+from mtpserve.models.registry import family_of
+from mtpserve.quant.registry import METHODS
+from mtpserve.runtime.memory import MemoryPlan, plan_memory
+from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.seats import SeatTensors
+from mtpserve.spec.registry import DRAFTERS
+from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.hf import HFConfig, read_config
+from mtpserve.weights.layouts import MTPLayout, mtp_layers, nextn_prefix, why_no_mtp
+from mtpserve.weights.loader import load
+from mtpserve.weights.plan import Source
+from mtpserve.weights.rules import Rule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A checkpoint as far as headers and config tell. `arch.mtp` is None where no MTP layer is to be loaded."""
+
+    config: HFConfig
+    family: Family
+    arch: ModelArch
+    checkpoint: Checkpoint
+    layout: MTPLayout | None  # of the MTP layers inside the checkpoint itself
+    nextn: Checkpoint | None  # a separately published one
+    nextn_prefix: str | None
+
+    @property
+    def mtp_prefix(self) -> str | None:
+        return self.nextn_prefix or (self.layout.prefix if self.layout else None)
+
+
+def describe(config: EngineConfig, want_mtp: bool) -> Described:
+    """Reads config.json and the headers; no weights. Raises LoadError, or UnsupportedModel."""
+    directory = config.model.directory
+    found = read_config(directory)
+    family, checkpoint = family_of(found), Checkpoint.open(directory)
+    layers = found.get_int("num_hidden_layers", at_least=1)
+    layout = mtp_layers(checkpoint.tensors, found, layers)
+    nextn, prefix = None, None
+    if want_mtp and config.spec.speculative_draft_model_path is not None:
+        nextn = Checkpoint.open(config.spec.speculative_draft_model_path)
+        prefix = nextn_prefix(nextn.tensors, layers)
+    elif want_mtp and layout is None:
+        raise UnsupportedModel(f"{directory}: {why_no_mtp(found, layers)}; start without --speculative-algorithm for plain decoding")
+    if want_mtp and nextn is None and layout is not None and layout.count > 1:
+        raise UnsupportedModel(f"{directory}: {layout.count} MTP layers ({', '.join(layout.prefixes)}); supported: 1")
+    return Described(found, family, family.arch(found, 1 if want_mtp else 0), checkpoint, layout, nextn, prefix)
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    name = config.model.device
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def dtype_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> torch.dtype:
+    """On a CPU without bfloat16 units, products in bfloat16 are emulated and slower than in float32."""
+    if config.model.dtype != "auto":
+        return cast(torch.dtype, getattr(torch, config.model.dtype))
+    if device.type == "cpu" and (arch.dtype == "float16" or not has_bfloat16_units()):
+        return torch.float32
+    return cast(torch.dtype, getattr(torch, arch.dtype))
+
+
+def has_bfloat16_units() -> bool:
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, but there is no public question
+    return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
+
+
+def load_model(found: Described, dtype: torch.dtype, device: torch.device, positions: int, progress: bool) -> DecoderModel:
+    arch, family = found.arch, found.family
+    method = cast(LinearMethod, METHODS.get("none")())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = family.build(arch, method, dtype, positions)
+    finally:
+        torch.set_default_dtype(before)
+    rules, also = family.trunk_rules(arch), []
+    own = found.layout.prefixes if found.layout else ()
+    if arch.mtp is not None and found.nextn is None:
+        rules += family.mtp_rules(arch, own[0])
+    else:
+        rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
+    if found.nextn is not None and found.nextn_prefix is not None:
+        also = [Source(found.nextn, nextn_rules(found, found.nextn, found.nextn_prefix))]
+    load(model, found.checkpoint, rules, dtype=dtype, device=device, progress=progress, also=also)
+    return model.eval()
+
+
+def nextn_rules(found: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
+    """The layer's own tensors; whatever stands outside its prefix is another copy of the trunk's."""
+    others = {name.split(".weight")[0] for name in nextn.tensors if not name.startswith(prefix)}
+    return found.family.mtp_rules(found.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
+
+
+def weight_bytes(found: Described, dtype: torch.dtype) -> int:
+    """What will be in memory: the checkpoint's parameters in `dtype`, without the MTP layer's copies of embedding and head."""
+    sources = [(found.checkpoint, not found.nextn and found.arch.mtp is not None)] + ([(found.nextn, True)] if found.nextn else [])
+    total = 0
+    for checkpoint, with_mtp in sources:
+        for name, entry in checkpoint.tensors.items():
+            own = found.layout is not None and name.startswith(found.layout.prefixes) or checkpoint is found.nextn
+            copied = own and name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
+            if not copied and not name.endswith("_scale_inv") and (with_mtp or not own):
+                numbers = 1
+                for size in entry.shape:
+                    numbers *= size
+                total += numbers * dtype.itemsize
+    return total
+
+
+def plan(config: EngineConfig) -> tuple[Described, torch.dtype, torch.device, MemoryPlan]:
+    found = describe(config, want_mtp=config.spec.speculative_algorithm is not None)
+    device = device_of(config)
+    dtype = dtype_of(config, found.arch, device)
+    length = config.model.context_length
+    if length is not None and length > found.arch.max_positions:
+        raise ConfigError(f"--context-length must be at most {found.arch.max_positions}, the model's own, got {length}")
+    return found, dtype, device, plan_memory(config, found.arch, dtype, device, weight_bytes(found, dtype))
+
+
+def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
+    """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
+    found, dtype, device, memory = plan(config)
+    arch, steps = found.arch, config.spec.steps
+    for what, size in memory.rows:
+        log.info("memory: %-28s %10.1f MiB", what, size / 2**20)
+    seats = SeatTensors(memory.max_running, memory.context_length, steps, arch.vocab, config.cache.page_size, device)
+    model = load_model(found, dtype, device, memory.context_length + seats.slack, progress)
+    pool = KVPool(arch.kv, arch.kv_layers, memory.pages, config.cache.page_size, dtype, device, poison)
+    attention = cast(AttentionBackend, BACKENDS.get("reference")(pool, arch.heads, arch.scale))
+    drafter = DRAFTERS.get("mtp")(model, attention, steps) if arch.mtp else DRAFTERS.get("none")()
+    runner = Runner(model, attention, cast(Drafter, drafter), seats, SeatSampling(memory.max_running, device))
+    engine = Engine(
+        runner,
+        config.scheduler,
+        allocator=PageAllocator(memory.pages),
+        page_size=config.cache.page_size,
+        max_running=memory.max_running,
+        context_length=memory.context_length,
+        vocab=arch.vocab,
+        eos_ids=arch.eos_ids,
+        want=steps,
+        name=config.model.served_model_name or config.model.model,
+    )
+    log.info("%s, %s on %s, %d pages of %d tokens, %d drafts per step", arch.family, dtype, device, memory.pages, config.cache.page_size, steps)
+    return engine
+
+
+def plain(config: EngineConfig) -> EngineConfig:
+    """The same without speculation."""
+    return replace(config, spec=type(config.spec)())
+
+
+__all__ = ["ModelCard", "build_engine", "describe", "load_model", "plan"]

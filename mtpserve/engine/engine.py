@@ -1,0 +1,161 @@
+"""The engine: it takes requests, turns the crank (plan, run, commit) and reports what each step yielded. One thread drives it.
+
+It decides nothing about rows and pages (scheduler.py), computes nothing (the runner) and sees no text.
+
+Faults stay with the requests that they hit, and free what these held:
+
+    non-finite logits in a request's rows    that request ends with an error
+    the runner refuses a request (`admit`)   that request ends with an error, the step goes on without it
+    the runner raises in a step              nobody can say whose fault it was: all requests of that step end with an error
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence as Seq
+
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.config import SchedulerConfig, check
+from mtpserve.core.batch import Span
+from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest
+from mtpserve.core.protocols import ModelRunner
+from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.scheduler import Outcome, Scheduler, lookahead
+from mtpserve.engine.stats import count, new_stats
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """`context_length` is what a request may really have: the model's, or less where the KV pool does not hold that much.
+
+    `want` is the number of drafts to propose in each step; it stays what it is, since a seed's text may depend on it.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: SchedulerConfig,
+        *,
+        allocator: PageAllocator,
+        page_size: int,
+        max_running: int,
+        context_length: int,
+        vocab: int,
+        eos_ids: tuple[int, ...],
+        want: int,
+        name: str = "",
+    ) -> None:
+        if not 0 <= want <= runner.max_drafts:
+            raise ConfigError(f"--speculative-num-steps must be in [0, {runner.max_drafts}], got {want}")
+        budget, rows = config.chunked_prefill_size, runner.max_drafts + 1
+        check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}: one token and {rows - 1} drafts")
+        pool = allocator.num_pages * page_size
+        reserve = lookahead(runner.max_drafts)
+        check(pool >= reserve + 2, "max_total_tokens", pool, f"at least {reserve + 2}: two tokens and {reserve} kept for drafting")
+        self.context_length = min(context_length, pool - reserve)
+        self.card = ModelCard(name, vocab, self.context_length, eos_ids, want)
+        self._runner = runner
+        self._want = want
+        self._max_queued = config.max_queued_requests
+        self._allocator = allocator
+        self._scheduler = Scheduler(
+            allocator, page_size=page_size, max_running=max_running, token_budget=budget, max_drafts=runner.max_drafts, eos_ids=eos_ids
+        )
+        self._stats = new_stats(runner.max_drafts, allocator.num_pages)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.live)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's own object, its gauges brought up to date."""
+        self._stats.running = len(self._scheduler.running)
+        self._stats.waiting = len(self._scheduler.waiting)
+        self._stats.pages_used = self._allocator.num_pages - self._allocator.free_count
+        self._stats.preemptions_total = self._scheduler.preemptions
+        return self._stats
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest for what it asks, EngineBusy where too many wait already."""
+        self._validate(request)
+        scheduler, sampling, prompt_len = self._scheduler, request.sampling, len(request.prompt)
+        # A request that only waits for the next step to be seated is not queued: with `running` seats, running + limit are taken.
+        if self._max_queued is not None and len(scheduler.waiting) >= self._max_queued + scheduler.free_seats:
+            raise EngineBusy(f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is {self._max_queued}")
+        max_len = self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        scheduler.add(Sequence(request.id, list(request.prompt), prompt_len, sampling, max_len, seed))
+
+    def abort(self, request_id: str) -> None:
+        """End a request, at any time and without an event; its pages and seat are free at once. Unknown ids are ignored."""
+        self._scheduler.abort(request_id)
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step for all that fits and return what it yielded, at most one event a request. Idle: nothing happens."""
+        if not self.has_work:
+            return []
+        spans = self._scheduler.plan()
+        outcomes = self._admit(self._scheduler.admitted)
+        spans = [span for span in spans if span.seq.finish is None]
+        if spans:
+            outcomes += self._run(spans)
+        for outcome in outcomes:
+            count(self._stats, outcome)
+        return [_event(outcome) for outcome in outcomes]
+
+    def check_integrity(self) -> None:
+        """Raise unless pages, seats and queues agree; while idle, unless all pages and seats are free."""
+        self._scheduler.check_integrity()
+
+    def _admit(self, seqs: Seq[Sequence]) -> list[Outcome]:
+        failed: list[Outcome] = []
+        for seq in seqs:
+            try:
+                self._runner.admit(seq)
+            except Exception as error:
+                log.exception("request %s could not be admitted", seq.id)
+                failed += self._scheduler.fail([seq], f"the engine could not start this request: {type(error).__name__}")
+        return failed
+
+    def _run(self, spans: list[Span]) -> list[Outcome]:
+        self._stats.steps_total += 1
+        try:
+            return self._scheduler.commit(spans, self._runner.step(spans, self._want))
+        except Exception as error:
+            # The traceback is for the log; a client learns the kind of error and no more.
+            log.exception("a step with %d requests failed", len(spans))
+            message = f"the engine failed in the step that computed this request: {type(error).__name__}"
+            return self._scheduler.fail([span.seq for span in spans], message)
+
+    def _validate(self, request: Request) -> None:
+        prompt, context = len(request.prompt), self.context_length
+        if request.id in self._scheduler.live:
+            raise InvalidRequest(f"request id {request.id!r} is in use", "id")
+        if not request.prompt:
+            raise InvalidRequest("prompt must not be empty", "prompt")
+        self._require_known(request.prompt, "prompt")
+        self._require_known(request.sampling.stop_token_ids, "stop_token_ids")
+        if prompt >= context:
+            raise InvalidRequest(f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt")
+        _require_fit(prompt, request.sampling, context)
+
+    def _require_known(self, ids: Seq[int], param: str) -> None:
+        for token in ids:
+            if not 0 <= token < self.card.vocab:
+                raise InvalidRequest(f"{param} must be token ids in [0, {self.card.vocab - 1}], got {token}", param)
+
+
+def _require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:
+    if sampling.max_tokens is not None and prompt + sampling.max_tokens > context:
+        allowed = f"at most {context - prompt} for a prompt of {prompt} tokens and a context of {context}"
+        raise InvalidRequest(f"max_tokens must be {allowed}, got {sampling.max_tokens}", "max_tokens")
+
+
+def _event(outcome: Outcome) -> TokenEvent:
+    seq = outcome.seq
+    return TokenEvent(seq.id, outcome.tokens, outcome.accepted, outcome.proposed, seq.finish, seq.error)

@@ -1,0 +1,52 @@
+"""What a checkpoint is and what it would take, from its headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from mtpserve.config import EngineConfig, SpecConfig
+from mtpserve.core.arch import ModelArch
+from mtpserve.engine.build import describe, plan
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReport:
+    arch: ModelArch
+    mtp_prefix: str | None
+    weights: list[tuple[str, int, int, str, int]]  # group, tensors, parameters, dtype, bytes in the checkpoint
+    memory: list[tuple[str, int]]
+    notes: list[str]
+
+
+def inspect_model(config: EngineConfig) -> InspectReport:
+    """With the MTP layer if there is one, whether or not speculation was asked for. Raises LoadError and ConfigError."""
+    plain = describe(config, want_mtp=False)
+    notes = []
+    if config.spec.speculative_algorithm is None and plain.layout is not None and plain.layout.count == 1:
+        config = replace(config, spec=SpecConfig(speculative_algorithm="MTP"))
+    found, dtype, device, memory = plan(config)
+    if found.arch.mtp is None:
+        notes.append("no MTP layer: plain decoding only")
+    notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {memory.pages} pages of {config.cache.page_size} tokens, "
+                 f"up to {memory.max_running} requests at once, {config.spec.steps} drafts per step")  # fmt: skip
+    groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for checkpoint in filter(None, (found.checkpoint, found.nextn)):
+        for name, entry in checkpoint.tensors.items():
+            prefix = found.nextn_prefix if checkpoint is found.nextn else (found.layout.prefix if found.layout else None)
+            row = groups[group_of(name, prefix), str(entry.dtype)]
+            for i, amount in enumerate((1, math.prod(entry.shape), entry.size)):
+                row[i] += amount
+    weights = [(group, row[0], row[1], dtype_name, row[2]) for (group, dtype_name), row in sorted(groups.items())]
+    return InspectReport(found.arch, found.mtp_prefix, weights, memory.rows, notes)
+
+
+def group_of(name: str, mtp_prefix: str | None) -> str:
+    if mtp_prefix and name.startswith(mtp_prefix):
+        copied = name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
+        return "MTP layer: copies of embedding and head, not loaded" if copied else "MTP layer"
+    for part, group in ((".self_attn.", "attention"), (".experts.", "experts"), (".mlp.", "feed-forward"), ("embed", "embedding")):
+        if part in name:
+            return group
+    return "head" if name.startswith("lm_head") else "norms"

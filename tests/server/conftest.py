@@ -1,0 +1,47 @@
+"""A tokenizer, an app on a fake engine, and an HTTP client for it that opens no socket."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from mtpserve.server.app import create_app
+from mtpserve.text.tokenizer import Tokenizer
+from tests.server.fake_client import FakeClient
+from tests.text import tiny
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("checkpoint"), temperature=0.6, top_p=0.95)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer(checkpoint)
+
+
+@pytest.fixture
+def client() -> FakeClient:
+    return FakeClient()
+
+
+@pytest.fixture
+def app(client: FakeClient, tokenizer: Tokenizer) -> FastAPI:
+    return create_app(client, tokenizer)
+
+
+@pytest.fixture
+def http(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test")
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The objects of a stream, "[DONE]" as itself."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

@@ -1,0 +1,40 @@
+"""An EngineClient without a process: the fake engine stepped in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from mtpserve.core.errors import EngineDead
+from mtpserve.core.request import EngineStats, Request, TokenEvent
+from tests.server.fake_engine import FakeEngine
+
+
+class FakeClient:
+    def __init__(self, pause: float = 0.001) -> None:
+        self.engine = FakeEngine("fake", 0.0)
+        self.pause = pause
+        self.card = self.engine.card
+        self.dead: str | None = None
+        self.submitted: list[Request] = []
+        self.aborted: list[str] = []
+
+    async def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
+        self.submitted.append(request)
+        self.engine.add(request)
+        while True:
+            await asyncio.sleep(self.pause)
+            if self.dead is not None:
+                raise EngineDead(self.dead)
+            live, done = self.engine.live[request.id]
+            yield self.engine._event(live, done)
+            if request.id not in self.engine.live:
+                return
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.engine.live:
+            self.aborted.append(request_id)
+            self.engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats

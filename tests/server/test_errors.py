@@ -1,0 +1,227 @@
+"""Every error has OpenAI's shape, names its field, and is small, whatever was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from mtpserve.server.app import create_app
+from mtpserve.server.openai import UNSUPPORTED
+from mtpserve.text.tokenizer import Tokenizer
+from tests.server.conftest import events
+from tests.server.fake_client import FakeClient
+from tests.server.fake_engine import CONTEXT, VOCAB
+from tests.text import tiny
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hello"}]
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert len(response.content) < 8000
+    content = response.json()
+    assert content.keys() == {"error"}
+    assert content["error"].keys() == {"message", "type", "param", "code"}
+    assert content["error"]["message"]
+    return dict(content["error"])
+
+
+def send(http: httpx.AsyncClient, method: str, path: str, **more: Any) -> httpx.Response:
+    return asyncio.run(http.request(method, path, **more))
+
+
+def refused(http: httpx.AsyncClient, path: str, request: Any, status: int = 400) -> dict[str, Any]:
+    return error(send(http, "POST", path, json=request), status)
+
+
+def test_routes_and_methods(http: httpx.AsyncClient) -> None:
+    assert "/nowhere" in error(send(http, "GET", "/nowhere"), 404)["message"]
+    error(send(http, "GET", "/health/"), 404)
+    error(send(http, "GET", COMPLETIONS), 405)
+    assert error(send(http, "GET", "/v1/models/other"), 404)["code"] == "model_not_found"
+    assert error(send(http, "GET", "/a%0d%0ab"), 404)["message"].isprintable()
+
+
+def test_another_model(http: httpx.AsyncClient) -> None:
+    found = refused(http, COMPLETIONS, {"model": "other", "prompt": "a"}, 404)
+    assert (found["code"], found["param"], found["type"]) == ("model_not_found", "model", "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'"text"', b"null", b"[" * 100_000, b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800"}', b"\x00"]
+)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_bodies_that_are_no_request(http: httpx.AsyncClient, route: str, content: bytes) -> None:
+    error(send(http, "POST", route, content=content, headers={"content-type": "application/json"}), 400)
+
+
+def test_a_body_of_another_type_is_told_what_is_expected(http: httpx.AsyncClient) -> None:
+    assert "application/json" in error(send(http, "POST", COMPLETIONS, data={"prompt": "a"}), 400)["message"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_that_is_too_long(http: httpx.AsyncClient, declared: bool) -> None:
+    async def chunks() -> Any:
+        for _ in range(9):
+            yield b" " * (1 << 20)
+
+    content = b" " * (9 << 20) if declared else chunks()
+    error(send(http, "POST", COMPLETIONS, content=content, headers={"content-type": "application/json"}), 413)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", "64"),
+        ("max_tokens", True),
+        ("max_tokens", 10**9),
+        ("max_tokens", 10**30),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("seed", 2**63),
+        ("seed", 0.5),
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop", ["a"] * 17),
+        ("stop", "a" * 257),
+        ("stop_token_ids", [VOCAB]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [5] * 1025),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("prompt", None),
+        ("prompt", 5),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", [1, "a"]),
+        ("prompt", [True]),
+        ("prompt", [VOCAB]),
+        ("prompt", [-1]),
+        ("prompt", [10**40]),
+        ("prompt", ["a"] * 129),
+        ("prompt", [None] * 5000),
+        ("prompt", {"a": 1}),
+        ("prompt", "a b " * 20000),
+        ("prompt", [5] * CONTEXT),
+        ("unheard_of", 1),
+    ],
+)
+def test_fields_out_of_bounds_are_named(http: httpx.AsyncClient, client: FakeClient, field: str, value: Any) -> None:
+    found = refused(http, COMPLETIONS, {"prompt": "a"} | {field: value})
+    assert found["param"] == field
+    assert field in found["message"]
+    assert not client.submitted
+
+
+def test_not_a_number_is_refused(http: httpx.AsyncClient) -> None:
+    for number in ("NaN", "Infinity"):
+        content = f'{{"prompt": "a", "temperature": {number}}}'.encode()
+        error(send(http, "POST", COMPLETIONS, content=content, headers={"content-type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED))
+def test_what_is_not_supported_is_refused_by_name(http: httpx.AsyncClient, field: str) -> None:
+    for value in (3.5, {"type": "json_object"}, [{"x": 1}]):
+        assert refused(http, CHAT, {"messages": USER, field: value})["param"] == field
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        "hello",
+        [],
+        [123],
+        [{}],
+        [{"role": 123, "content": "a"}],
+        [{"role": "tool", "content": "a"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}],
+        [{"role": "user", "content": {"text": "a"}}],
+        [{"role": "user", "content": "a", "tool_calls": [{"id": 1}]}],
+        [{"role": "user", "content": "a b " * 20000}],
+        [{"role": "user", "content": "a"}] * 50000,
+    ],
+)
+def test_messages_that_cannot_be(http: httpx.AsyncClient, client: FakeClient, messages: Any) -> None:
+    assert refused(http, CHAT, {"messages": messages})["param"] == "messages"
+    assert not client.submitted
+
+
+def test_a_context_that_is_too_small_has_its_code(http: httpx.AsyncClient) -> None:
+    for request in ({"prompt": [5] * CONTEXT}, {"prompt": "a", "max_tokens": CONTEXT}, {"prompt": "a" * 9 * CONTEXT}):
+        assert refused(http, COMPLETIONS, request)["code"] == "context_length_exceeded"
+
+
+def test_many_errors_are_cut(http: httpx.AsyncClient) -> None:
+    found = refused(http, COMPLETIONS, {f"field{i}" + "x" * 1000: "y" * 10000 for i in range(500)})
+    assert "and 491 more" in found["message"]
+
+
+def test_a_model_without_a_template_still_completes(client: FakeClient, tmp_path: Any) -> None:
+    app = create_app(client, Tokenizer(tiny.write(tmp_path, template=None)))
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        return await http.post(CHAT, json={"messages": USER}), await http.post(COMPLETIONS, json={"prompt": "a"})
+
+    chat, completion = asyncio.run(ask())
+    assert "/v1/completions" in error(chat, 400)["message"]
+    assert completion.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_engines_refusals(http: httpx.AsyncClient, client: FakeClient, stream: bool) -> None:
+    assert refused(http, COMPLETIONS, {"prompt": "a", "seed": 400, "stream": stream})["param"] == "seed"
+    response = send(http, "POST", COMPLETIONS, json={"prompt": "a", "seed": 503, "stream": stream})
+    assert error(response, 503)["code"] == "overloaded"
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_request_that_fails(http: httpx.AsyncClient) -> None:
+    assert "finite" in refused(http, COMPLETIONS, {"prompt": "a", "seed": 500}, 500)["message"]
+    *chunks, last = events(send(http, "POST", COMPLETIONS, json={"prompt": "a", "seed": 500, "stream": True}))
+    assert "finite" in last["error"]["message"]
+    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+
+
+def test_a_dead_engine(http: httpx.AsyncClient, client: FakeClient) -> None:
+    async def ask() -> list[httpx.Response]:
+        stream = asyncio.create_task(http.post(CHAT, json={"messages": USER, "stream": True}))
+        whole = asyncio.create_task(http.post(CHAT, json={"messages": USER}))
+        await asyncio.sleep(0.05)
+        client.dead = "the engine process was killed by SIGKILL"
+        return [await stream, await whole, await http.get("/health"), await http.post(COMPLETIONS, json={"prompt": "a"})]
+
+    stream, *others = asyncio.run(ask())
+    assert "SIGKILL" in events(stream)[-1]["error"]["message"]
+    assert [error(response, 503)["code"] for response in others] == ["engine_dead"] * 3
+
+
+def test_draining(http: httpx.AsyncClient, app: FastAPI) -> None:
+    async def ask() -> list[httpx.Response]:
+        running = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 200}))
+        await asyncio.sleep(0.05)
+        app.state.service.draining = True
+        return [await http.get("/health"), await http.post(COMPLETIONS, json={"prompt": "a"}), await running]
+
+    health, refusal, running = asyncio.run(ask())
+    assert error(health, 503)["code"] == error(refusal, 503)["code"] == "overloaded"
+    assert refusal.headers["retry-after"]
+    assert running.status_code == 200
+
+
+def test_a_bug_says_nothing_of_the_inside(http: httpx.AsyncClient, app: FastAPI) -> None:
+    app.state.service.tokenizer = None
+    found = refused(http, COMPLETIONS, {"prompt": "a"}, 500)
+    assert found == json.loads('{"message": "internal error", "type": "server_error", "param": null, "code": null}')

@@ -1,0 +1,82 @@
+"""The metrics: exact counts, and the rules of Prometheus' linter."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from mtpserve.core.request import EngineStats
+from mtpserve.server.report import line
+from tests.server.fake_client import FakeClient
+
+
+def scrape(http: httpx.AsyncClient, *requests: dict[str, object]) -> str:
+    async def ask() -> str:
+        for request in requests:
+            await http.post("/v1/completions", json=request)
+        response = await http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        return response.text
+
+    return asyncio.run(ask())
+
+
+def test_counts(http: httpx.AsyncClient, client: FakeClient) -> None:
+    requests = [{"prompt": [5, 6, 7], "max_tokens": 9}, {"prompt": [5], "max_tokens": 4}, {"prompt": "a", "seed": 503}]
+    text = scrape(http, *requests, {"prompt": [5], "seed": 500})
+    values = dict(re.findall(r"^(mtpserve_\S+) (\S+)$", text, re.MULTILINE))
+    expected = {
+        "mtpserve_prompt_tokens_total": 5,
+        "mtpserve_generation_tokens_total": 9 + 4 + 4,
+        "mtpserve_spec_drafts_total": 9,
+        "mtpserve_spec_draft_tokens_total": 18,
+        "mtpserve_spec_accepted_tokens_total": 8,
+        'mtpserve_spec_draft_tokens_per_position_total{position="2"}': 9,
+        'mtpserve_spec_accepted_tokens_per_position_total{position="1"}': 8,
+        'mtpserve_spec_accept_length_bucket{le="1.0"}': 1,
+        'mtpserve_spec_accept_length_bucket{le="2.0"}': 9,
+        'mtpserve_spec_accept_length_bucket{le="3.0"}': 9,
+        'mtpserve_spec_accept_length_bucket{le="+Inf"}': 9,
+        "mtpserve_spec_accept_length_sum": 17,
+        "mtpserve_requests_running": 0,
+        "mtpserve_kv_pages": 64,
+        "mtpserve_kv_pages_used": 0,
+        "mtpserve_kv_page_usage_ratio": 0,
+        "mtpserve_time_to_first_token_seconds_count": 3,
+        "mtpserve_inter_token_latency_seconds_count": (9 - 2) + (4 - 2) + (4 - 2),  # the first chunk has two tokens
+        "mtpserve_e2e_request_latency_seconds_count": 2,
+        'mtpserve_requests_total{outcome="length"}': 2,
+        'mtpserve_requests_total{outcome="rejected"}': 1,
+        'mtpserve_requests_total{outcome="error"}': 1,
+    }
+    assert {name: float(values[name]) for name in expected} == expected
+
+
+def test_the_linters_rules(http: httpx.AsyncClient) -> None:
+    """What `promtool check metrics` looks at."""
+    text = scrape(http, {"prompt": "a"})
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    for family in families:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", family.name), family.name
+        assert family.documentation
+        assert family.type in ("counter", "gauge", "histogram")
+        if family.type != "counter":
+            assert not family.name.endswith(("_total", "_count", "_sum", "_bucket", "_info"))
+        assert not re.search(r"_(ms|milliseconds|minutes|percent|kilobytes|mb|gauge|counter|histogram)(_|$)", family.name)
+        assert all(re.fullmatch(r"[a-z_]+", label) for sample in family.samples for label in sample.labels)
+    names = re.findall(r"^# TYPE (\S+) counter$", text, re.MULTILINE)
+    assert names
+    assert all(name.endswith("_total") for name in names)
+    assert "_created" not in text
+
+
+def test_the_log_line() -> None:
+    before = EngineStats(generation_tokens_total=100, drafts_total=10, accepted_tokens_total=10, prompt_tokens_total=7)
+    now = EngineStats(3, 1, 16, 64, generation_tokens_total=300, drafts_total=60, accepted_tokens_total=90, prompt_tokens_total=17)
+    text = line(before, now, 2.0)
+    assert text == "running 3  waiting 1  pages 16/64 (25 %)  prompt 5.0 tok/s  generation 100.0 tok/s  accept length 2.60"
+    assert "accept" not in line(now, now, 2.0)
