@@ -16,7 +16,7 @@ from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.text.detokenizer import Detokenizer
-from mtpserve.text.tokenizer import Tokenizer, directory_of
+from mtpserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mtpserve.engine.engine import Engine
@@ -108,8 +108,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         self.config = engine_config({"model": model, **options})
-        source = self.config.model.tokenizer or self.config.model.model
-        self.tokenizer = Tokenizer(directory_of(source))
+        self.tokenizer = Tokenizer(self.config.model.tokenizer or self.config.model.directory)
         # Not at the top: torch comes with it, and the tokenizer's errors need not wait for that.
         build = import_module("mtpserve.engine.build").build_engine
         self.engine: Engine = build(self.config, progress=sys.stderr.isatty())

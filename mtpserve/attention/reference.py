@@ -16,60 +16,86 @@ from mtpserve.core.arch import KVLayout
 from mtpserve.core.batch import Batch
 
 MAX_SCORES = 1 << 24  # numbers in one block of scores: bounds the memory of a long prompt's chunk
+MAX_GATHERED = 1 << 22  # numbers of keys that are copied side by side to serve several spans with one product
 
 
 @dataclass(frozen=True, slots=True)
-class SpanPlan:
-    """One span's rows and the slots of all that it may see. `slots` is a slice where its pages lie one behind the other."""
+class Piece:
+    """Spans of equal width that are computed together. Shorter ones are padded with their own first slot, which is masked.
 
-    rows: slice
-    slots: Tensor | slice  # [n]
-    mask: Tensor | None  # [rows, n] float, 0 or -inf; None: every row sees everything
+    A pad must be a slot that was written: zero weight times what an unwritten one may hold can still be NaN.
+    """
+
+    rows: Tensor | slice  # [spans * width], rows of the batch
+    spans: int
+    slots: Tensor | slice  # [spans * n]; a slice where one span's pages lie one behind the other: nothing is copied
+    mask: Tensor | None  # [spans * kv_heads or 1, width * group, n] float, 0 or -inf; None: every row sees everything
 
 
 class ReferenceAttention:
     graph_safe = False
 
     def __init__(self, pool: KVPool, heads: int, scale: float) -> None:
-        self.pool, self.heads, self.scale = pool, heads, scale
+        self.pool, self.scale = pool, scale
+        self.kv_heads, self.group = pool.layout.heads, heads // pool.layout.heads
 
     def supports(self, layout: KVLayout, device: str) -> bool:
         return True
 
     def plan(self, batch: Batch) -> PlannedAttention:
         ends, lengths, seats = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.seat_ids.tolist()
-        page_size, spans = self.pool.page_size, []
+        by_width: dict[int, list[int]] = {}
+        for r in range(len(seats)):
+            by_width.setdefault(ends[r + 1] - ends[r], []).append(r)
         bits = None if batch.shape.is_chain else batch.shape.ancestor_bits
-        for r, (n, seat) in enumerate(zip(lengths, seats, strict=True)):
-            rows = slice(ends[r], ends[r + 1])
-            pages = batch.seats.page_table[seat, : -(-n // page_size)]
-            spans.append(SpanPlan(rows, slots_of(pages, n, page_size), self.mask(rows.stop - rows.start, n, bits)))
-        return PlannedAttention(self, batch.slots, spans)
+        pieces = []
+        for width, members in by_width.items():
+            longest = max(lengths[r] for r in members)
+            if len(members) * longest * self.kv_heads * self.pool.layout.key_dim > MAX_GATHERED:
+                groups = [[r] for r in members]
+            else:
+                groups = [members]
+            for group in groups:
+                tables = [batch.seats.page_table[seats[r]] for r in group]
+                pieces.append(self.piece(width, [ends[r] for r in group], [lengths[r] for r in group], tables, bits))
+        return PlannedAttention(self, batch.slots, pieces)
 
-    def mask(self, rows: int, n: int, bits: tuple[int, ...] | None) -> Tensor | None:
-        """Causal over the span's own rows, which are the last `rows` of the n columns; a tree's draft rows by ancestors.
+    def piece(self, width: int, first_rows: list[int], lengths: list[int], tables: list[Tensor], bits: tuple[int, ...] | None) -> Piece:
+        device, page_size, n = self.pool.k.device, self.pool.page_size, max(lengths)
+        if len(lengths) == 1:
+            rows: Tensor | slice = slice(first_rows[0], first_rows[0] + width)
+            slots = slots_of(tables[0][: -(-n // page_size)], n, page_size)
+            return Piece(rows, 1, slots, None if width == 1 else self.mask(width, lengths, n, bits))
+        rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
+        index = torch.arange(n, device=device).expand(len(lengths), n)
+        index = index.masked_fill(index >= torch.tensor(lengths, device=device).unsqueeze(1), 0)
+        slots = torch.stack([t[: -(-n // page_size)] for t in tables]).gather(1, index // page_size) * page_size + index % page_size
+        padded = width > 1 or min(lengths) < n
+        return Piece(rows, len(lengths), slots.flatten(), self.mask(width, lengths, n, bits) if padded else None)
 
-        columns   0 … n-rows-1 | n-rows … n-1
-        row i     all seen     | 0 … i seen, or, in the last len(bits) rows, the bits of node i
+    def mask(self, width: int, lengths: list[int], n: int, bits: tuple[int, ...] | None) -> Tensor:
+        """Causal over a span's own rows, which are the last `width` of its columns; a tree's last rows by their ancestors.
+
+        columns   0 … length-width-1 | length-width … length-1 | … n-1
+        row i     all seen           | 0 … i seen, or the bits of node i | padding
         """
-        if rows == 1:
-            return None
-        device, dtype = self.pool.k.device, self.pool.k.dtype
-        seen = torch.ones(rows, rows, dtype=torch.bool, device=device).tril()
+        device = self.pool.k.device
+        seen = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         if bits is not None:
             nodes = len(bits)
-            table = torch.tensor(bits, device=device)
-            seen[-nodes:, -nodes:] = (table[:, None] >> torch.arange(nodes, device=device) & 1).bool()
-        mask = torch.zeros(rows, n, dtype=dtype, device=device)
-        mask[:, n - rows :].masked_fill_(~seen, -torch.inf)
-        return mask.repeat_interleave(self.heads // self.pool.layout.heads, 0)
+            seen[-nodes:, -nodes:] = (torch.tensor(bits, device=device)[:, None] >> torch.arange(nodes, device=device) & 1).bool()
+        mask = torch.zeros(len(lengths), width, n, dtype=self.pool.k.dtype, device=device)
+        for r, length in enumerate(lengths):
+            mask[r, :, length - width : length].masked_fill_(~seen, -torch.inf)
+            mask[r, :, length:] = -torch.inf
+        return mask.repeat_interleave(self.group, 1).repeat_interleave(self.kv_heads if len(lengths) > 1 else 1, 0)
 
 
 def slots_of(pages: Tensor, n: int, page_size: int) -> Tensor | slice:
     """pages [⌈n / page_size⌉] → the slots of tokens 0 … n-1."""
-    first = int(pages[0])
-    if bool((pages == torch.arange(first, first + len(pages), device=pages.device)).all()):
-        return slice(first * page_size, first * page_size + n)  # a view: nothing is gathered
+    listed = pages.tolist()
+    if listed == list(range(listed[0], listed[0] + len(listed))):
+        return slice(listed[0] * page_size, listed[0] * page_size + n)
     return (pages[:, None] * page_size + torch.arange(page_size, device=pages.device)).flatten()[:n]
 
 
@@ -77,26 +103,37 @@ def slots_of(pages: Tensor, n: int, page_size: int) -> Tensor | slice:
 class PlannedAttention:
     backend: ReferenceAttention
     slots: Tensor  # [T], where this step's rows are stored
-    spans: list[SpanPlan]
+    pieces: list[Piece]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor | None, layer: int) -> Tensor:
-        pool, scale = self.backend.pool, self.backend.scale
-        pool.store(layer, self.slots, k, v)
-        keys, values, kv_heads = pool.keys(layer), pool.values(layer), pool.layout.heads
-        outputs = []
-        for span in self.spans:
-            rows = q[span.rows].unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)  # [kv_heads, rows * group, key_dim]
-            k_seen, v_seen = keys[span.slots].transpose(0, 1), values[span.slots].transpose(0, 1)  # [kv_heads, n, dim]
-            out = attend(rows, k_seen, v_seen, span.mask, scale)
-            outputs.append(out.unflatten(1, (span.rows.stop - span.rows.start, -1)).transpose(0, 1).flatten(1, 2))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, heads, value_dim]
+        self.backend.pool.store(layer, self.slots, k, v)
+        if len(self.pieces) == 1:
+            # One piece holds all rows in their order.
+            return self.one(q, self.pieces[0], layer)
+        out = q.new_empty(q.shape[0], q.shape[1], self.backend.pool.layout.value_dim)
+        for piece in self.pieces:
+            out[piece.rows] = self.one(q[piece.rows], piece, layer)
+        return out
+
+    def one(self, q: Tensor, piece: Piece, layer: int) -> Tensor:
+        """q [spans * width, heads, key_dim] → [spans * width, heads, value_dim]"""
+        backend, pool, spans = self.backend, self.backend.pool, piece.spans
+        kv_heads, group = backend.kv_heads, backend.group
+        q = q.view(spans, -1, kv_heads, group, q.shape[-1]).transpose(1, 2)  # [spans, kv_heads, width, group, key_dim]
+        width = q.shape[2]
+        k, v = (
+            seen[piece.slots].unflatten(0, (spans, -1)).transpose(1, 2).flatten(0, 1)  # [spans * kv_heads, n, dim]
+            for seen in (pool.keys(layer), pool.values(layer))
+        )
+        out = attend(q.reshape(spans * kv_heads, width * group, -1), k, v, piece.mask, backend.scale)
+        return out.view(spans, kv_heads, width, group, -1).transpose(1, 2).reshape(spans * width, kv_heads * group, -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [h, m, d], k [h, n, d], v [h, n, e], mask [m, n] → [h, m, e]; softmax in float32."""
+    """q [h, m, d], k [h, n, d], v [h, n, e], mask [h or 1, m, n] → [h, m, e]; softmax in float32."""
     block = max(1, MAX_SCORES // (k.shape[0] * k.shape[1]))
     if q.shape[1] > block:
-        masks = [None] * -(-q.shape[1] // block) if mask is None else list(mask.split(block))
+        masks = [None] * -(-q.shape[1] // block) if mask is None else list(mask.split(block, 1))
         return torch.cat([attend(part, k, v, m, scale) for part, m in zip(q.split(block, 1), masks, strict=True)], 1)
     if mask is None:
         scores = torch.bmm(q * scale, k.mT)

@@ -23,7 +23,22 @@ import zmq.asyncio
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, RequestFailed
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
-from mtpserve.engine.messages import INBOX, OUTBOX, Abort, Down, Events, Fatal, Ready, Rejected, Shutdown, Start, Submit, Up, endpoint
+from mtpserve.engine.messages import (
+    INBOX,
+    OUTBOX,
+    Abort,
+    Down,
+    Events,
+    Fatal,
+    Ready,
+    Rejected,
+    Shutdown,
+    Start,
+    Started,
+    Submit,
+    Up,
+    endpoint,
+)
 from mtpserve.engine.process import DEFAULT_FACTORY
 
 log = logging.getLogger(__name__)
@@ -160,8 +175,9 @@ class ProcessClient:
                     self._deliver(event)
             case Rejected(id):
                 self._end(id, message.error())
-            case Ready(card):
+            case Started():
                 shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected; nobody else shall be
+            case Ready(card):
                 if not self._ready.done():
                     self._ready.set_result(card)
             case Fatal():
@@ -207,10 +223,10 @@ class ProcessClient:
     def _die(self, reason: str, expected: bool = False) -> None:
         if self._death.done():
             return
-        if not expected:
-            log.error("%s", reason)
-        self._death.set_result(reason)
         if not self._ready.done():
             self._ready.set_exception(EngineDead(reason))
+        elif not expected and self._ready.exception() is None:  # else start() says it
+            log.error("%s", reason)
+        self._death.set_result(reason)
         for request_id in list(self._open):
             self._end(request_id, EngineDead(reason))

@@ -1,7 +1,7 @@
 """What the front end and the engine process say to each other, as msgpack over ZeroMQ. Typed both ways; never pickle.
 
-The first message down is Start: that it arrived proves both sockets connected, so the front end removes their directory
-when the first answer comes. Up come Ready or Fatal, then Events and Rejected, and Fatal at any time as the last one.
+The first message down is Start, answered by Started: both sockets are connected then, and the front end removes their
+directory. Up come Ready or Fatal, then Events and Rejected, and Fatal at any time as the last one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Shutdown(Message, frozen=True):
     """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its streams."""
 
 
+class Started(Message, frozen=True):
+    """The process runs and builds the engine, which may take minutes."""
+
+
 class Ready(Message, frozen=True):
     card: ModelCard
 
@@ -73,7 +77,7 @@ class Fatal(Message, frozen=True):
 
 
 Down = Start | Submit | Abort | Shutdown
-Up = Ready | Events | Rejected | Fatal
+Up = Started | Ready | Events | Rejected | Fatal
 
 INBOX = "requests"  # names of the two sockets in the private directory
 OUTBOX = "events"

@@ -26,7 +26,22 @@ import zmq
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
-from mtpserve.engine.messages import INBOX, OUTBOX, Abort, Down, Events, Fatal, Ready, Rejected, Shutdown, Start, Submit, Up, endpoint
+from mtpserve.engine.messages import (
+    INBOX,
+    OUTBOX,
+    Abort,
+    Down,
+    Events,
+    Fatal,
+    Ready,
+    Rejected,
+    Shutdown,
+    Start,
+    Started,
+    Submit,
+    Up,
+    endpoint,
+)
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +145,7 @@ def run(pipe: Pipe, factory: str) -> int:
         if not isinstance(start, Start):
             raise TypeError(f"expected Start, got {type(start).__name__}")
         logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+        pipe.send(Started())
         engine = load_factory(factory)(start.config, progress=start.progress)
         gc.collect()
         gc.freeze()  # the model's objects live as long as the process: keep them out of every later collection

@@ -42,9 +42,9 @@ class Outcome:
 class Scheduler:
     """First come, first served. `running` followed by `waiting` is the order of arrival, always:
 
-        running | a b c d |  waiting | e f g |
-                        d ←──────── admission takes the first that waits, and skips nobody
-                        └─────────→ preemption takes the youngest that runs, and puts it first in line
+    running | a b c d |  waiting | e f g |
+                    d ←──────── admission takes the first that waits, and skips nobody
+                    └─────────→ preemption takes the youngest that runs, and puts it first in line
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Scheduler:
         self._max_drafts = max_drafts
         self._eos_ids = frozenset(eos_ids)
         self._free_seats = list(range(max_running))  # a heap
-        self._late: dict[str, int] = {}  # decoding requests that the last budget left out → their turn in the next step
+        self._turns: dict[str, int] = {}  # decoding requests → their place in the next step's budget
         self.live: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -88,27 +88,31 @@ class Scheduler:
     def plan(self) -> list[Span]:
         """The next step: decoding requests, then prompt chunks, then new requests. Not empty while a request lives."""
         self.admitted = []
-        preempted = self._reserve()
+        self._reserve()
         spans = self._decoding()
         left = self._token_budget - sum(span.width for span in spans)
         prompts = deque(seq for seq in self.running if not _decodes(seq))
         while left > 0:
             if prompts:
                 seq = prompts.popleft()
-            # What preemption has just freed belongs to the older requests; the victim must not come back within the plan.
-            elif preempted or (admitted := self._admit()) is None:
-                break
-            else:
+            elif (admitted := self._admit()) is not None:
                 seq = admitted
+            else:
+                break
             spans.append(_chunk(seq, left))
             left -= spans[-1].width
         assert spans or not self.live, "a plan without spans would repeat for ever"
         return spans
 
     def _decoding(self) -> list[Span]:
-        """Spans with one token and all its drafts. Who finds no room in the budget is first in the next step."""
-        ready = sorted((seq for seq in self.running if _decodes(seq)), key=lambda seq: self._late.get(seq.id, len(self._late)))
-        left, spans, late = self._token_budget, [], []
+        """Spans with one token and all its drafts. Who finds no room in the budget is first in the next step.
+
+        turns   | a b | c d e |   →   | c d | e a b |   →   | e a | b c d |      with room for two
+        """
+        ready = sorted((seq for seq in self.running if _decodes(seq)), key=lambda seq: self._turns.get(seq.id, len(self._turns)))
+        left = self._token_budget
+        spans: list[Span] = []
+        late: list[str] = []
         for seq in ready:
             span = Span(seq, seq.computed, 1, SpanShape.chain(_useful_drafts(seq)))
             if span.width > left:
@@ -116,7 +120,7 @@ class Scheduler:
                 continue
             spans.append(span)
             left -= span.width
-        self._late = {request_id: turn for turn, request_id in enumerate(late)}
+        self._turns = {request_id: turn for turn, request_id in enumerate(late + [span.seq.id for span in spans])}
         return spans
 
     def _admit(self) -> Sequence | None:
@@ -124,7 +128,8 @@ class Scheduler:
         if not self.waiting or not self._free_seats:
             return None
         seq = self.waiting[0]
-        # Room for the first verification too, or a recomputed request could be preempted again before it has decoded once.
+        # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has
+        # taken some: it cannot come back within the same plan, nor lack pages itself for the first span that decodes again.
         pages = self._pages_for(min(len(seq.tokens) + self._max_drafts + 1, seq.max_len))
         if pages > self._allocator.free_count:
             return None
@@ -140,19 +145,14 @@ class Scheduler:
         """Pages that hold `tokens` and the lookahead."""
         return -(-(tokens + lookahead(self._max_drafts)) // self._page_size)
 
-    def _reserve(self) -> bool:
-        """Give every decoding request the pages of its next span, the oldest first; True: somebody was preempted for it.
-
-        Prompt chunks need none: admission took theirs.
-        """
-        before = self.preemptions
+    def _reserve(self) -> None:
+        """Give every decoding request the pages of its next span, the oldest first. Prompt chunks need none: admission took theirs."""
         index = 0
         while index < len(self.running):  # shrinks from the end
             seq = self.running[index]
             if _decodes(seq):
                 self._extend(seq)
             index += 1
-        return self.preemptions > before
 
     def _extend(self, seq: Sequence) -> None:
         missing = self._pages_for(len(seq.tokens) + _useful_drafts(seq)) - len(seq.pages)
@@ -237,7 +237,7 @@ class Scheduler:
         self._allocator.check_integrity(seq.pages for seq in self.live.values())
         seats = [seq.seat for seq in self.running if seq.seat is not None]
         if sorted(seats + self._free_seats) != list(range(self._max_running)) or len(seats) != len(self.running):
-            raise RuntimeError(f"seats {sorted(seats)} of {len(self.running)} requests and free ones {sorted(self._free_seats)} do not add up")
+            raise RuntimeError(f"{len(self.running)} requests run in seats {sorted(seats)} while {sorted(self._free_seats)} are free")
         if [seq.id for seq in (*self.running, *self.waiting)] != list(self.live):
             raise RuntimeError("running and waiting requests are not the live ones in the order of arrival")
         for seq in self.running:
@@ -261,8 +261,8 @@ def _useful_drafts(seq: Sequence) -> int:
 def _chunk(seq: Sequence, budget: int) -> Span:
     """The next committed tokens to compute.
 
-        fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
-        recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
+    fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
+    recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
     """
     end = len(seq.tokens) - (1 if seq.output_len > 0 else 0)
     return Span(seq, seq.computed, min(end - seq.computed, budget))

@@ -64,8 +64,8 @@ class BatchSampler:
         if self.any_top_p:
             p = keep_top_p(p, seats.top_p[seat_ids].unsqueeze(1))
         if self.any_min_p:
-            p = p.masked_fill(p < seats.min_p[seat_ids].unsqueeze(1) * p.amax(-1, keepdim=True), 0)
-            p = p / p.sum(-1, keepdim=True)
+            min_p = seats.min_p[seat_ids].unsqueeze(1)
+            p = renormalised(p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0), min_p > 0)
         if self.any_greedy:
             point = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
             p = torch.where(greedy, point, p)
@@ -88,8 +88,12 @@ def keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
     ordered = p.sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
-    p = p.masked_fill((p < least) & (top_p < 1), 0)
-    return p / p.sum(-1, keepdim=True)
+    return renormalised(p.masked_fill((p < least) & (top_p < 1), 0), top_p < 1)
+
+
+def renormalised(p: Tensor, rows: Tensor) -> Tensor:
+    """The other rows stay as they are to the last bit: what one request asks for must not show in another's numbers."""
+    return p / p.sum(-1, keepdim=True).masked_fill(~rows, 1.0)
 
 
 def shifted(x: Tensor, bits: int) -> Tensor:

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -112,14 +113,16 @@ class Launch:
         client = ProcessClient(self.engine_config, factory=self.factory, progress=progress, log_level=self.server.log_level)
         http = HTTPServer(self._uvicorn_config())
         serving = asyncio.create_task(http.serve(sockets=[listener]))
+        grace = 0.0
         try:
             service = await self._start(client, signals)
             if service is None:
                 return 0
+            grace = ENGINE_S
             announce(listener, service.model)
             return await self._until_the_end(client, signals, service)
         finally:
-            await client.stop(grace=0 if signals.second.is_set() else ENGINE_S)
+            await client.stop(grace=0 if signals.second.is_set() else grace)
             http.should_exit = True
             await serving
 
@@ -139,7 +142,7 @@ class Launch:
     async def _start(self, client: ProcessClient, signals: Signals) -> Service | None:
         """The tokenizer loads while the engine does, and the first failure ends both. None: a signal came first."""
         model = self.engine_config.model
-        loading = asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, model.tokenizer or model.model))
+        loading = asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, model.tokenizer or model.directory))
         if await first(loading, signals.first.wait()) == 1:
             return None
         _, tokenizer = await loading
@@ -163,11 +166,11 @@ class Launch:
             reporting.cancel()
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(directory: str | Path) -> Tokenizer:
     # Not at the top: transformers takes a second to import, in which the engine's process can start already.
-    from mtpserve.text.tokenizer import Tokenizer, directory_of
+    from mtpserve.text.tokenizer import Tokenizer
 
-    return Tokenizer(directory_of(name))
+    return Tokenizer(directory)
 
 
 def announce(listener: socket.socket, model: str) -> None:

@@ -31,7 +31,7 @@ class EngineCollector(Collector):
         stats = self._stats()
         for name, help, count in (
             ("engine_steps", "Steps that the engine has run.", stats.steps_total),
-            ("prompt_tokens", "Prompt tokens of admitted requests.", stats.prompt_tokens_total),
+            ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens_total),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
             ("preemptions", "Times that a running request lost its pages to another and was computed again.", stats.preemptions_total),
             ("failed_requests", "Requests that ended with an error in the engine.", stats.failed_requests_total),

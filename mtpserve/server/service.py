@@ -57,7 +57,10 @@ class Service:
     # -- prompts --------------------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, field: str, *, special: bool) -> list[int]:
-        size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * self.client.card.context_length
+        try:
+            size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * self.client.card.context_length
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
+            raise InvalidRequest(f"{field} is not valid Unicode", field) from error
         if size > limit:
             raise ContextLengthExceeded(
                 f"{field} has {size} bytes; a context of {self.client.card.context_length} tokens takes at most {limit}", field

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as FastTokenizer
 # Not AutoTokenizer: that one imports torch, which costs this process four seconds and 250 MB.
 from transformers import PreTrainedTokenizerFast
 
-import mtpserve
 from mtpserve.core.errors import InvalidRequest, LoadError
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
@@ -61,12 +60,6 @@ class Tokenizer:
         except Exception as error:  # a template can raise anything, and refuses conversations by raising
             raise InvalidRequest(f"the model's chat template failed: {' '.join(str(error).split())[:200]}", "messages") from error
         return str(text)
-
-
-def directory_of(model: str) -> Path:
-    """`--model` as given: a directory, or "demo" for the bundled checkpoint, unless a directory of that name is here."""
-    given = Path(model)
-    return Path(mtpserve.__file__).parent / "demo" if model == "demo" and not given.is_dir() else given
 
 
 def require(file: Path) -> None:

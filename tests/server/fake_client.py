@@ -11,7 +11,7 @@ from tests.server.fake_engine import FakeEngine
 
 
 class FakeClient:
-    def __init__(self, pause: float = 0.001) -> None:
+    def __init__(self, pause: float = 0.0) -> None:
         self.engine = FakeEngine("fake", 0.0)
         self.pause = pause
         self.card = self.engine.card

@@ -196,6 +196,8 @@ def test_a_request_that_fails(http: httpx.AsyncClient) -> None:
 
 
 def test_a_dead_engine(http: httpx.AsyncClient, client: FakeClient) -> None:
+    client.pause = 0.001
+
     async def ask() -> list[httpx.Response]:
         stream = asyncio.create_task(http.post(CHAT, json={"messages": USER, "stream": True}))
         whole = asyncio.create_task(http.post(CHAT, json={"messages": USER}))
@@ -208,7 +210,9 @@ def test_a_dead_engine(http: httpx.AsyncClient, client: FakeClient) -> None:
     assert [error(response, 503)["code"] for response in others] == ["engine_dead"] * 3
 
 
-def test_draining(http: httpx.AsyncClient, app: FastAPI) -> None:
+def test_draining(http: httpx.AsyncClient, app: FastAPI, client: FakeClient) -> None:
+    client.pause = 0.001
+
     async def ask() -> list[httpx.Response]:
         running = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 200}))
         await asyncio.sleep(0.05)

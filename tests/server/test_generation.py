@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from typing import Any
@@ -28,8 +29,8 @@ def text_of(tokenizer: Tokenizer, count: int) -> str:
     return tokenizer.decode(list(range(FIRST_TOKEN, FIRST_TOKEN + count)))
 
 
-def post(http: httpx.AsyncClient, route: str, json: Any) -> httpx.Response:
-    return asyncio.run(http.post(route, json=json))
+def post(http: httpx.AsyncClient, route: str, content: Any) -> httpx.Response:
+    return asyncio.run(http.post(route, json=content))
 
 
 def test_torch_is_not_imported() -> None:
@@ -139,8 +140,8 @@ def test_the_default_length_fits_behind_a_long_prompt(http: httpx.AsyncClient, c
 
 
 def test_fields_that_ask_for_nothing_pass(http: httpx.AsyncClient) -> None:
-    neutral = {"n": 1, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "logit_bias": {}, "tools": None}
-    neutral |= {"response_format": {"type": "text"}, "metadata": {"a": "b"}, "tool_choice": "auto"}
+    neutral: dict[str, Any] = {"n": 1, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": None}
+    neutral |= {"response_format": {"type": "text"}, "metadata": {"a": "b"}, "tool_choice": "auto", "user": "me"}
     assert post(http, CHAT, body(CHAT, **neutral)).status_code == 200
 
 
@@ -169,8 +170,8 @@ def test_small_routes(http: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_frees_the_engine_at_once(app: FastAPI, client: FakeClient, route: str, stream: bool) -> None:
-    """Raw ASGI: the client sends its request, reads nothing of substance, and hangs up."""
-    import json
+    """Raw ASGI: the client sends its request, waits for the engine to work, and hangs up."""
+    client.pause = 0.001
 
     async def scenario() -> None:
         hangup, sent = asyncio.Event(), []

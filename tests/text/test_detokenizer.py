@@ -119,7 +119,7 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> No
 def test_a_leading_space_behind_a_prompt_stays() -> None:
     """Sentence-piece style decoders drop the text's first space; behind a prompt it is not the first."""
     fast = FastTokenizer(models.BPE({"▁a": 0, "▁b": 1}, []))
-    fast.decoder = decoders.Metaspace()  # type: ignore[assignment]
+    fast.decoder = decoders.Metaspace()
     assert Detokenizer(fast, SamplingParams()).push([1, 0]).text == "b a"
     assert Detokenizer(fast, SamplingParams(), prompt=[0]).push([1, 0]).text == " b a"
 

@@ -1,0 +1,93 @@
+"""The page accounting: all or nothing, low pages first, and every way of breaking it is noticed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mtpserve.cache.pages import OutOfPages, PageAllocator, PageError
+
+
+def test_lowest_pages_first_and_ascending() -> None:
+    pages = PageAllocator(8)
+    first, second = pages.allocate(3), pages.allocate(2)
+    assert (first, second) == ([0, 1, 2], [3, 4])
+    pages.release(first)
+    assert pages.allocate(4) == [0, 1, 2, 5]
+    assert pages.allocate(0) == []
+
+
+def test_all_or_nothing() -> None:
+    pages = PageAllocator(4)
+    pages.allocate(3)
+    with pytest.raises(OutOfPages, match="2 pages asked for, 1 of 4 free"):
+        pages.allocate(2)
+    assert pages.free_count == 1
+
+
+def test_shared_page_is_freed_by_its_last_holder() -> None:
+    pages = PageAllocator(2)
+    held = pages.allocate(1)
+    pages.share(held)
+    pages.check_integrity([held, held])
+    pages.release(held)
+    assert pages.free_count == 1
+    pages.release(held)
+    assert pages.free_count == 2
+    pages.check_integrity([])
+
+
+@pytest.mark.parametrize("bad", [[1], [0, 0], [-1], [4]])
+def test_bad_release_raises_and_changes_nothing(bad: list[int]) -> None:
+    pages = PageAllocator(4)
+    held = pages.allocate(1)
+    with pytest.raises(PageError, match=f"page {bad[-1]} "):
+        pages.release(held + bad if bad == [1] else bad)
+    pages.check_integrity([held])
+
+
+def test_free_page_cannot_be_shared() -> None:
+    with pytest.raises(PageError, match="page 2 is shared but counts 0 holders"):
+        PageAllocator(4).share([2])
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_sizes_are_checked(count: int) -> None:
+    with pytest.raises(ValueError, match=str(count)):
+        PageAllocator(count)
+    with pytest.raises(ValueError, match="-1"):
+        PageAllocator(1).allocate(-1)
+
+
+def test_integrity_names_the_page() -> None:
+    pages = PageAllocator(4)
+    held = pages.allocate(2)
+    with pytest.raises(PageError, match="page 1 counts 1 holders but 0 hold it"):
+        pages.check_integrity([held[:1]])
+    with pytest.raises(PageError, match="page 3 counts 0 holders but 1 hold it"):
+        pages.check_integrity([held, [3]])
+    with pytest.raises(PageError, match="page 9 is not one of the pool's 4"):
+        pages.check_integrity([held, [9]])
+    pages._free.append(2)
+    with pytest.raises(PageError, match="page 2 counts 0 holders and is 2 times in the free list"):
+        pages.check_integrity([held])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 5)), max_size=40))
+def test_any_history_adds_up(history: list[tuple[str, int]]) -> None:
+    pages = PageAllocator(12)
+    holders: list[list[int]] = []
+    for action, number in history:
+        if action == "allocate" and number <= pages.free_count:
+            holders.append(pages.allocate(number))
+        elif action == "share" and holders:
+            held = holders[number % len(holders)]
+            pages.share(held)
+            holders.append(list(held))
+        elif action == "release" and holders:
+            pages.release(holders.pop(number % len(holders)))
+        pages.check_integrity(holders)
+    for held in holders:
+        pages.release(held)
+    assert pages.free_count == 12

@@ -1,0 +1,152 @@
+"""A model runner without tensors: a pool of tokens for KV, and a hash of what it reads there for a model.
+
+The next token depends on every token in the request's pages, so a page that two requests write, a row that is skipped or a
+rejected draft that is read changes the text. Everything that the scheduler promises about spans is asserted in `step`.
+
+`noisy` imitates sampling: what is committed then depends on which drafts were verified, as with rejection sampling, so only
+a schedule that verifies the same drafts at the same places gives the same text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+
+from mtpserve.core.batch import Span, SpanResult, StepResult
+from mtpserve.core.sequence import Sequence
+
+
+def draw(*key: object, below: int) -> int:
+    """A number in [0, below) from `key` alone, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") % below
+
+
+def next_token(history: list[int], vocab: int) -> int:
+    """The model: what follows `history`."""
+    return draw("model", history, below=vocab)
+
+
+def greedy_text(prompt: list[int], count: int, vocab: int) -> list[int]:
+    """The reference: `count` tokens without pages, spans or drafts."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, vocab))
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class Seat:
+    """What the device keeps of one running request."""
+
+    id: str
+    tokens: list[int]
+    computed: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+
+class FakeRunner:
+    """`accuracy` is the chance that a draft is right, decided by (`seed`, history): the same after a preemption."""
+
+    def __init__(
+        self, *, max_drafts: int, num_pages: int, page_size: int, vocab: int = 50, accuracy: float = 0.7, seed: int = 0, noisy: bool = False
+    ) -> None:
+        self.max_drafts = max_drafts
+        self.page_size = page_size
+        self.vocab = vocab
+        self.accuracy = accuracy
+        self.seed = seed
+        self.noisy = noisy
+        self.kv: list[int | None] = [None] * (num_pages * page_size)
+        self.seats: dict[int, Seat] = {}
+        self.steps: list[list[tuple[str, int, int, int]]] = []  # per step (id, start, length, drafts) of each span
+        self.fail_ids: set[str] = set()  # requests whose logits are not finite
+        self.refuse_ids: set[str] = set()  # requests that `admit` refuses
+        self.raise_at: set[int] = set()  # steps that raise half-way
+        self.while_running: Callable[[], None] = lambda: None  # called in the middle of each step
+
+    def admit(self, seq: Sequence) -> None:
+        assert seq.seat is not None and seq.computed == 0 and seq.drafts == 0
+        if seq.id in self.refuse_ids:
+            raise ValueError(seq.id)
+        self.seats[seq.seat] = Seat(seq.id, list(seq.tokens))
+
+    def step(self, spans: Seq[Span], want: int) -> StepResult:
+        assert spans and want <= self.max_drafts
+        self._check_apart(spans)
+        self.steps.append([(span.seq.id, span.start, span.length, span.shape.size) for span in spans])
+        for span in spans:
+            self._check(span, want)
+        results = []
+        for row, span in enumerate(spans):
+            if len(self.steps) in self.raise_at and row >= len(spans) // 2:
+                raise RuntimeError("the device is unwell")
+            results.append(self._run(span, want))
+        self.while_running()
+        return StepResult(results)
+
+    def _check_apart(self, spans: Seq[Span]) -> None:
+        pages = [page for span in spans for page in span.seq.pages]
+        assert len(pages) == len(set(pages)), "a page has two holders"
+        assert len({span.seq.seat for span in spans}) == len(spans)
+
+    def _check(self, span: Span, want: int) -> None:
+        seq = span.seq
+        assert seq.seat is not None and seq.finish is None
+        seat = self.seats[seq.seat]
+        assert seat.id == seq.id and seat.tokens == seq.tokens, "the host's tokens are not the device's"
+        assert span.start == seat.computed == seq.computed and span.length >= 1
+        assert len(seat.drafts) == seq.drafts
+        assert span.shape.is_chain and span.shape.size in (0, min(len(seat.drafts), seq.room - 1))
+        if span.samples:
+            assert span.shape.size == min(len(seat.drafts), seq.room - 1), "drafts were trimmed"
+        else:
+            assert span.shape.size == 0
+        beyond = 2 * (self.max_drafts + 1) if span.drafts_next else 0
+        assert len(seq.pages) * self.page_size >= span.start + span.width + beyond
+
+    def _slot(self, seq: Sequence, index: int) -> int:
+        return seq.pages[index // self.page_size] * self.page_size + index % self.page_size
+
+    def _run(self, span: Span, want: int) -> SpanResult:
+        seq = span.seq
+        assert seq.seat is not None
+        seat = self.seats[seq.seat]
+        proposed = seat.drafts[: span.shape.size]
+        rows = seat.tokens[span.start : span.start + span.length] + proposed
+        for i, token in enumerate(rows, span.start):
+            self.kv[self._slot(seq, i)] = token
+        committed = self._verify(span, proposed) if span.samples else []
+        accepted = max(len(committed) - 1, 0)
+        seat.computed = span.start + span.length + accepted
+        seat.tokens += committed
+        seat.drafts = self._propose(seat.tokens, want) if span.drafts_next else []
+        for i in range(len(seat.drafts)):  # drafting writes too, behind what is committed
+            self.kv[self._slot(seq, seat.computed + i)] = -1
+        return SpanResult(committed, accepted, proposed, len(seat.drafts), failed=seq.id in self.fail_ids and span.samples)
+
+    def _verify(self, span: Span, proposed: list[int]) -> list[int]:
+        """Accepted drafts and one more, from what stands in the pages."""
+        committed: list[int] = []
+        for draft in [*proposed, None]:
+            read = [self.kv[self._slot(span.seq, i)] for i in range(span.start + span.length + len(committed))]
+            assert None not in read and -1 not in read, "a row reads KV that nobody wrote"
+            token = self._choose([token for token in read if token is not None], span.seq.seed, draft)
+            committed.append(token)
+            if token != draft:
+                break
+        return committed
+
+    def _choose(self, history: list[int], seed: int, draft: int | None) -> int:
+        if not self.noisy:
+            return next_token(history, self.vocab)
+        if draft is not None and draw("accept", seed, len(history), below=1000) < 1000 * self.accuracy:
+            return draft
+        return draw("sample", seed, history, draft, below=self.vocab)
+
+    def _propose(self, tokens: list[int], want: int) -> list[int]:
+        history = list(tokens)
+        for _ in range(want):
+            right = draw("draft", self.seed, history, below=1000) < 1000 * self.accuracy
+            history.append((next_token(history, self.vocab) + (0 if right else 1)) % self.vocab)
+        return history[len(tokens) :]

@@ -1,0 +1,76 @@
+"""An engine over the fake runner, its requests, and the texts that they must get whatever the schedule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.config import SchedulerConfig
+from mtpserve.core.request import Request, TokenEvent
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.engine import Engine
+from tests.engine.fake_runner import FakeRunner, draw, greedy_text
+
+VOCAB = 50
+PROMPTS = {f"r{i}": [draw("prompt", i, j, below=VOCAB) for j in range(1 + 5 * i % 17)] for i in range(8)}
+OUTPUT = 24
+REFERENCE = {name: greedy_text(prompt, OUTPUT, VOCAB) for name, prompt in PROMPTS.items()}
+
+
+class Bench:
+    """An engine, its fake runner, and what each request got so far."""
+
+    def __init__(
+        self,
+        *,
+        drafts: int = 3,
+        want: int | None = None,
+        pages: int = 200,
+        page_size: int = 4,
+        budget: int = 32,
+        running: int = 4,
+        queued: int | None = None,
+        context: int = 200,
+        eos: tuple[int, ...] = (),
+        accuracy: float = 0.7,
+        noisy: bool = False,
+    ) -> None:
+        self.runner = FakeRunner(max_drafts=drafts, num_pages=pages, page_size=page_size, accuracy=accuracy, noisy=noisy)
+        self.engine = Engine(
+            self.runner,
+            SchedulerConfig(chunked_prefill_size=budget, max_queued_requests=queued),
+            allocator=PageAllocator(pages),
+            page_size=page_size,
+            max_running=running,
+            context_length=context,
+            vocab=VOCAB,
+            eos_ids=eos,
+            want=drafts if want is None else want,
+        )
+        self.texts: dict[str, list[int]] = defaultdict(list)
+        self.last: dict[str, TokenEvent] = {}
+
+    def add(self, name: str, prompt: list[int] | None = None, max_tokens: int | None = OUTPUT, **sampling: object) -> None:
+        params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        self.engine.add(Request(name, PROMPTS[name] if prompt is None else prompt, params))
+
+    def step(self) -> list[TokenEvent]:
+        events = self.engine.step()
+        assert len({event.id for event in events}) == len(events)
+        for event in events:
+            assert "AssertionError" not in (event.error or ""), "the runner's own checks failed, see the log"
+            assert event.id not in self.last or self.last[event.id].finish is None, "an event behind the end"
+            assert event.tokens or event.finish is not None
+            assert event.accepted <= len(event.tokens) and event.proposed[: event.accepted] == event.tokens[: event.accepted]
+            self.texts[event.id] += event.tokens
+            self.last[event.id] = event
+        self.engine.check_integrity()
+        return events
+
+    def drain(self, limit: int = 3000) -> None:
+        for _ in range(limit):
+            if not self.engine.has_work:
+                break
+            self.step()
+        stats = self.engine.stats
+        assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0), "not idle after so many steps"

@@ -1,0 +1,303 @@
+"""The engine process and its client, for real, with a fake engine inside: start, stream, abort, and every way to die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from mtpserve.config import EngineConfig
+from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, RequestFailed
+from mtpserve.core.request import Request, TokenEvent
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Finish
+from mtpserve.engine import client as client_module
+from mtpserve.engine.client import ProcessClient
+from tests.server.fake_engine import CONTEXT, FACTORY, FIRST_TOKEN
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@asynccontextmanager
+async def started(factory: str = FACTORY) -> AsyncIterator[ProcessClient]:
+    client = ProcessClient(EngineConfig(), factory=factory)
+    try:
+        await asyncio.wait_for(client.start(), 20)
+        yield client
+    finally:
+        await client.stop()
+        assert client._process is not None
+        assert client._process.returncode is not None
+        assert not Path(client._directory).exists()
+
+
+def scenario(work: Callable[[ProcessClient], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with started() as client:
+            await asyncio.wait_for(work(client), 20)
+
+    asyncio.run(main())
+
+
+def request(id: str = "a", max_tokens: int = 9, seed: int | None = None) -> Request:
+    return Request(id, [1, 2, 3], SamplingParams(max_tokens=max_tokens, seed=seed))
+
+
+async def collect(client: ProcessClient, what: Request) -> list[TokenEvent]:
+    return [event async for event in client.submit(what)]
+
+
+async def until(condition: Callable[[], bool], timeout: float = 5) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Running, and not a corpse that nobody has collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_streams_and_statistics() -> None:
+    async def work(client: ProcessClient) -> None:
+        assert client.card.name == "fake"
+        both = await asyncio.gather(collect(client, request("a")), collect(client, request("b", 4)))
+        for events, count in zip(both, (9, 4), strict=True):
+            assert [token for event in events for token in event.tokens] == list(range(FIRST_TOKEN, FIRST_TOKEN + count))
+            assert [event.finish for event in events] == [None] * (len(events) - 1) + [Finish.LENGTH]
+            assert events[0].accepted == 1
+            assert events[0].proposed == [FIRST_TOKEN, 5]
+        await until(lambda: client.stats().running == 0)
+        assert client.stats().generation_tokens_total == 13
+        assert client.dead is None
+
+    scenario(work)
+
+
+def test_the_directory_is_private_and_goes_when_both_sides_are_connected() -> None:
+    async def main() -> None:
+        client = ProcessClient(EngineConfig(), factory=FACTORY)
+        assert Path(client._directory).stat().st_mode & 0o777 == 0o700
+        await client.start()
+        assert not Path(client._directory).exists()
+        assert len(await collect(client, request())) == 5
+        await client.stop()
+        await client.stop()
+
+    asyncio.run(main())
+
+
+def test_refusals_belong_to_their_request() -> None:
+    async def work(client: ProcessClient) -> None:
+        with pytest.raises(InvalidRequest, match="seed 400") as caught:
+            await collect(client, request(seed=400))
+        assert caught.value.param == "seed"
+        with pytest.raises(EngineBusy, match="queue is full"):
+            await collect(client, request(seed=503))
+        failed = await collect(client, request(seed=500))
+        assert (failed[-1].finish, failed[-1].error) == (Finish.ERROR, "not a finite number")
+        assert len(await collect(client, request())) == 5
+
+    scenario(work)
+
+
+@pytest.mark.parametrize("how", ["close", "abort", "cancel"])
+def test_ending_a_stream_early_frees_the_engine(how: str) -> None:
+    async def work(client: ProcessClient) -> None:
+        stream = client.submit(request(max_tokens=CONTEXT - 3))
+        await anext(stream)
+        if how == "close":
+            await stream.aclose()
+        elif how == "abort":
+            client.abort("a")
+            client.abort("a")
+            client.abort("unknown")
+            with pytest.raises(RequestFailed, match="aborted"):
+                await anext(stream)
+        else:
+            task = asyncio.create_task(collect(client, request("b", CONTEXT - 3)))
+            await until(lambda: client.stats().running == 2)
+            task.cancel()
+            await stream.aclose()
+        await until(lambda: client.stats().running == 0)
+        assert client.stats().generation_tokens_total < 200
+
+    scenario(work)
+
+
+def test_a_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_UNREAD", 8)
+
+    async def work(client: ProcessClient) -> None:
+        stream = client.submit(request(max_tokens=CONTEXT - 3))
+        await anext(stream)
+        await until(lambda: client.stats().running == 0)
+        with pytest.raises(RequestFailed, match="does not read"):
+            await anext(stream)
+        assert len(await collect(client, request("b", 4))) == 2
+
+    scenario(work)
+
+
+def test_killed() -> None:
+    async def work(client: ProcessClient) -> None:
+        streams = [asyncio.create_task(collect(client, request(id, CONTEXT - 3))) for id in "ab"]
+        await until(lambda: client.stats().running == 2)
+        assert client._process is not None
+        os.kill(client._process.pid, signal.SIGKILL)
+        at = time.monotonic()
+        for stream in streams:
+            with pytest.raises(EngineDead, match="SIGKILL"):
+                await stream
+        assert time.monotonic() - at < 1
+        assert client.dead is not None
+        assert await client.wait_dead() == client.dead
+        with pytest.raises(EngineDead):
+            await collect(client, request())
+
+    scenario(work)
+
+
+def test_an_exception_in_a_step_ends_everything_with_its_line() -> None:
+    async def work(client: ProcessClient) -> None:
+        other = asyncio.create_task(collect(client, request("b", CONTEXT - 3)))
+        with pytest.raises(EngineDead, match="RuntimeError: the fake engine broke"):
+            await collect(client, request(seed=666))
+        with pytest.raises(EngineDead, match="broke"):
+            await other
+
+    scenario(work)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "text"),
+    [
+        ("config", ConfigError, "--fake must not be given"),
+        ("load", LoadError, "model.safetensors: tensor 'x' is cut off"),
+        ("bug", EngineDead, "the engine failed: RuntimeError: unexpected"),
+    ],
+)
+def test_what_goes_wrong_at_the_start_is_one_line(monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], text: str) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", fault)
+
+    async def main() -> None:
+        async with started():
+            raise AssertionError("it started")
+
+    with pytest.raises(error) as caught:
+        asyncio.run(main())
+    assert str(caught.value) == text
+
+
+def test_a_process_that_cannot_even_start() -> None:
+    async def main() -> None:
+        async with started("tests.server.nowhere:build"):
+            raise AssertionError("it started")
+
+    with pytest.raises(EngineDead, match="nowhere"):
+        asyncio.run(main())
+
+
+def test_stopping_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", "slow")
+
+    async def main() -> None:
+        client = ProcessClient(EngineConfig(), factory=FACTORY)
+        starting = asyncio.create_task(client.start())
+        await asyncio.sleep(0.3)
+        await client.stop(grace=0.1)
+        with pytest.raises(EngineDead, match="shutting down"):
+            await starting
+        assert client._process is not None
+        assert client._process.returncode is not None
+
+    asyncio.run(main())
+
+
+def test_drain_waits_for_what_runs_and_refuses_what_comes() -> None:
+    async def work(client: ProcessClient) -> None:
+        running = asyncio.create_task(collect(client, request(max_tokens=60)))
+        await until(lambda: client.stats().running == 1)
+        assert not await client.drain(0.01)
+        with pytest.raises(EngineBusy, match="shutting down"):
+            await collect(client, request("b"))
+        assert await client.drain(5)
+        assert len(await running) == 30
+
+    scenario(work)
+
+
+def test_signals_to_the_process_do_nothing() -> None:
+    async def work(client: ProcessClient) -> None:
+        assert client._process is not None
+        os.kill(client._process.pid, signal.SIGINT)
+        os.kill(client._process.pid, signal.SIGTERM)
+        assert len(await collect(client, request())) == 5
+
+    scenario(work)
+
+
+def test_idle_costs_nothing() -> None:
+    async def work(client: ProcessClient) -> None:
+        await collect(client, request())
+        assert client._process is not None
+        stat = Path(f"/proc/{client._process.pid}/stat")
+
+        def ticks() -> int:
+            return sum(map(int, stat.read_text().rsplit(")", 1)[1].split()[11:13]))
+
+        await asyncio.sleep(0.1)
+        before = ticks()
+        await asyncio.sleep(1)
+        assert ticks() - before <= 2  # of 100
+
+    scenario(work)
+
+
+@pytest.mark.parametrize("fault", ["", "slow"])
+def test_the_process_dies_with_its_parent(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setenv("FAKE_ENGINE", fault)
+    code = f"""
+import asyncio
+import os
+from mtpserve.config import EngineConfig
+from mtpserve.engine.client import ProcessClient
+
+async def main():
+    client = ProcessClient(EngineConfig(), factory={FACTORY!r})
+    starting = asyncio.create_task(client.start())
+    while os.path.exists(client._directory):
+        await asyncio.sleep(0.01)
+    if not {fault!r}:
+        await starting
+    print(client._process.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert alive(child)
+        parent.kill()
+    end = time.monotonic() + 3
+    while alive(child):
+        assert time.monotonic() < end, "the engine outlived its parent"
+        time.sleep(0.02)

@@ -1,0 +1,221 @@
+"""Who gets which rows, seats and pages. The texts that come of it are tested in test_engine.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.core.batch import Span, SpanResult, StepResult
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Finish, Sequence
+from mtpserve.engine.scheduler import Outcome, Scheduler, lookahead
+from mtpserve.engine.stopping import until_stop
+
+EOS = 9
+
+
+def make(*, pages: int = 100, page_size: int = 4, seats: int = 4, budget: int = 16, drafts: int = 3) -> Scheduler:
+    return Scheduler(PageAllocator(pages), page_size=page_size, max_running=seats, token_budget=budget, max_drafts=drafts, eos_ids=(EOS,))
+
+
+def request(name: str, prompt: int, output: int = 20, **sampling: object) -> Sequence:
+    return Sequence(name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0)  # type: ignore[arg-type]
+
+
+def run(scheduler: Scheduler, spans: list[Span], *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[Outcome]:
+    """Commit a step in which each verification accepts `accept` of its drafts."""
+    results = []
+    for span in spans:
+        accepted = min(accept, span.shape.size)
+        tokens = [token] * (accepted + 1) if span.samples else []
+        results.append(SpanResult(tokens, accepted, [token] * span.shape.size, drafts if span.drafts_next else 0))
+    outcomes = scheduler.commit(spans, StepResult(results))
+    scheduler.check_integrity()
+    return outcomes
+
+
+def rows(spans: list[Span]) -> list[tuple[str, int, int, int]]:
+    return [(span.seq.id, span.start, span.length, span.shape.size) for span in spans]
+
+
+def test_decoding_first_then_chunks_then_admission() -> None:
+    scheduler = make(budget=16)
+    for name, prompt in (("a", 4), ("b", 20), ("c", 5)):
+        scheduler.add(request(name, prompt))
+    spans = scheduler.plan()
+    assert rows(spans) == [("a", 0, 4, 0), ("b", 0, 12, 0)]
+    assert [seq.id for seq in scheduler.admitted] == ["a", "b"]
+    run(scheduler, spans)
+    spans = scheduler.plan()
+    assert rows(spans) == [("a", 4, 1, 3), ("b", 12, 8, 0), ("c", 0, 4, 0)]
+    assert [seq.id for seq in scheduler.admitted] == ["c"]
+    run(scheduler, spans, accept=2)
+    assert rows(scheduler.plan()) == [("a", 7, 1, 3), ("b", 20, 1, 3), ("c", 4, 1, 0)]
+
+
+def test_one_token_left_of_a_prompt_brings_no_drafts() -> None:
+    scheduler = make(budget=4)
+    scheduler.add(request("a", 5))
+    assert [span.drafts_next for span in scheduler.plan()] == [False]
+    run(scheduler, scheduler.plan())
+    spans = scheduler.plan()
+    assert rows(spans) == [("a", 4, 1, 0)] and spans[0].samples
+
+
+def test_drafts_are_clipped_by_the_requests_own_room_only() -> None:
+    scheduler = make(budget=6)
+    scheduler.add(request("a", 1, output=4))
+    run(scheduler, scheduler.plan())
+    assert rows(scheduler.plan()) == [("a", 1, 1, 2)]  # room for 3: two drafts and the target's own
+    run(scheduler, scheduler.plan(), accept=1)
+    assert rows(scheduler.plan()) == [("a", 3, 1, 0)]
+
+
+def test_a_span_that_does_not_fit_waits_its_turn_whole() -> None:
+    scheduler = make(budget=10, seats=5)
+    for name in "abcde":
+        scheduler.add(request(name, 1, output=200))
+    run(scheduler, scheduler.plan())
+    served = []
+    for _ in range(10):
+        spans = scheduler.plan()
+        assert all(span.shape.size == 3 for span in spans) and len(spans) == 2
+        served += [span.seq.id for span in spans]
+        run(scheduler, spans)
+    assert "".join(served) == "abcde" * 4
+
+
+def test_one_decoding_request_fills_the_smallest_budget() -> None:
+    scheduler = make(budget=4)
+    scheduler.add(request("a", 1))
+    run(scheduler, scheduler.plan())
+    assert rows(scheduler.plan()) == [("a", 1, 1, 3)]
+    with pytest.raises(ValueError, match="budget of 3"):
+        make(budget=3)
+
+
+def test_first_come_first_served_skips_nobody() -> None:
+    scheduler = make(pages=12, page_size=4, budget=64)  # 48 tokens, of which 8 + 4 stand behind each prompt
+    scheduler.add(request("a", 20))
+    scheduler.add(request("big", 20))
+    scheduler.add(request("small", 1))
+    assert [span.seq.id for span in scheduler.plan()] == ["a"]
+    assert [seq.id for seq in scheduler.waiting] == ["big", "small"]
+
+
+def test_seats_limit_and_are_given_back() -> None:
+    scheduler = make(seats=2)
+    for name in "abc":
+        scheduler.add(request(name, 1))
+    run(scheduler, scheduler.plan())
+    assert [(seq.id, seq.seat) for seq in scheduler.running] == [("a", 0), ("b", 1)]
+    aborted = scheduler.abort("a")
+    assert aborted is not None and aborted.finish is Finish.ABORT and aborted.seat is None and not aborted.pages
+    scheduler.plan()
+    assert [(seq.id, seq.seat) for seq in scheduler.running] == [("b", 1), ("c", 0)]
+    assert scheduler.abort("nobody") is None
+
+
+def test_pages_cover_the_span_and_the_lookahead() -> None:
+    scheduler = make(page_size=1, budget=100)
+    scheduler.add(request("a", 5))
+    for _ in range(4):
+        spans = scheduler.plan()
+        for span in spans:
+            assert len(span.seq.pages) >= span.start + span.width + lookahead(3)
+        run(scheduler, spans, accept=3)
+
+
+def preempting() -> Scheduler:
+    """a, b and c run in a full pool; the next verification of a needs a page."""
+    scheduler = make(pages=9, page_size=8, budget=100)
+    for name in "abc":
+        scheduler.add(request(name, 12, output=40))
+    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.plan())
+    assert [len(seq.pages) for seq in scheduler.running] == [3, 3, 3]
+    return scheduler
+
+
+def test_the_youngest_gives_way_and_is_first_in_line() -> None:
+    scheduler = preempting()
+    scheduler.add(request("d", 1))
+    youngest = scheduler.running[-1]
+    spans = scheduler.plan()
+    assert rows(spans) == [("a", 13, 1, 3), ("b", 13, 1, 3)]
+    assert [seq.id for seq in scheduler.waiting] == ["c", "d"] and scheduler.preemptions == 1
+    assert (youngest.computed, youngest.drafts, youngest.pages, youngest.seat) == (0, 0, [], None)
+    scheduler.check_integrity()
+
+
+def test_recomputation_stops_before_the_last_token_and_goes_on_with_drafts() -> None:
+    scheduler = preempting()
+    run(scheduler, scheduler.plan())
+    scheduler.abort("a")
+    spans = scheduler.plan()
+    recomputed = next(span for span in spans if span.seq.id == "c")
+    assert rows([recomputed]) == [("c", 0, 13, 0)] and len(recomputed.seq.tokens) == 14
+    assert recomputed.drafts_next and not recomputed.samples
+    assert [outcome.seq.id for outcome in run(scheduler, spans)] == ["b"]
+    assert rows([span for span in scheduler.plan() if span.seq.id == "c"]) == [("c", 13, 1, 3)]
+
+
+@pytest.mark.parametrize("budget", [4, 12, 100])
+@pytest.mark.parametrize("accept", [0, 1, 3])
+@pytest.mark.parametrize("page_size", [1, 3, 8])
+def test_no_request_comes_back_in_the_plan_that_preempted_it(page_size: int, accept: int, budget: int) -> None:
+    scheduler = make(pages=80 // page_size, page_size=page_size, budget=budget)
+    for name, prompt in zip("abcdef", (12, 9, 20, 1, 5, 14), strict=True):
+        scheduler.add(request(name, prompt, output=40))
+    while scheduler.live:
+        before, oldest = scheduler.preemptions, next(iter(scheduler.live))
+        spans = scheduler.plan()
+        assert scheduler.preemptions == before or not scheduler.admitted
+        assert not scheduler.running or scheduler.running[0].id == oldest, "the oldest request was preempted"
+        assert all(span.seq.seat is not None for span in spans)
+        run(scheduler, spans, accept=accept)
+    assert scheduler.preemptions > 0 or budget == 4  # one verification at a time lets few decode together
+
+
+def test_result_of_an_aborted_request_is_ignored() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 3))
+    scheduler.add(request("b", 3))
+    spans = scheduler.plan()
+    scheduler.abort("a")
+    scheduler.add(request("a", 3))  # the same name again is somebody else
+    assert [outcome.seq.id for outcome in run(scheduler, spans)] == ["b"]
+    assert scheduler.live["a"].tokens == [1, 1, 1]
+
+
+@pytest.mark.parametrize("result", [SpanResult([], 0, [], 0), SpanResult([1, 1], 1, [1], 0), SpanResult([1], 0, [], 4)])
+def test_a_result_that_does_not_fit_changes_nothing(result: SpanResult) -> None:
+    scheduler = make()
+    scheduler.add(request("a", 3))
+    spans = scheduler.plan()
+    for broken in (StepResult([result]), StepResult([])):
+        with pytest.raises(ValueError, match=r"does not fit|1 spans but 0 results"):
+            scheduler.commit(spans, broken)
+    assert scheduler.live["a"].computed == 0
+
+
+def test_until_stop() -> None:
+    seq = request("a", 2, output=3, stop_token_ids=(7,))
+    assert until_stop(seq, [1, 2], (EOS,)) == ([1, 2], None)
+    assert until_stop(seq, [1, 7, 2, 3], (EOS,)) == ([1, 7], Finish.STOP)
+    assert until_stop(seq, [1, EOS, 2], (EOS,)) == ([1, EOS], Finish.STOP)
+    assert until_stop(seq, [1, 2, 3, 4], (EOS,)) == ([1, 2, 3], Finish.LENGTH)
+    assert until_stop(seq, [1, 2, EOS, 4], (EOS,)) == ([1, 2, EOS], Finish.STOP)
+    assert until_stop(request("b", 2, ignore_eos=True), [1, EOS, 2], (EOS,)) == ([1, EOS, 2], None)
+    assert until_stop(seq, [], (EOS,)) == ([], None)
+
+
+def test_a_failed_row_ends_its_request_only() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 3))
+    scheduler.add(request("b", 3))
+    spans = scheduler.plan()
+    outcomes = scheduler.commit(spans, StepResult([SpanResult([0], 0, [], 0, failed=True), SpanResult([1], 0, [], 0)]))
+    assert [(outcome.seq.id, outcome.tokens, outcome.seq.finish) for outcome in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
+    assert outcomes[0].seq.error is not None and "NaN" in outcomes[0].seq.error
+    scheduler.check_integrity()

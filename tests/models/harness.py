@@ -1,0 +1,72 @@
+"""Runs spans through the real model, cache and attention without an engine, and keeps the logits of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtpserve.attention.reference import ReferenceAttention
+from mtpserve.cache.pool import KVPool
+from mtpserve.config import EngineConfig, ModelConfig
+from mtpserve.core.batch import Span
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Sequence
+from mtpserve.core.shape import SpanShape
+from mtpserve.engine.build import describe, load_model
+from mtpserve.runtime.inputs import build
+from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.seats import SeatTensors
+
+CPU = torch.device("cpu")
+
+
+class Harness:
+    """`prompts` are what the spans run over. The pool is poisoned with NaN and the pages are dealt out of order."""
+
+    def __init__(self, directory: Path, prompts: Seq[list[int]], page_size: int, with_mtp: bool = False) -> None:
+        found = describe(EngineConfig(model=ModelConfig(model=str(directory), device="cpu")), want_mtp=with_mtp)
+        arch, longest = found.arch, max(map(len, prompts))
+        self.seats = SeatTensors(len(prompts), longest, 4, arch.vocab, page_size, CPU)
+        self.sampling = SeatSampling(len(prompts), CPU)
+        self.model = load_model(found, torch.float32, CPU, longest + self.seats.slack, progress=False)
+        each = -(-(longest + self.seats.slack) // page_size)
+        order = torch.randperm(each * len(prompts), generator=torch.Generator().manual_seed(3)).tolist()
+        self.pool = KVPool(arch.kv, arch.kv_layers, len(order), page_size, torch.float32, CPU, poison=True)
+        self.attention = ReferenceAttention(self.pool, arch.heads, arch.scale)
+        self.seqs = []
+        for i, prompt in enumerate(prompts):
+            seq = Sequence(str(i), list(prompt), len(prompt), SamplingParams(temperature=0), longest, seed=i, seat=i)
+            seq.pages = order[i * each : (i + 1) * each]
+            self.seats.admit(seq)
+            self.seats.extend_pages(seq)
+            self.seqs.append(seq)
+
+    @torch.inference_mode()
+    def step(self, widths: Seq[int], drafts: int = 0) -> list[Tensor]:
+        """Give span i `widths[i]` rows, fewer at its end; the last `drafts` of them as drafts → logits [rows, vocabulary] for each."""
+        spans = []
+        for seq, width in zip(self.seqs, widths, strict=True):
+            rows = min(width, len(seq.tokens) - seq.computed)
+            proposed = min(drafts, rows - 1)
+            if rows:
+                spans.append(Span(seq, seq.computed, rows - proposed, SpanShape.chain(proposed)))
+        batch = build(spans, self.seats, self.sampling.for_batch(range(len(self.seqs))))
+        hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch))
+        by_span = iter(self.model.logits(hidden.head).split([span.width for span in spans]))
+        for span in spans:
+            span.seq.computed += span.width
+            self.seats.computed[span.seq.seat] += span.width
+        vocab = self.model.arch.vocab
+        running = {id(span.seq) for span in spans}
+        return [next(by_span) if id(seq) in running else torch.empty(0, vocab) for seq in self.seqs]
+
+    def all_logits(self, widths: Seq[int], drafts: int = 0) -> list[Tensor]:
+        """Steps of these widths until everything is computed → logits [tokens, vocabulary] for each sequence."""
+        rows: list[list[Tensor]] = [[] for _ in self.seqs]
+        while any(seq.computed < len(seq.tokens) for seq in self.seqs):
+            for found, new in zip(rows, self.step(widths, drafts), strict=True):
+                found.append(new)
+        return [torch.cat(found) for found in rows]

@@ -1,0 +1,75 @@
+"""The trunk's logits are transformers', however the tokens are cut into steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.checkpoints import YARN, Tiny, deepseek, mimo
+from tests.models.harness import Harness
+
+LENGTHS = (37, 22)
+DEEPSEEKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no q_lora": {"q_lora_rank": None},
+    "yarn": {"rope_scaling": YARN},
+    "yarn, equal mscales, no q_lora": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "q_lora_rank": None},
+    "yarn without mscale": {"rope_scaling": {k: v for k, v in YARN.items() if "mscale" not in k}},
+    "groups": {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    "groups, all chosen": {"n_group": 2, "topk_group": 2},
+    "shared experts": {"n_shared_experts": 2, "first_k_dense_replace": 0},
+    "no shared expert": {"n_shared_experts": 0},
+    "two dense layers": {"first_k_dense_replace": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+    "many experts": {"n_routed_experts": 24, "n_group": 3, "topk_group": 2},
+    "half-split rotation": {"rope_interleave": False},
+    "fp8": {"fp8": True, "hidden_size": 160, "intermediate_size": 200, "kv_lora_rank": 132},
+    "tied head": {"tie_word_embeddings": True},
+}
+# Rows per step of the two sequences, and how many of them come as drafts.
+CUTS: dict[str, tuple[tuple[int, int], int]] = {
+    "one shot": ((64, 64), 0),
+    "chunks": ((7, 4), 0),
+    "tokens": ((1, 1), 0),
+    "a chunk beside tokens": ((9, 1), 0),
+    "drafts": ((4, 3), 3),
+}
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def compare(tiny: Tiny, page_size: int) -> None:
+    ids = prompts(tiny.config["vocab_size"])
+    wanted = [tiny.logits(each) for each in ids]
+    assert min(w.std() for w in wanted) > 0.3, "the comparison would be about nothing"
+    for name, (widths, drafts) in CUTS.items():
+        found = Harness(tiny.directory, ids, page_size, with_mtp=name == "chunks").all_logits(widths, drafts)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.shape == theirs.shape, name
+            worst = (ours - theirs).abs().max().item()
+            assert worst < 1e-4, f"{name}: {worst}"  # NaN fails too
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("options", DEEPSEEKS.values(), ids=DEEPSEEKS.keys())
+def test_deepseek(tmp_path: Path, options: dict[str, Any]) -> None:
+    compare(deepseek(tmp_path, **options), page_size=5)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_deepseek_with_other_pages(tmp_path: Path, page_size: int) -> None:
+    compare(deepseek(tmp_path, seed=1), page_size)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1, "rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}],
+    ids=["grouped", "one head each", "one head for all", "tied head"],
+)
+def test_mimo(tmp_path: Path, options: dict[str, Any]) -> None:
+    compare(mimo(tmp_path, **options), page_size=5)

@@ -1,0 +1,286 @@
+"""The whole server as a subprocess with a fake engine: its port, its ready line, its ends, and OpenAI's client against it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import events
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG = {"prompt": "a", "max_tokens": 4000}
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+
+    def engine(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1
+        return int(children[0])
+
+    def end(self, timeout: float) -> tuple[int, float, str]:
+        """Exit code, seconds, standard error."""
+        at = time.monotonic()
+        _, log = self.process.communicate(timeout=timeout)
+        return self.process.returncode, time.monotonic() - at, log
+
+
+@contextmanager
+def launched(checkpoint: Path, *options: str, ready: bool = True, **env: str) -> Iterator[Server]:
+    command = [sys.executable, "-m", "tests.server.fake_engine", "--tokenizer", str(checkpoint), *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline() if ready else ""
+            found = re.search(r"http://\S+", line)
+            assert found or not ready, process.communicate(timeout=5)
+            yield Server(process, found[0] if found else "")
+        finally:
+            process.kill()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def opened(http: httpx.AsyncClient, count: int = 1) -> list[asyncio.Task[httpx.Response]]:
+    """Streams that run when this returns."""
+    tasks = [asyncio.create_task(http.post("/v1/completions", json=LONG | {"stream": True})) for _ in range(count)]
+    while f"mtpserve_requests_running {count}.0" not in (await http.get("/metrics")).text:
+        await asyncio.sleep(0.02)
+    return tasks
+
+
+def test_a_port_in_use_is_one_line_and_fast(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with launched(checkpoint, "--port", str(port), ready=False) as server:
+            code, seconds, log = server.end(10)
+    assert code == 1
+    assert seconds < 3
+    assert log == f"mtpserve: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(("fault", "code", "text"), [("config", 2, "--fake must not be given"), ("load", 1, "tensor 'x' is cut off")])
+def test_an_engine_that_cannot_start_is_one_line(checkpoint: Path, fault: str, code: int, text: str) -> None:
+    with launched(checkpoint, ready=False, FAKE_ENGINE=fault) as server:
+        assert server.end(15)[0::2] == (code, f"mtpserve: {'model.safetensors: ' if code == 1 else ''}{text}\n")
+
+
+def test_a_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
+    with launched(tmp_path, ready=False, FAKE_ENGINE="slow") as server:
+        code, _, log = server.end(15)
+    assert code == 1
+    assert log.startswith(f"mtpserve: {tmp_path}/tokenizer.json: no such file")
+    assert log.count("\n") == 1
+
+
+def test_while_the_model_loads_the_port_answers_503_and_a_signal_ends_it(checkpoint: Path) -> None:
+    port = free_port()
+    with launched(checkpoint, "--port", str(port), ready=False, FAKE_ENGINE="slow") as server:
+        for _ in range(100):
+            try:
+                response = httpx.get(f"http://127.0.0.1:{port}/health")
+                break
+            except httpx.ConnectError:
+                time.sleep(0.1)
+        assert response.status_code == 503
+        assert "loading" in response.json()["error"]["message"]
+        time.sleep(0.5)
+        engine = server.engine()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end(10)[0] == 0
+        assert not alive(engine)
+
+
+def test_openais_client(checkpoint: Path) -> None:
+    with (
+        launched(checkpoint, FAKE_PAUSE="0.001") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api,
+    ):
+        assert [model.id for model in api.models.list()] == ["fake"]
+        whole = api.completions.create(model="fake", prompt="a", max_tokens=9)
+        chunks = list(api.completions.create(model="fake", prompt="a", max_tokens=9, stream=True, stream_options={"include_usage": True}))
+        assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+        assert chunks[-1].usage == whole.usage
+        assert (chunks[-2].choices[0].finish_reason, whole.choices[0].finish_reason) == ("length", "length")
+
+        messages: Any = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+        chat = api.chat.completions.create(model="fake", messages=messages, max_completion_tokens=8, temperature=0, stop=["M"])
+        text = "".join(
+            chunk.choices[0].delta.content or ""
+            for chunk in api.chat.completions.create(model="fake", messages=messages, max_tokens=8, stop=["M"], stream=True)
+        )
+        assert chat.choices[0].message.content == text
+        assert chat.choices[0].finish_reason == "stop"
+
+        with pytest.raises(openai.NotFoundError) as missing:
+            api.completions.create(model="other", prompt="a")
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as bad:
+            api.chat.completions.create(model="fake", messages=messages, logprobs=True)
+        assert bad.value.param == "logprobs"
+        with pytest.raises(openai.InternalServerError):  # 503
+            api.completions.create(model="fake", prompt="a", seed=503)
+        with pytest.raises(openai.APIError, match="finite"):
+            list(api.completions.create(model="fake", prompt="a", seed=500, stream=True))
+
+
+def test_clients_that_leave_and_one_that_does_not_read(checkpoint: Path) -> None:
+    """Half of forty leave in the middle; a stalled one holds nobody up; afterwards nothing runs."""
+
+    async def leave(http: httpx.AsyncClient, stream: bool) -> None:
+        if not stream:
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post("/v1/completions", json=LONG, timeout=0.3)
+            return
+        async with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+            async for _ in response.aiter_lines():
+                break
+
+    async def scenario(url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        stalled = socket.socket()
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect((host, int(port)))
+        body = b'{"prompt": "a", "max_tokens": 4000, "stream": true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        stalled.sendall(head.encode() + body)
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            short = [http.post("/v1/completions", json={"prompt": "a", "max_tokens": 20}) for _ in range(20)]
+            results = await asyncio.gather(*short, *(leave(http, index % 2 == 0) for index in range(20)))
+            assert all(result.status_code == 200 for result in results[:20] if isinstance(result, httpx.Response))
+            stalled.close()
+            for _ in range(100):
+                text = (await http.get("/metrics")).text
+                if "mtpserve_requests_running 0.0" in text:
+                    break
+                await asyncio.sleep(0.02)
+            assert "mtpserve_kv_pages_used 0.0" in text
+            generated = re.search(r"^mtpserve_generation_tokens_total (\S+)", text, re.MULTILINE)
+            assert generated is not None
+            assert float(generated[1]) < 21 * 4000 * 0.6
+
+    with launched(checkpoint) as server:
+        asyncio.run(scenario(server.url))
+
+
+def test_sigterm_drains(checkpoint: Path) -> None:
+    async def scenario(server: Server) -> tuple[httpx.Response, float]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+            running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": True}))
+            await asyncio.sleep(0.2)
+            os.kill(server.engine(), signal.SIGTERM)  # as a terminal's signal to the group does
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            health, refused = await http.get("/health"), await http.post("/v1/completions", json={"prompt": "a"})
+            assert (health.status_code, refused.status_code) == (503, 503)
+            assert int(refused.headers["retry-after"]) >= 1
+            return await running, time.monotonic()
+
+    with launched(checkpoint, FAKE_PAUSE="0.02") as server:
+        engine = server.engine()
+        response, finished = asyncio.run(scenario(server))
+        code, _, log = server.end(5)
+        assert time.monotonic() - finished < 1.5  # one second, on an idle machine
+        assert code == 0
+        assert not alive(engine)
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert "Traceback" not in log
+    assert re.search(r"running 1  waiting 0  pages 1/64 .* accept length 2\.00", log)
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_drain_ends_at_its_timeout_or_at_a_second_signal(checkpoint: Path, second: bool) -> None:
+    async def scenario(server: Server) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+            (stream,) = await opened(http)
+            server.process.send_signal(signal.SIGTERM)
+            if second:
+                await asyncio.sleep(0.1)
+                server.process.send_signal(signal.SIGINT)
+            return await stream
+
+    with launched(checkpoint, "--drain-timeout", "30" if second else "0.3") as server:
+        engine = server.engine()
+        response = asyncio.run(scenario(server))
+        code, seconds, log = server.end(5)
+        assert (code, seconds < 2, alive(engine)) == (0, True, False)
+    assert "shutting down" in events(response)[-1]["error"]["message"]
+    assert "Traceback" not in log
+
+
+def test_an_engine_that_is_killed_ends_the_server(checkpoint: Path) -> None:
+    async def scenario(server: Server) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+            streams = await opened(http, 2)
+            os.kill(server.engine(), signal.SIGKILL)
+            answers = [await stream for stream in streams]
+            return [*answers, await http.get("/health")]
+
+    with launched(checkpoint) as server:
+        *streams, health = asyncio.run(scenario(server))
+        code, seconds, log = server.end(5)
+    assert code == 1
+    assert seconds < 2.5
+    assert health.status_code == 503
+    for stream in streams:
+        *chunks, last = events(stream)
+        assert "SIGKILL" in last["error"]["message"]
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert "SIGKILL" in log
+    assert "Traceback" not in log
+
+
+def test_a_server_that_is_killed_takes_its_engine_along(checkpoint: Path) -> None:
+    with launched(checkpoint) as server:
+        engine = server.engine()
+        server.process.kill()
+        server.process.wait(5)
+        end = time.monotonic() + 5
+        while alive(engine):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def test_endless_headers_are_refused(checkpoint: Path) -> None:
+    with launched(checkpoint) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ")
+            sent = 0
+            with contextlib.suppress(ConnectionError):  # the refusal
+                while sent < 100 << 20:
+                    sent += connection.send(b"a" * 65536)
+            assert sent < 100 << 20
+        assert httpx.get(f"{server.url}/health").status_code == 200

@@ -1,0 +1,86 @@
+"""The keystone: whatever is drafted, chunked, preempted or batched, the text is what plain decoding gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import build_engine
+from tests.tiny import prompts, run, tiny_engine, tiny_model
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize(("budget", "pages", "page_size"), [(64, 400, 4), (11, 60, 4), (9, 24, 16), (17, 90, 3)])
+def test_greedy_text_does_not_depend_on_drafts_chunks_or_pages(family: str, budget: int, pages: int, page_size: int) -> None:
+    model, asked = tiny_model(family), prompts(12)
+    expected = [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in asked]
+    for drafts in (0, 1, 3, 7):
+        engine = tiny_engine(model, drafts, budget=budget, pages=pages, page_size=page_size)
+        assert run(engine, asked, GREEDY) == expected
+        assert pages == 400 or engine.stats.preemptions_total > 0
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_seeded_request_gives_the_same_text_in_any_company(drafts: int) -> None:
+    model, asked = tiny_model(), prompts(10)
+    params = [SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=i) for i in range(10)]
+    alone = [run(tiny_engine(model, drafts), [prompt], sampling)[0] for prompt, sampling in zip(asked, params, strict=True)]
+    assert len({tuple(tokens) for tokens in alone}) > 5
+    assert run(tiny_engine(model, drafts), asked, params) == alone
+    crowded = tiny_engine(model, drafts, pages=45, budget=13)
+    assert run(crowded, asked, params) == alone
+    assert crowded.stats.preemptions_total > 0
+
+
+def test_a_shorter_answer_is_the_beginning_of_a_longer_one() -> None:
+    model, asked = tiny_model(), prompts(4)
+    longest = run(tiny_engine(model, 3), asked, GREEDY)
+    for length in range(1, 12):
+        cut = run(tiny_engine(model, 3), asked, SamplingParams(max_tokens=length, temperature=0))
+        assert cut == [tokens[:length] for tokens in longest]
+
+
+def test_stops_inside_an_accepted_run() -> None:
+    model, asked = tiny_model(), prompts(6)
+    whole = run(tiny_engine(model, 0), asked, GREEDY)
+    for stop in {tokens[7] for tokens in whole}:
+        expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in whole]
+        for drafts in (0, 3, 7):
+            assert run(tiny_engine(model, drafts, eos=(stop,)), asked, GREEDY) == expected
+            by_id = SamplingParams(max_tokens=24, temperature=0, stop_token_ids=(stop,))
+            assert run(tiny_engine(model, drafts), asked, by_id) == expected
+            ignored = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+            assert run(tiny_engine(model, drafts, eos=(stop,)), asked, ignored) == whole
+
+
+def test_greedy_and_sampled_requests_share_a_batch() -> None:
+    model, asked = tiny_model(), prompts(6)
+    params = [GREEDY if i % 2 else SamplingParams(max_tokens=24, temperature=1.0, min_p=0.05, seed=i) for i in range(6)]
+    alone = [run(tiny_engine(model, 3), [prompt], sampling)[0] for prompt, sampling in zip(asked, params, strict=True)]
+    assert run(tiny_engine(model, 3), asked, params) == alone
+    plain = run(tiny_engine(model, 0), asked, GREEDY)
+    assert alone[1::2] == plain[1::2]
+
+
+def test_the_demo_model_64_prompts_of_128_tokens_in_a_small_pool() -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(ModelConfig().directory / "tokenizer.json"))
+    starts = ["import os\n\ndef read_lines(path):\n", "class Node:\n    def __init__(self", "    try:\n        ", "# Return the", '"""A']
+    asked = [tokenizer.encode(starts[i % 5] + "\n" * (i % 3) + f"x{i} = {i}\n" * (i // 8)).ids for i in range(64)]
+    params, texts = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), []
+    for drafts in (0, 1, 3, 7):
+        config = EngineConfig(
+            model=ModelConfig(dtype="float32"),
+            cache=CacheConfig(max_total_tokens=4096),
+            spec=SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=drafts),
+            scheduler=SchedulerConfig(max_running_requests=32, chunked_prefill_size=256),
+        )
+        engine = build_engine(config, poison=True)
+        texts.append(run(engine, asked, params))
+        assert engine.stats.preemptions_total > 0
+    assert all(len(tokens) == 128 for tokens in texts[0])
+    assert texts[1:] == texts[:1] * 3

@@ -1,0 +1,174 @@
+"""In every round of a speculative run the drafts are those of a computation from scratch: no cache, no spans, transformers' layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.engine import Engine
+from mtpserve.runtime.runner import Runner
+from mtpserve.spec.mtp import MTPDrafter
+from tests.models.checkpoints import YARN, Tiny, deepseek, mimo
+
+STEPS = 4
+LENGTHS = (2, 16, 9, 1)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One request in one step."""
+
+    ids: list[int]  # committed
+    drafts: list[int]
+    logits: Tensor  # [drafts, vocabulary], what each was drawn from
+    greedy: bool
+
+
+class Listener:
+    """Stands in for the drafter and writes down what goes through it."""
+
+    def __init__(self, drafter: MTPDrafter) -> None:
+        self.drafter, self.max_drafts = drafter, drafter.max_drafts
+        self.rounds: list[Round] = []
+        self.logits: list[Tensor] = []
+        self.propose = drafter.propose
+        drafter.propose = self.heard  # type: ignore[method-assign]
+
+    def heard(self, head: Tensor, seat_ids: Tensor, batch: Batch, chance: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        self.logits.append(self.drafter.model.logits(head))
+        return self.propose(head, seat_ids, batch, chance)
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: int) -> Drafts | None:
+        self.logits = []
+        drafts = self.drafter.draft(batch, hidden, verdict, want)
+        if drafts is not None:
+            seats = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+            logits = torch.stack(self.logits, 1)
+            for i, seat in enumerate(seats.tolist()):
+                ids = batch.seats.tokens[seat, : batch.seats.length[seat]].tolist()
+                greedy = drafts.probs is None or bool((drafts.probs[i].amax(-1) == 1).all())
+                self.rounds.append(Round(ids, drafts.tokens[i].tolist(), logits[i], greedy))
+        return drafts
+
+
+def engine_of(tiny: Tiny, budget: int, tokens: int, page_size: int, steps: int = STEPS) -> Engine:
+    return build_engine(
+        EngineConfig(
+            model=ModelConfig(model=str(tiny.directory), device="cpu", dtype="float32"),
+            cache=CacheConfig(page_size=page_size, max_total_tokens=tokens),
+            spec=SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=steps),
+            scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=budget),
+        ),
+        poison=True,
+    )
+
+
+def listen(engine: Engine) -> Listener:
+    runner: Any = engine._runner
+    assert isinstance(runner, Runner) and isinstance(runner.drafter, MTPDrafter)
+    listener = Listener(runner.drafter)
+    runner.drafter = listener
+    return listener
+
+
+def run(engine: Engine, temperatures: tuple[float, ...]) -> Counter[int]:
+    """Requests that arrive one after the other → how many drafts the verifications accepted."""
+    generator = torch.Generator().manual_seed(2)
+    waiting = [
+        Request(
+            str(i),
+            torch.randint(engine.card.vocab, (n,), generator=generator).tolist(),
+            SamplingParams(max_tokens=20, temperature=temperatures[i % len(temperatures)], seed=i, ignore_eos=True),
+        )
+        for i, n in enumerate(LENGTHS)
+    ]
+    accepted: Counter[int] = Counter()
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop())
+        for event in engine.step():
+            assert event.error is None
+            if len(event.proposed) == engine.card.speculative_steps and event.finish is None:
+                accepted[event.accepted] += 1
+        engine.check_integrity()
+    return accepted
+
+
+def check(tiny: Tiny, rounds: list[Round]) -> None:
+    assert rounds
+    for each in rounds:
+        wanted = tiny.draft_logits(each.ids, each.drafts)
+        worst = (each.logits - wanted).abs().max().item()
+        assert worst < 1e-4, f"{worst} after {len(each.ids)} tokens"  # NaN fails too
+        if each.greedy:
+            assert each.drafts == wanted.argmax(-1).tolist()
+
+
+MODELS: dict[str, Callable[[Path], Tiny]] = {
+    "deepseek": lambda directory: deepseek(directory, n_group=4, topk_group=2, routed_scaling_factor=1.5),
+    "deepseek without q_lora, yarn": lambda directory: deepseek(directory, q_lora_rank=None, rope_scaling=YARN, n_shared_experts=2),
+    "mimo": lambda directory: mimo(directory),
+}
+# Rows per step, tokens in the pool, tokens in a page. The second pool is so small that requests are preempted.
+PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and preemption": (9, 100, 5)}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_drafts_are_those_of_a_computation_from_scratch(tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int]) -> None:
+    tiny = make(tmp_path)
+    engine = engine_of(tiny, *place)
+    listener = listen(engine)
+    accepted = run(engine, temperatures=(1.0, 0.0, 2.0))
+    assert accepted[0] and sum(accepted[n] for n in range(1, STEPS)), f"no partial rejection was seen: {accepted}"
+    assert (engine.stats.preemptions_total > 0) == (place[1] == 100)
+    assert {r.greedy for r in listener.rounds} == {True, False}
+    check(tiny, listener.rounds)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_other_depths(tmp_path: Path, steps: int) -> None:
+    tiny = deepseek(tmp_path)
+    engine = engine_of(tiny, 8, 400, 3, steps)
+    listener = listen(engine)
+    run(engine, temperatures=(3.0,))
+    assert {len(r.drafts) for r in listener.rounds} == {steps}
+    check(tiny, listener.rounds)
+
+
+@pytest.mark.parametrize("make", [deepseek, mimo])
+def test_a_greedy_batch_proposes_the_most_likely(tmp_path: Path, make: Callable[[Path], Tiny]) -> None:
+    tiny = make(tmp_path)
+    engine = engine_of(tiny, 7, 400, 5)
+    listener = listen(engine)
+    run(engine, temperatures=(0.0,))
+    assert all(r.greedy for r in listener.rounds)
+    check(tiny, listener.rounds)
+
+
+def test_the_layer_keeps_up_where_nothing_is_wanted(tmp_path: Path) -> None:
+    """Drafting is off for some steps in the middle: the rounds after them must not show it."""
+    tiny = deepseek(tmp_path)
+    engine = engine_of(tiny, 6, 400, 5)
+    listener = listen(engine)
+    prompt = torch.randint(engine.card.vocab, (15,), generator=torch.Generator().manual_seed(2)).tolist()
+    engine.add(Request("a", prompt, SamplingParams(max_tokens=30, temperature=1.5, seed=1, ignore_eos=True)))
+    step = 0
+    while engine.has_work:
+        engine._want = STEPS if step % 7 > 3 else 0
+        step += 1
+        assert all(event.error is None for event in engine.step())
+    assert len(listener.rounds) > 4
+    check(tiny, listener.rounds)

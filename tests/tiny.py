@@ -1,0 +1,108 @@
+"""A tiny random model in a real engine, made without a checkpoint: what the step does is tested on it, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mtpserve.attention.reference import ReferenceAttention
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.cache.pool import KVPool
+from mtpserve.config import SchedulerConfig
+from mtpserve.core.arch import KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, RopeArch
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.engine import Engine
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.models import deepseek, mimo
+from mtpserve.quant.unquantized import Unquantized
+from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.seats import SeatTensors
+from mtpserve.spec.mtp import MTPDrafter
+from mtpserve.spec.null import NullDrafter
+
+CPU = torch.device("cpu")
+VOCAB, CONTEXT = 37, 160
+
+
+def tiny_arch(family: str = "deepseek") -> ModelArch:
+    latent = family == "deepseek"
+    return ModelArch(
+        family=family,
+        num_layers=2,
+        hidden=32,
+        vocab=VOCAB,
+        heads=4,
+        head_dim=24 if latent else 8,
+        intermediate=48,
+        kv=KVLayout("mla", 1, 24, 16) if latent else KVLayout("gqa", 2, 8, 8),
+        rope=RopeArch(8, 10000.0, interleaved=latent),
+        norm_eps=1e-6,
+        scale=0.2,
+        max_positions=CONTEXT,
+        tied_head=False,
+        eos_ids=(),
+        dtype="float32",
+        mla=MLAArch(24, 16, 16, 8, 12) if latent else None,
+        moe=MoEArch(8, 2, 16, 1, first_dense=1, groups=4, top_groups=2, scale=1.5, renormalise=True) if latent else None,
+        mtp=MTPArch(1, "embedding-hidden", "post", "post") if latent else MTPArch(1, "hidden-embedding", "pre", "pre"),
+        qkv_bias=not latent,
+    )
+
+
+def tiny_model(family: str = "deepseek", seed: int = 0) -> DecoderModel:
+    build = deepseek.build if family == "deepseek" else mimo.build
+    model = build(tiny_arch(family), Unquantized(), torch.float32, CONTEXT + 32)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
+    for part in model.modules():
+        if hasattr(part, "finish_loading"):
+            part.finish_loading()
+    return model.eval()
+
+
+def tiny_engine(
+    model: DecoderModel, drafts: int, *, pages: int = 400, page_size: int = 4, budget: int = 64, seats: int = 16, eos: tuple[int, ...] = ()
+) -> Engine:
+    """The pool is full of NaN: whatever reads a slot that was not written fails its request."""
+    arch = model.arch
+    pool = KVPool(arch.kv, arch.kv_layers, pages, page_size, torch.float32, CPU, poison=True)
+    attention = ReferenceAttention(pool, arch.heads, arch.scale)
+    drafter = MTPDrafter(model, attention, drafts) if drafts else NullDrafter()
+    state = SeatTensors(seats, CONTEXT, drafts, arch.vocab, page_size, CPU)
+    return Engine(
+        Runner(model, attention, drafter, state, SeatSampling(seats, CPU)),
+        SchedulerConfig(chunked_prefill_size=budget),
+        allocator=PageAllocator(pages),
+        page_size=page_size,
+        max_running=seats,
+        context_length=CONTEXT,
+        vocab=arch.vocab,
+        eos_ids=eos,
+        want=drafts,
+    )
+
+
+def run(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[list[int]]:
+    """All prompts at once; the tokens of each. A request that fails fails the test."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    for i, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+        engine.add(Request(str(i), prompt, sampling))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            tokens[int(event.id)] += event.tokens
+    engine.check_integrity()
+    assert engine.stats.pages_used == 0
+    return tokens
+
+
+def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
