@@ -83,7 +83,12 @@ class SpecConfig:
         known = algorithm is None or algorithm.upper() in MTP_NAMES or algorithm.lower().endswith("_mtp")
         check(known, "speculative_algorithm", algorithm, "MTP, NEXTN or EAGLE")
         check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
-        check(self.speculative_eagle_topk in (None, 1), "speculative_eagle_topk", self.speculative_eagle_topk, "1: trees are not implemented yet")
+        check(
+            self.speculative_eagle_topk in (None, 1),
+            "speculative_eagle_topk",
+            self.speculative_eagle_topk,
+            "1: trees are not implemented yet",
+        )
         check(rows is None or 1 <= rows <= MAX_DRAFTS + 1, "speculative_num_draft_tokens", rows, f"in [1, {MAX_DRAFTS + 1}]")
         if rows is not None and steps is not None:
             check(rows == steps + 1, "speculative_num_draft_tokens", rows, f"speculative-num-steps + 1 = {steps + 1} for a chain")

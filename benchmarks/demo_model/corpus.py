@@ -60,9 +60,7 @@ def train_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator((read(p) for p in files() if not is_held_out(p)), trainer)
     bos = tokenizer.token_to_id(BOS)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos)])
     return tokenizer
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from corpus import held_out, is_held_out, files, tokens, train_tokenizer
+from corpus import files, held_out, is_held_out, tokens, train_tokenizer
 from export import export
 from model import DemoModel, V
 from muon import Muon

@@ -101,7 +101,8 @@ class Drafter(Protocol):
 class ModelRunner(Protocol):
     """The device side of the engine. Tests of the scheduler bring a fake one without tensors."""
 
-    max_drafts: int
+    @property
+    def max_drafts(self) -> int: ...
 
     def admit(self, seq: Sequence) -> None:
         """The sequence has been given a seat (`seq.seat`): upload its tokens and sampling parameters."""

@@ -12,9 +12,9 @@ MAX_DRAFTS = 63  # one bit each in an int64, and the root
 class SpanShape:
     """`parents[i]` is the node that draft i+1 continues; node 0 is the last committed token.
 
-        chain(3):   0 → 1 → 2 → 3          parents (0, 1, 2)
-        tree:       0 → 1 → 3              parents (0, 0, 1)
-                    └→ 2
+    chain(3):   0 → 1 → 2 → 3          parents (0, 1, 2)
+    tree:       0 → 1 → 3              parents (0, 0, 1)
+                └→ 2
     """
 
     parents: tuple[int, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -15,7 +15,6 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.core.protocols import AttentionBackend, Drafter, LinearMethod
-from mtpserve.core.request import ModelCard
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.models.family import Family, dropped
@@ -125,7 +124,7 @@ def weight_bytes(found: Described, dtype: torch.dtype) -> int:
     total = 0
     for checkpoint, with_mtp in sources:
         for name, entry in checkpoint.tensors.items():
-            own = found.layout is not None and name.startswith(found.layout.prefixes) or checkpoint is found.nextn
+            own = (found.layout is not None and name.startswith(found.layout.prefixes)) or checkpoint is found.nextn
             copied = own and name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
             if not copied and not name.endswith("_scale_inv") and (with_mtp or not own):
                 numbers = 1
@@ -169,13 +168,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
         want=steps,
         name=config.model.served_model_name or config.model.model,
     )
-    log.info("%s, %s on %s, %d pages of %d tokens, %d drafts per step", arch.family, dtype, device, memory.pages, config.cache.page_size, steps)
+    log.info(
+        "%s, %s on %s, %d pages of %d tokens, %d drafts per step", arch.family, dtype, device, memory.pages, config.cache.page_size, steps
+    )
     return engine
-
-
-def plain(config: EngineConfig) -> EngineConfig:
-    """The same without speculation."""
-    return replace(config, spec=type(config.spec)())
-
-
-__all__ = ["ModelCard", "build_engine", "describe", "load_model", "plan"]

@@ -18,9 +18,7 @@ class MTPFusion(nn.Module):
     DeepSeek's paper writes [hidden; embedding], its released eh_proj is [embedding; hidden].
     """
 
-    def __init__(
-        self, hidden: int, eps: float, order: Literal["embedding-hidden", "hidden-embedding"], method: LinearMethod
-    ) -> None:
+    def __init__(self, hidden: int, eps: float, order: Literal["embedding-hidden", "hidden-embedding"], method: LinearMethod) -> None:
         super().__init__()
         self.embedding_norm, self.hidden_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.project = Linear(2 * hidden, (hidden,), method)

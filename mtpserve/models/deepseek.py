@@ -114,13 +114,19 @@ def layer_names(arch: ModelArch) -> Names:
         (r"input_layernorm\.weight", "attention_norm.weight", Copy()),
         (r"post_attention_layernorm\.weight", "mlp_norm.weight", Copy()),
     ]
-    return norms + attention + gated("mlp", "mlp") + gated(r"mlp\.shared_experts", "mlp.shared") + [
-        (r"mlp\.gate\.weight", "mlp.router.weight", Copy()),
-        (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy()),
-        (r"mlp\.experts\.(?P<expert>\d+)\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
-        (r"mlp\.experts\.(?P<expert>\d+)\.up_proj\.weight", "mlp.experts.gate_up", Expert(1)),
-        (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
-    ]
+    return (
+        norms
+        + attention
+        + gated("mlp", "mlp")
+        + gated(r"mlp\.shared_experts", "mlp.shared")
+        + [
+            (r"mlp\.gate\.weight", "mlp.router.weight", Copy()),
+            (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy()),
+            (r"mlp\.experts\.(?P<expert>\d+)\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
+            (r"mlp\.experts\.(?P<expert>\d+)\.up_proj\.weight", "mlp.experts.gate_up", Expert(1)),
+            (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
+        ]
+    )
 
 
 def gated(name: str, target: str) -> Names:

@@ -44,7 +44,9 @@ def made(pattern: str, target: str, how: How) -> Rule:
 
 def ends(arch: ModelArch) -> list[Rule]:
     """Embedding, final norm and head, which every family calls the same."""
-    head = Rule(r"lm_head\.weight", None, Drop("tied to the embedding")) if arch.tied_head else Rule(r"lm_head\.weight", "head.weight", Copy())
+    head = (
+        Rule(r"lm_head\.weight", None, Drop("tied to the embedding")) if arch.tied_head else Rule(r"lm_head\.weight", "head.weight", Copy())
+    )
     return [Rule(r"model\.embed_tokens\.weight", "embed.weight", Copy()), Rule(r"model\.norm\.weight", "norm.weight", Copy()), head]
 
 

@@ -23,7 +23,9 @@ def family_of(config: HFConfig) -> Family:
     found = config.raw("architectures")
     name = found[0] if isinstance(found, list) and found else found
     if name not in FAMILIES.entries:
-        raise config.unsupported("architectures", ", ".join(FAMILIES.names())) if found else UnsupportedModel(
-            f"{config.path}: architectures is missing; supported: {', '.join(FAMILIES.names())}"
+        raise (
+            config.unsupported("architectures", ", ".join(FAMILIES.names()))
+            if found
+            else UnsupportedModel(f"{config.path}: architectures is missing; supported: {', '.join(FAMILIES.names())}")
         )
     return cast(Family, FAMILIES.get(name))

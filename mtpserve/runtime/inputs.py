@@ -1,9 +1,9 @@
 """Spans to batch. The host knows widths; where a request stands is read from the seats on the device.
 
-    span 0: 3 prompt tokens      span 1: 1 token and 2 drafts
-    rows       0 1 2             3 4 5            cu_q 0 3 6
-    offset     0 1 2             0 1 2            index = computed[seat] + offset
-    last_row       2             3
+span 0: 3 prompt tokens      span 1: 1 token and 2 drafts
+rows       0 1 2             3 4 5            cu_q 0 3 6
+offset     0 1 2             0 1 2            index = computed[seat] + offset
+last_row       2             3
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class RowLayout:
 
 @lru_cache(maxsize=256)
 def row_layout(layout: Layout, device: torch.device) -> RowLayout:
-    row_span, offset, ends, last_row, sample_rows = [], [], [0], [], []
+    row_span: list[int] = []
+    offset: list[int] = []
+    ends, last_row, sample_rows = [0], [], []
     widest = max(drafts for _, drafts, _ in layout)
     for r, (length, drafts, _) in enumerate(layout):
         width = length + drafts

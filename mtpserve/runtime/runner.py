@@ -21,7 +21,9 @@ from mtpserve.spec.accept import accept
 class Runner:
     """core.protocols.ModelRunner."""
 
-    def __init__(self, model: CausalModel, attention: AttentionBackend, drafter: Drafter, seats: SeatTensors, sampling: SeatSampling) -> None:
+    def __init__(
+        self, model: CausalModel, attention: AttentionBackend, drafter: Drafter, seats: SeatTensors, sampling: SeatSampling
+    ) -> None:
         self.model, self.attention, self.drafter = model, attention, drafter
         self.seats, self.sampling = seats, sampling
 

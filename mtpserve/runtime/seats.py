@@ -22,11 +22,14 @@ class SeatTensors:
         self.max_drafts, self.page_size, self.device = max_drafts, page_size, device
         self.slack = 2 * (max_drafts + 1)
         whole = max_len + self.slack
-        integers = {"dtype": torch.int64, "device": device}
-        self.tokens = torch.zeros(seats, whole, **integers)  # type: ignore[arg-type]
-        self.length = torch.zeros(seats, **integers)  # type: ignore[arg-type]
-        self.computed = torch.zeros(seats, **integers)  # type: ignore[arg-type]
-        self.page_table = torch.zeros(seats, -(-whole // page_size), **integers)  # type: ignore[arg-type]
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.tokens = integers(seats, whole)
+        self.length = integers(seats)
+        self.computed = integers(seats)
+        self.page_table = integers(seats, -(-whole // page_size))
         self.draft_probs = torch.zeros(seats, max_drafts, vocab if max_drafts else 1, device=device)
         self.pages_written = [0] * seats  # host's copy of how much of each page table row is true
 
@@ -45,7 +48,8 @@ class SeatTensors:
             self.pages_written[seq.seat] = len(seq.pages)
 
     def slots(self, seat_ids: Tensor, index: Tensor) -> Tensor:
-        return self.page_table[seat_ids, index // self.page_size] * self.page_size + index % self.page_size
+        page: Tensor = self.page_table[seat_ids, index // self.page_size]
+        return page * self.page_size + index % self.page_size
 
     def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Commit a verdict. A span that does not sample writes behind its length, where nothing counts, and moves `computed` only."""

@@ -37,7 +37,7 @@ def leading(kept: Tensor, count: Tensor) -> Tensor:
 
 def accept_sampled(logits: Tensor, drafts: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """→ tokens [R, K+1], accepted [R]"""
-    spans, rows, vocab = logits.shape
+    spans, rows = logits.shape[:2]
     seats, ids = batch.seats, batch.seat_ids
     p = batch.sampler.probs(logits.flatten(0, 1), ids.repeat_interleave(rows)).unflatten(0, (spans, rows))
     q = seats.draft_probs[ids, : rows - 1]  # [R, K, vocabulary]

@@ -46,7 +46,8 @@ class MTPDrafter:
         if not batch.sampler.all_greedy:
             index = length.unsqueeze(1) + torch.arange(want, device=length.device)
             chance = batch.sampler.uniform(seat_ids, index)[..., DRAFT]
-        tokens, probs = [], []
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
         for step in range(want):
             if step:
                 state = self.again(batch, seat_ids, tokens[-1], length + (step - 2), state)

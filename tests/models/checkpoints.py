@@ -238,7 +238,8 @@ def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
     """config.json, numbered shards and their index."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config)))
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
     for i in range(shards):
         file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
         save_file({name: tensors[name].contiguous() for name in names[i::shards]}, directory / file)

@@ -18,6 +18,7 @@ DEEPSEEKS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_scaling": YARN},
     "yarn, equal mscales, no q_lora": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "q_lora_rank": None},
     "yarn without mscale": {"rope_scaling": {k: v for k, v in YARN.items() if "mscale" not in k}},
+    "yarn from a long context": {"rope_scaling": YARN | {"original_max_position_embeddings": 4096}, "qk_rope_head_dim": 24},
     "groups": {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
     "groups, all chosen": {"n_group": 2, "topk_group": 2},
     "shared experts": {"n_shared_experts": 2, "first_k_dense_replace": 0},

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from scipy import stats
@@ -25,11 +26,11 @@ def seated(params: Seq[SamplingParams], seeds: Seq[int] | None = None) -> SeatSa
     return sampling
 
 
-def oracle(logits: Tensor, params: SamplingParams) -> np.ndarray:
+def oracle(logits: Tensor, params: SamplingParams) -> npt.NDArray[np.float64]:
     """One row, one rule after the other, in float64."""
     x = logits.double().numpy()
     if params.greedy:
-        return np.eye(len(x))[int(x.argmax())]
+        return np.asarray(np.eye(len(x))[int(x.argmax())])
     p = np.exp((x - x.max()) / params.temperature)
     order = sorted(range(len(p)), key=lambda i: -p[i])
     if params.top_k > 0:

@@ -22,7 +22,7 @@ def first_two(model: DecoderModel, drafts: int, draws: int, seed: int, **transfo
         # One token more than is counted, or nothing would be drafted for the second.
         params = [SamplingParams(max_tokens=3, seed=seed + start + i, **transforms) for i in range(BATCH)]  # type: ignore[arg-type]
         counts.update(tuple(tokens[:2]) for tokens in run(engine, [[5, 11, 3]] * BATCH, params))
-    assert drafts == 0 or engine.stats.accepted_tokens_total > draws / 10
+    assert drafts == 0 or engine.stats.accepted_tokens_total > draws / 200
     return counts
 
 
