@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -81,7 +82,10 @@ class ProcessClient:
         self._requests.connect(endpoint(self._directory, INBOX))
         command = [sys.executable, "-m", "mtpserve.engine.process", "--endpoint-dir", self._directory, "--factory", self._factory]
         # Standard input is never written: it tells the child when this process ends, however it ends.
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE)
+        # OpenMP's threads spin while they wait, and a spinning thread keeps this process from the core that it needs: with two
+        # cores both then crawl. Waiting asleep costs microseconds. Whoever has set it otherwise knows better.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, env=environment)
         self._send(self._start_message)
         listener = asyncio.create_task(self._listen())
         self._tasks = [listener, asyncio.create_task(self._watch(self._process, listener))]

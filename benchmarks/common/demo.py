@@ -1,0 +1,50 @@
+"""The demo model in an engine, and prompts from files that it has never seen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.engine import Engine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "demo_model"))
+from corpus import held_out, read
+
+PROMPT = 128
+
+
+def engine(drafts: int, dtype: str = "auto") -> Engine:
+    spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
+    return build_engine(EngineConfig(model=ModelConfig(dtype=dtype), cache=CacheConfig(max_total_tokens=16384), spec=spec))
+
+
+def prompts(count: int) -> list[list[int]]:
+    """The first tokens of `count` held-out files."""
+    tokenizer = Tokenizer.from_file(str(ModelConfig().directory / "tokenizer.json"))
+    encoded = (tokenizer.encode(read(path)).ids for path in held_out())
+    found = [ids[:PROMPT] for ids in encoded if len(ids) > 2 * PROMPT][:count]
+    if len(found) < count:
+        raise SystemExit(f"only {len(found)} held-out files are long enough for a prompt of {PROMPT} tokens")
+    return found
+
+
+def run(engine: Engine, asked: list[list[int]], tokens: int, temperature: float, seed: int = 0) -> int:
+    """All at once. → tokens generated."""
+    for i, prompt in enumerate(asked):
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed + i, ignore_eos=True)
+        engine.add(Request(str(i), prompt, params))
+    done = 0
+    while engine.has_work:
+        done += sum(len(event.tokens) for event in engine.step())
+    return done
+
+
+def accept_length(engine: Engine) -> float:
+    lengths = engine.stats.accept_lengths
+    return sum((n + 1) * count for n, count in enumerate(lengths)) / max(1, sum(lengths))

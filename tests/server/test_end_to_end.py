@@ -1,0 +1,90 @@
+"""The real server with the demo model: what a user types, many clients of whom a third leave, and what must be left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+REQUESTS = 200
+
+
+class Running:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^mtpserve_{name} (\S+)$", httpx.get(self.url + "/metrics").text, re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+    def peak_bytes(self) -> int:
+        """Of both processes."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        sizes = [Path(f"/proc/{pid}/status").read_text() for pid in (self.process.pid, *children)]
+        return sum(1024 * int(found[1]) for status in sizes if (found := re.search(r"VmHWM:\s+(\d+) kB", status)))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    command = [sys.executable, "-m", "mtpserve.cli.main", "launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://\S+", process.stdout.readline())
+            assert found
+            yield Running(process, found[0])
+            process.terminate()
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()
+
+
+def test_the_openai_client_streams_and_counts(server: Running) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    asked = {"model": "demo", "prompt": "import os\n\ndef read_lines(path):", "max_tokens": 48, "temperature": 0}
+    whole = client.completions.create(**asked)  # type: ignore[call-overload]
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text != ""
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens <= 48
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(**asked | {"temperature": -1})  # type: ignore[call-overload]
+    assert server.metric("spec_accepted_tokens_total") > 0
+
+
+def test_200_requests_of_which_a_third_leave(server: Running) -> None:
+    """The engine checks its own accounting whenever it falls idle, and would have ended the server if anything did not add up."""
+
+    async def one(client: httpx.AsyncClient, number: int, gate: asyncio.Semaphore) -> None:
+        dice = random.Random(number)
+        body = {"model": "demo", "prompt": "x = 1\n" * dice.randrange(1, 40), "max_tokens": dice.randrange(1, 40), "stream": True}
+        body |= {"temperature": dice.choice([0, 0.7]), "seed": number}
+        leaves = number % 3 == 0
+        async with gate, client.stream("POST", server.url + "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            async for _ in answer.aiter_lines():
+                if leaves:
+                    break
+
+    async def all_of_them() -> None:
+        gate = asyncio.Semaphore(24)
+        async with httpx.AsyncClient(timeout=120) as client:
+            await asyncio.gather(*(one(client, number, gate) for number in range(REQUESTS)))
+
+    asyncio.run(all_of_them())
+    deadline = time.monotonic() + 20
+    while server.metric("requests_running") + server.metric("kv_pages_used") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.metric("requests_running") == server.metric("requests_waiting") == server.metric("kv_pages_used") == 0
+    answer = httpx.post(server.url + "/v1/completions", json={"model": "demo", "prompt": "import", "max_tokens": 4}, timeout=30)
+    assert answer.status_code == 200
+    assert server.peak_bytes() < 1.2 * 2**30
