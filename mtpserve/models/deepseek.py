@@ -15,7 +15,7 @@ from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.rope import yarn_mscale
-from mtpserve.models.family import Family, Names, ends, one_layer, trunk_layers
+from mtpserve.models.family import Family, Names, ends, gated, one_layer, trunk_layers
 from mtpserve.weights import hf
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
@@ -127,14 +127,6 @@ def layer_names(arch: ModelArch) -> Names:
             (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
         ]
     )
-
-
-def gated(name: str, target: str) -> Names:
-    return [
-        (rf"{name}\.gate_proj\.weight", f"{target}.gate_up.weight", Stack(0)),
-        (rf"{name}\.up_proj\.weight", f"{target}.gate_up.weight", Stack(1)),
-        (rf"{name}\.down_proj\.weight", f"{target}.down.weight", Copy()),
-    ]
 
 
 def trunk_rules(arch: ModelArch) -> list[Rule]:

@@ -12,7 +12,7 @@ from mtpserve.core.arch import ModelArch
 from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.weights.hf import HFConfig
-from mtpserve.weights.rules import Copy, Drop, How, Rule
+from mtpserve.weights.rules import Copy, Drop, How, Rule, Stack
 
 Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a pattern, the parameter's, how
 
@@ -48,6 +48,15 @@ def ends(arch: ModelArch) -> list[Rule]:
         Rule(r"lm_head\.weight", None, Drop("tied to the embedding")) if arch.tied_head else Rule(r"lm_head\.weight", "head.weight", Copy())
     )
     return [Rule(r"model\.embed_tokens\.weight", "embed.weight", Copy()), Rule(r"model\.norm\.weight", "norm.weight", Copy()), head]
+
+
+def gated(name: str, target: str) -> Names:
+    """A gated feed-forward block, which everybody calls the same inside."""
+    return [
+        (rf"{name}\.gate_proj\.weight", f"{target}.gate_up.weight", Stack(0)),
+        (rf"{name}\.up_proj\.weight", f"{target}.gate_up.weight", Stack(1)),
+        (rf"{name}\.down_proj\.weight", f"{target}.down.weight", Copy()),
+    ]
 
 
 def dropped(prefix: str, reason: str) -> Rule:

@@ -13,7 +13,7 @@ from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.mlp import MLP
-from mtpserve.models.family import Family, Names, ends, one_layer, trunk_layers
+from mtpserve.models.family import Family, Names, ends, gated, one_layer, trunk_layers
 from mtpserve.weights import hf
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule, Stack
@@ -64,9 +64,7 @@ def layer_names(arch: ModelArch) -> Names:
         (r"post_attention_layernorm\.weight", "mlp_norm.weight", Copy()),
         (r"self_attn\.o_proj\.weight", "attention.out.weight", Copy()),
         (r"self_attn\.rotary_emb\.inv_freq", "", Drop("computed")),
-        (r"mlp\.gate_proj\.weight", "mlp.gate_up.weight", Stack(0)),
-        (r"mlp\.up_proj\.weight", "mlp.gate_up.weight", Stack(1)),
-        (r"mlp\.down_proj\.weight", "mlp.down.weight", Copy()),
+        *gated("mlp", "mlp"),
     ]
     for part, letter in enumerate("qkv"):
         names.append((rf"self_attn\.{letter}_proj\.weight", "attention.qkv.weight", Stack(part)))
