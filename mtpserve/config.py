@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.shape import MAX_DRAFTS
 
 MTP_NAMES = ("MTP", "NEXTN", "EAGLE")  # one algorithm; peers call it by all three names
+FREE_DRAFTS = 8  # drafts per request beside those of the algorithm: what a grammar forces, or a client predicts
+MAX_ROWS = 56  # with the free ones, a request's nodes have a bit each in 64
 
 
 def option(default: Any, help: str, *aliases: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -67,46 +68,104 @@ class CacheConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecConfig:
     speculative_algorithm: str | None = option(
-        None, "MTP, NEXTN or EAGLE: draft with the checkpoint's own MTP layer (default: plain decoding)", "speculative-algo", "spec-method"
+        None,
+        "MTP, NEXTN or EAGLE: draft with the checkpoint's own MTP layer; NGRAM: look up what followed before, needs no such layer; "
+        "MTP+NGRAM: both in one tree (default: plain decoding)",
+        "speculative-algo",
+        "spec-method",
     )
     speculative_num_steps: int | None = option(
-        None, "drafts per step, 0 to 7 (default: 3)", "num-speculative-tokens", "spec-tokens", "max-draft-len", "spec-draft-n-max"
+        None, "depth of the drafts, 0 to 7 (default: 3)", "num-speculative-tokens", "spec-tokens", "max-draft-len", "spec-draft-n-max"
     )
-    speculative_eagle_topk: int | None = option(None, "branches per draft step; only 1, a chain, is implemented")
-    speculative_num_draft_tokens: int | None = option(None, "rows verified per request: drafts + 1; for a chain num-steps + 1")
+    speculative_eagle_topk: int | None = option(None, "branches per draft step, 1 to 8; 1 is a chain (default: 1)")
+    speculative_num_draft_tokens: int | None = option(
+        None, f"rows verified per request, at most {MAX_ROWS}: drafts + 1 (default: num-steps * topk + 1, for a chain always)"
+    )
     speculative_draft_model_path: str | None = option(
         None, "directory of a separately published NextN layer (default: the model's own)", "speculative-draft-model", "spec-model"
+    )
+    speculative_accept_threshold_single: float = option(
+        1.0, "LOSSY below 1: take a draft whose own probability is at least this; the output is then not the model's"
+    )
+    speculative_accept_threshold_acc: float = option(
+        1.0, "LOSSY below 1: take one of a node's drafts with min(1, their probability / this); the output is then not the model's"
+    )
+    speculative_exact: bool = option(
+        False, "greedy output bitwise equal to plain decoding's, in bfloat16 too: every sum in an order of its own row; slower"
     )
 
     def __post_init__(self) -> None:
         algorithm, steps, rows = self.speculative_algorithm, self.speculative_num_steps, self.speculative_num_draft_tokens
-        known = algorithm is None or algorithm.upper() in MTP_NAMES or algorithm.lower().endswith("_mtp")
-        check(known, "speculative_algorithm", algorithm, "MTP, NEXTN or EAGLE")
+        topk = self.speculative_eagle_topk
+        parts = [] if algorithm is None else algorithm.upper().split("+")
+        known = all(part in (*MTP_NAMES, "NGRAM") or part.endswith("_MTP") for part in parts) and len(self.sources) == len(parts)
+        check(known, "speculative_algorithm", algorithm, "MTP, NEXTN, EAGLE, NGRAM or MTP+NGRAM")
         check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
-        check(
-            self.speculative_eagle_topk in (None, 1),
-            "speculative_eagle_topk",
-            self.speculative_eagle_topk,
-            "1: trees are not implemented yet",
-        )
-        check(rows is None or 1 <= rows <= MAX_DRAFTS + 1, "speculative_num_draft_tokens", rows, f"in [1, {MAX_DRAFTS + 1}]")
-        if rows is not None and steps is not None:
-            check(rows == steps + 1, "speculative_num_draft_tokens", rows, f"speculative-num-steps + 1 = {steps + 1} for a chain")
-        check(rows is None or rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
+        check(topk is None or 1 <= topk <= 8, "speculative_eagle_topk", topk, "in [1, 8]")
+        check(rows is None or 1 <= rows <= MAX_ROWS, "speculative_num_draft_tokens", rows, f"in [1, {MAX_ROWS}]")
+        check(topk in (None, 1) or "mtp" in self.sources, "speculative_eagle_topk", topk, "1 without an MTP layer")
+        if rows is not None and topk in (None, 1):
+            check(rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
+            check(
+                steps is None or rows == steps + 1, "speculative_num_draft_tokens", rows, f"num-steps + 1 = {(steps or 0) + 1} for a chain"
+            )
+        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+            check(0 < getattr(self, name) <= 1, name, getattr(self, name), "in (0, 1]")
         if algorithm is None:
             for name in ("speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk"):
                 value = getattr(self, name)
                 check(value is None, name, value, "given together with --speculative-algorithm")
 
     @property
+    def sources(self) -> frozenset[str]:
+        """Of mtp and ngram."""
+        parts = [] if self.speculative_algorithm is None else self.speculative_algorithm.upper().split("+")
+        return frozenset("ngram" if part == "NGRAM" else "mtp" for part in parts)
+
+    @property
     def steps(self) -> int:
-        """Drafts per step: 0 is plain decoding."""
+        """Depth of the drafts: 0 is plain decoding."""
         if self.speculative_algorithm is None:
             return 0
         if self.speculative_num_steps is not None:
             return self.speculative_num_steps
         rows = self.speculative_num_draft_tokens
-        return 3 if rows is None else rows - 1
+        return 3 if rows is None or self.topk > 1 else rows - 1
+
+    @property
+    def topk(self) -> int:
+        return self.speculative_eagle_topk or 1
+
+    @property
+    def nodes(self) -> int:
+        """Drafts verified per request, the free ones not counted."""
+        rows = self.speculative_num_draft_tokens
+        if self.topk == 1:
+            return self.steps
+        # The pool of a tree: topk candidates, then topk for each of topk nodes per step.
+        pool = self.topk + max(self.steps - 1, 0) * self.topk**2 if self.steps else 0
+        return min(pool, MAX_ROWS - 1, (self.topk * self.steps) if rows is None else rows - 1)
+
+    @property
+    def reach(self) -> int:
+        """Tokens behind the last committed one that a step may write: an upper bound."""
+        return max(self.nodes + (FREE_DRAFTS if self.steps else 0), self.topk * (self.steps - 1))
+
+    @property
+    def lossy(self) -> bool:
+        return min(self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc) < 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "log-probabilities of the model's own logits, or of what the request's transforms made of them",
+        choices=("raw_logprobs", "processed_logprobs"),
+    )
+    logits_processors: str | None = option(
+        None, "classes module:Class, comma-separated: called with the tokens before it for every token that is chosen"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +202,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     spec: SpecConfig = field(default_factory=SpecConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
 
@@ -150,6 +210,7 @@ SECTIONS: dict[str, Callable[..., Any]] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "spec": SpecConfig,
+    "sampling": SamplingConfig,
     "scheduler": SchedulerConfig,
     "server": ServerConfig,
 }

@@ -9,19 +9,22 @@ import torch
 from mtpserve.attention.reference import ReferenceAttention
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.cache.pool import KVPool
-from mtpserve.config import SchedulerConfig
+from mtpserve.config import SchedulerConfig, SpecConfig
 from mtpserve.core.arch import KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, RopeArch
+from mtpserve.core.protocols import Drafter, GrammarCompiler, LogitsProcessor
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import make_drafter
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
+from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.spec.mtp import MTPDrafter
-from mtpserve.spec.null import NullDrafter
+from mtpserve.spec.accept import LOSSLESS
+from mtpserve.spec.thresholds import Thresholds
 
 CPU = torch.device("cpu")
 VOCAB, CONTEXT = 37, 160
@@ -54,7 +57,7 @@ def tiny_arch(family: str = "deepseek") -> ModelArch:
 
 def tiny_model(family: str = "deepseek", seed: int = 0) -> DecoderModel:
     build = deepseek.build if family == "deepseek" else mimo.build
-    model = build(tiny_arch(family), Unquantized(), torch.float32, CONTEXT + 32)
+    model = build(tiny_arch(family), Unquantized(), torch.float32, CONTEXT + 160)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -65,17 +68,36 @@ def tiny_model(family: str = "deepseek", seed: int = 0) -> DecoderModel:
     return model.eval()
 
 
+def tiny_drafter(model: DecoderModel, attention: ReferenceAttention, drafts: int | SpecConfig, budget: int) -> Drafter:
+    """`drafts` is the depth of a chain, or any configuration."""
+    if isinstance(drafts, int):
+        drafts = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
+    return make_drafter(drafts, model, attention, budget)
+
+
 def tiny_engine(
-    model: DecoderModel, drafts: int, *, pages: int = 400, page_size: int = 4, budget: int = 64, seats: int = 16, eos: tuple[int, ...] = ()
+    model: DecoderModel,
+    drafts: int | SpecConfig,
+    *,
+    pages: int = 400,
+    page_size: int = 4,
+    budget: int = 64,
+    seats: int = 16,
+    eos: tuple[int, ...] = (),
+    processors: Sequence[LogitsProcessor] = (),
+    thresholds: Thresholds = LOSSLESS,
+    processed_logprobs: bool = False,
+    grammars: GrammarCompiler | None = None,
 ) -> Engine:
     """The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     arch = model.arch
     pool = KVPool(arch.kv, arch.kv_layers, pages, page_size, torch.float32, CPU, poison=True)
     attention = ReferenceAttention(pool, arch.heads, arch.scale)
-    drafter = MTPDrafter(model, attention, drafts) if drafts else NullDrafter()
-    state = SeatTensors(seats, CONTEXT, drafts, arch.vocab, page_size, CPU)
+    drafter = tiny_drafter(model, attention, drafts, budget)
+    state = SeatTensors(seats, CONTEXT, drafter, arch.vocab, page_size, CPU)
+    sampling = SeatSampling(seats, LogitRules(state, seats, arch.vocab, eos, processors, CPU), CPU)
     return Engine(
-        Runner(model, attention, drafter, state, SeatSampling(seats, CPU)),
+        Runner(model, attention, pool, drafter, state, sampling, thresholds, processed_logprobs),
         SchedulerConfig(chunked_prefill_size=budget),
         allocator=PageAllocator(pages),
         page_size=page_size,
@@ -83,7 +105,8 @@ def tiny_engine(
         context_length=CONTEXT,
         vocab=arch.vocab,
         eos_ids=eos,
-        want=drafts,
+        want=drafts if isinstance(drafts, int) else drafts.steps,
+        grammars=grammars,
     )
 
 

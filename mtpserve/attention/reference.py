@@ -47,7 +47,6 @@ class ReferenceAttention:
         by_width: dict[int, list[int]] = {}
         for r in range(len(seats)):
             by_width.setdefault(ends[r + 1] - ends[r], []).append(r)
-        bits = None if batch.shape.is_chain else batch.shape.ancestor_bits
         pieces = []
         for width, members in by_width.items():
             longest = max(lengths[r] for r in members)
@@ -57,38 +56,39 @@ class ReferenceAttention:
                 groups = [members]
             for group in groups:
                 tables = [batch.seats.page_table[seats[r]] for r in group]
-                pieces.append(self.piece(width, [ends[r] for r in group], [lengths[r] for r in group], tables, bits))
+                pieces.append(self.piece(batch, width, group, [ends[r] for r in group], [lengths[r] for r in group], tables))
         return PlannedAttention(self, batch.slots, pieces)
 
-    def piece(self, width: int, first_rows: list[int], lengths: list[int], tables: list[Tensor], bits: tuple[int, ...] | None) -> Piece:
+    def piece(self, batch: Batch, width: int, spans: list[int], first_rows: list[int], lengths: list[int], tables: list[Tensor]) -> Piece:
         device, page_size, n = self.pool.k.device, self.pool.page_size, max(lengths)
         if len(lengths) == 1:
             rows: Tensor | slice = slice(first_rows[0], first_rows[0] + width)
-            slots = slots_of(tables[0][: -(-n // page_size)], n, page_size)
-            return Piece(rows, 1, slots, None if width == 1 else self.mask(width, lengths, n, bits))
-        rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
-        index = torch.arange(n, device=device).expand(len(lengths), n)
-        index = index.masked_fill(index >= torch.tensor(lengths, device=device).unsqueeze(1), 0)
-        slots = torch.stack([t[: -(-n // page_size)] for t in tables]).gather(1, index // page_size) * page_size + index % page_size
-        padded = width > 1 or min(lengths) < n
-        return Piece(rows, len(lengths), slots.flatten(), self.mask(width, lengths, n, bits) if padded else None)
+            slots: Tensor | slice = slots_of(tables[0][: -(-n // page_size)], n, page_size)
+        else:
+            rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
+            index = torch.arange(n, device=device).expand(len(lengths), n)
+            index = index.masked_fill(index >= torch.tensor(lengths, device=device).unsqueeze(1), 0)
+            slots = torch.stack([t[: -(-n // page_size)] for t in tables]).gather(1, index // page_size) * page_size + index % page_size
+            slots = slots.flatten()
+        needed = width > 1 or min(lengths) < n or batch.tree_bits is not None
+        return Piece(rows, len(lengths), slots, self.mask(batch, rows, spans, width, n) if needed else None)
 
-    def mask(self, width: int, lengths: list[int], n: int, bits: tuple[int, ...] | None) -> Tensor:
-        """Causal over a span's own rows, which are the last `width` of its columns; a tree's last rows by their ancestors.
+    def mask(self, batch: Batch, rows: Tensor | slice, spans: list[int], width: int, n: int) -> Tensor:
+        """Column c is a place in the request. A row sees what stands before it, of a tree only its ancestors.
 
-        columns   0 … length-width-1 | length-width … length-1 | … n-1
-        row i     all seen           | 0 … i seen, or the bits of node i | padding
+        columns   0 … tree_start-1 | tree_start …            | … n-1
+        row       seen             | as the row's bits say   | behind the row's own index: padding, or nodes of no concern
         """
-        device = self.pool.k.device
-        seen = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        if bits is not None:
-            nodes = len(bits)
-            seen[-nodes:, -nodes:] = (torch.tensor(bits, device=device)[:, None] >> torch.arange(nodes, device=device) & 1).bool()
-        mask = torch.zeros(len(lengths), width, n, dtype=self.pool.k.dtype, device=device)
-        for r, length in enumerate(lengths):
-            mask[r, :, length - width : length].masked_fill_(~seen, -torch.inf)
-            mask[r, :, length:] = -torch.inf
-        return mask.repeat_interleave(self.group, 1).repeat_interleave(self.kv_heads if len(lengths) > 1 else 1, 0)
+        columns = torch.arange(n, device=batch.index.device)
+        seen = columns <= batch.index[rows].unsqueeze(1)  # [spans * width, n]
+        if batch.tree_bits is not None:
+            assert batch.tree_start is not None
+            start = batch.tree_start[spans].repeat_interleave(width)
+            bit = columns - start.unsqueeze(1)
+            seen &= (bit < 0) | (batch.tree_bits[rows].unsqueeze(1) >> bit.clamp(0, 63) & 1).bool()
+        mask: Tensor = torch.zeros(seen.shape, dtype=self.pool.k.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        mask = mask.unflatten(0, (len(spans), width)).repeat_interleave(self.group, 1)
+        return mask.repeat_interleave(self.kv_heads if len(spans) > 1 else 1, 0)
 
 
 def slots_of(pages: Tensor, n: int, page_size: int) -> Tensor | slice:

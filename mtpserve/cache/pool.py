@@ -39,6 +39,12 @@ class KVPool:
             assert v is not None
             self.v[layer].index_copy_(0, slots, v)
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole slots [n] to others [n], in all layers at once; the two may overlap, targets are distinct."""
+        for part in (self.k, self.v):
+            if part is not None:
+                part[:, target] = part[:, source]
+
     def keys(self, layer: int) -> Tensor:
         """[slots, heads, key_dim]"""
         return self.k[layer]

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sequence import Sequence
-from mtpserve.core.shape import SpanShape
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from mtpserve.core.protocols import Sampler, Seats
+
+MAX_DRAFTS = 63  # one bit each in an int64, and the root
+
+
+class Source(IntEnum):
+    """Who proposed a draft."""
+
+    MTP = 0
+    NGRAM = 1
+    PREDICTION = 2
+    GRAMMAR = 3  # the only token that the request's grammar allows: costs no pass of any model
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +36,11 @@ class Span:
     seq: Sequence
     start: int
     length: int
-    shape: SpanShape = SpanShape()
+    drafts: int = 0
 
     @property
     def width(self) -> int:
-        return self.length + self.shape.size
+        return self.length + self.drafts
 
     @property
     def samples(self) -> bool:
@@ -43,6 +55,19 @@ class Span:
         with the very drafts that it had, so that preemption does not change what a seed gives.
         """
         return self.samples or (self.seq.output_len > 0 and self.start + self.length == len(self.seq.tokens) - 1)
+
+
+class Tree(NamedTuple):
+    """Which draft continues which. Node 0 is the last committed token, draft i is node i + 1, a parent stands before its children.
+
+    chain of 3:   0 → 1 → 2 → 3          parents 0 1 2
+    tree of 3:    0 → 1 → 3              parents 0 0 1        ancestors of node 3: bits 0, 1 and 3
+                  └→ 2
+    """
+
+    parents: Tensor  # [R, K] int64
+    ancestors: Tensor  # [R, K+1] int64, per node the set of nodes on its path, itself included: bit j for node j
+    depths: Tensor  # [R, K+1] int64, the root's is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +85,6 @@ class Batch:
     seat_ids: Tensor  # [R] int64
     cu_q: Tensor  # [R+1] int64, first row of each span
     kv_len: Tensor  # [R] int64, tokens in the cache after this step's rows are stored
-    shape: SpanShape  # of the widest span; narrower chains are its prefixes
     draft_count: Tensor  # [R] int64, drafts that span r really has
     last_row: Tensor  # [R] int64, row of the span's last committed token
     sample_rows: Tensor  # [R, K+1] int64, that row and its drafts' rows; short spans repeat their last row
@@ -68,6 +92,16 @@ class Batch:
     draft_spans: Tensor | None  # [D] int64, spans that may be drafted for; None: all
     seats: Seats
     sampler: Sampler
+    tree: Tree | None = None  # None: every span's drafts are a chain
+    # Row t sees column c (a place in the request) where c <= index[t], and bit c - tree_start of tree_bits[t] is set or c is before
+    # tree_start of its span. None: every row sees all that stands before it.
+    tree_bits: Tensor | None = None  # [T] int64, -1 for a row that is no node
+    tree_start: Tensor | None = None  # [R] int64, index of node 0
+
+    @property
+    def drafts(self) -> Tensor:
+        """[R, K]; what stands behind `draft_count` is void."""
+        return self.ids[self.sample_rows[:, 1:]]
 
 
 class Hidden(NamedTuple):
@@ -78,12 +112,27 @@ class Hidden(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What verification decided. A span without drafts gets one token: that is sampling. Void for spans that do not sample."""
+class Logprobs:
+    """Of the tokens that a step commits, by the target's own law. N is the largest number of alternatives asked for."""
 
-    tokens: Tensor  # [R, K+1] int64: accepted drafts, then the target's own token; what follows is void
+    chosen: Tensor  # [R, D+1] float32
+    ranks: Tensor  # [R, D+1] int64
+    top_ids: Tensor  # [R, D+1, N] int64
+    top: Tensor  # [R, D+1, N] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What verification decided. A span without drafts gets one token: that is sampling. Void for spans that do not sample.
+
+    D is the depth of the deepest draft that the step could hold: K for a chain.
+    """
+
+    tokens: Tensor  # [R, D+1] int64: accepted drafts, then the target's own token; what follows is void
     accepted: Tensor  # [R] int64: how many drafts survived; `accepted + 1` tokens are committed
+    path: Tensor | None  # [R, D+1] int64: the nodes that survived, the root first; repeats its last behind them. None: a chain's
     failed: Tensor  # [R] bool: logits that decided something were not finite; the request ends with an error
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +140,10 @@ class Drafts:
     """Proposals for the D spans that are drafted for. `probs` None: each proposal stands for a point mass."""
 
     tokens: Tensor  # [D, K] int64
-    probs: Tensor | None  # [D, K, vocabulary] float32, the distribution each was drawn from
+    count: Tensor  # [D] int64, how many of them are proposals; the rest is void
+    probs: Tensor | None = None  # [D, K, vocabulary] float32, the distribution each was drawn from
+    tree: Tree | None = None  # None: a chain
+    sources: Tensor | None = None  # [D, K] int64, of Source; None: MTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +152,14 @@ class SpanResult:
 
     tokens: list[int]  # committed by this step: accepted drafts and one more; empty for a chunk that ends inside the prompt
     accepted: int  # drafts among them
-    proposed: list[int]  # the drafts that were verified
     drafts: int  # proposals that now wait for the next step
+    proposed: list[int] = field(default_factory=list)  # the drafts that were verified
+    parents: list[int] = field(default_factory=list)  # the node that each continues
+    sources: list[int] = field(default_factory=list)  # of Source, one for each
+    path: list[int] = field(default_factory=list)  # the nodes of the drafts that were accepted
     failed: bool = False
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence as Seq
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence as Seq
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mtpserve.core.arch import KVLayout, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Span, StepResult, Verdict
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.sequence import Sequence
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch import Tensor, nn
 
 
@@ -66,35 +68,129 @@ class Seats(Protocol):
     length: Tensor  # [seats] int64: committed tokens
     computed: Tensor  # [seats] int64: tokens whose KV is in the pages
     page_table: Tensor  # [seats, pages] int64
-    draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts were drawn from
+    draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from
 
     def slots(self, seat_ids: Tensor, index: Tensor) -> Tensor:
         """Where the KV of token `index` of each seat's request lies in the pool."""
         ...
 
+    def prompt_length(self, seat_ids: Tensor) -> Tensor: ...
+
+    def prediction(self, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What each request's output probably repeats [rows, longest] int64, and its length [rows], 0 where there is none. None:
+        nowhere is one."""
+        ...
+
 
 class Sampler(Protocol):
-    """Logits to tokens, with the batch's own sampling parameters."""
+    """Logits to tokens, by what each request of the batch asks for.
+
+    A `path` is the tokens that stand behind the committed ones where a row's logits come from: the drafts that lead to its node.
+    """
 
     @property
     def all_greedy(self) -> bool: ...
 
-    def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
-        """[rows, vocabulary] → the transformed distribution of each row's request, float32; greedy rows are one-hot."""
+    @property
+    def all_coupled(self) -> bool:
+        """All drafts are point masses, so that the target's own choice decides: see spec/accept."""
         ...
 
-    def uniform(self, seat_ids: Tensor, index: Tensor) -> Tensor:
-        """[rows], [rows, n] → [rows, n, 3] in [0, 1), float64, from (the request's seed, the token's index, the stream) alone."""
+    @property
+    def has_rules(self) -> bool:
+        """Some request of the batch asks for more than temperature, top_k, top_p and min_p: `processed` needs paths."""
+        ...
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """The largest number of alternatives whose log-probabilities are asked for; None: nobody asks for any."""
+        ...
+
+    def greedy(self, seat_ids: Tensor) -> Tensor:
+        """[rows] bool"""
+        ...
+
+    def coupled(self, seat_ids: Tensor) -> Tensor | None:
+        """[rows] bool: requests whose drafts are point masses. None: nobody's."""
+        ...
+
+    def processed(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+        """[rows, vocabulary], path [rows, D] of which the first `count` [rows] count → logits after everything but temperature,
+        top_k, top_p and min_p."""
+        ...
+
+    def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
+        """Processed logits → the distribution of each row's request, float32; greedy rows are one-hot."""
+        ...
+
+    def uniform(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        """[rows], [rows, n] → [rows, n] in [0, 1), float64, from (the request's seed, the token's index, the stream) alone."""
+        ...
+
+    def choose(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        """weights [rows, vocabulary] ≥ 0, index [rows] → [rows], a token drawn in proportion: the one with the largest `race`."""
+        ...
+
+    def race(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        """[rows, vocabulary] float64: weights over exponential noise that (seed, index, stream, token) alone decide."""
+        ...
+
+    def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Tokens that grammars leave no choice about, behind what is committed now: [rows, limit] and how many [rows]."""
+        ...
+
+    def advance(self, batch: Batch, verdict: Verdict) -> None:
+        """A verdict was committed."""
+        ...
+
+
+class Grammar(Protocol):
+    """What one request's output must look like: a state over its tokens."""
+
+    def commit(self, tokens: Seq[int]) -> None:
+        """The output grew. Raises ValueError for tokens that are not allowed."""
+        ...
+
+    def masks(self, paths: Seq[Seq[int]], rows: ndarray[Any, Any]) -> list[bool]:
+        """What may follow each path behind the output: bit j of word i of its row is token 32 i + j. rows [n, words] int32.
+
+        False for a path that is itself not allowed; its row is then all ones.
+        """
+        ...
+
+    def forced(self, path: Seq[int], limit: int) -> list[int]:
+        """The tokens behind `path` about which there is no choice, at most `limit`."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Raises InvalidRequest."""
+        ...
+
+
+class LogitsProcessor(Protocol):
+    """A class of the operator's own, named at launch. Called for every row whose logits decide something."""
+
+    def __call__(self, tokens: list[int], prompt_len: int, params: Mapping[str, object], logits: Tensor) -> Tensor:
+        """`tokens` are prompt, output and the drafts that lead here; `params` the request's custom_params; logits [vocabulary]
+        float32 → the same. An exception ends the request, not the engine."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes what the next step verifies. `want` 0 still absorbs the rows, so that the draft layer's KV stays aligned."""
+    """Proposes what the next step verifies. Wanting nothing still absorbs the rows, so that the draft layer's KV stays aligned."""
 
-    max_drafts: int
+    max_drafts: int  # nodes that one request may have
+    depth: int  # of the deepest
+    reach: int  # tokens behind the last committed one that drafting writes, or that wait to be verified
+    plain_reach: int  # the same for a request with neither grammar nor prediction
+    trees: bool  # drafts may branch
+    coupled: bool  # drafts are point masses, for all requests
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: int) -> Drafts | None:
-        """Called after the seats were advanced by the verdict. None when want is 0."""
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Seq[int]) -> Drafts | None:
+        """Called after the seats were advanced by the verdict and the surviving rows moved together. `want` is how deep to draft
+        for each span of `batch.draft_spans`. None when nobody wants anything."""
         ...
 
 
@@ -102,14 +198,25 @@ class ModelRunner(Protocol):
     """The device side of the engine. Tests of the scheduler bring a fake one without tensors."""
 
     @property
-    def max_drafts(self) -> int: ...
+    def max_drafts(self) -> int:
+        """Drafts that one request may have in one step."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest."""
+        ...
+
+    def reach(self, seq: Sequence | None) -> int:
+        """How many tokens behind its last committed one a step may write for this request; None: for any."""
+        ...
 
     def admit(self, seq: Sequence) -> None:
         """The sequence has been given a seat (`seq.seat`): upload its tokens and sampling parameters."""
         ...
 
     def step(self, spans: Seq[Span], want: int) -> StepResult:
-        """Run one step; `want` is the number of drafts to propose for the next one."""
+        """Run one step; `want` is how deep to draft for the next one."""
         ...
 
 

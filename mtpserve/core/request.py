@@ -10,26 +10,53 @@ from mtpserve.core.sequence import Finish
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`id` is made by the front end and unique while the request lives."""
+    """`id` is made by the front end and unique while the request lives.
+
+    What `sampling` says in text stands here in tokens: the front end has the tokenizer, the engine none.
+    """
 
     id: str
     prompt: list[int]
     sampling: SamplingParams
+    bad_words: list[list[int]] = field(default_factory=list)  # every spelling of sampling.bad_words
+    prediction: list[int] = field(default_factory=list)  # sampling.speculation.prediction
+    same_prompt_as: str | None = None  # another request whose prompt is this one: its pages may be shared
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's log-probability and its rank (1 is the likeliest), with those of the likeliest tokens, the likeliest first."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The drafts that one step verified for one request. Node 0 is the token before them, draft i is node i + 1."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # the node that each continues
+    sources: list[str] = field(default_factory=list)  # who proposed each: see core.batch.Source
+    path: list[int] = field(default_factory=list)  # the nodes that were accepted, in order
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One step's yield for one request: 0 … K+1 tokens, of which the first `accepted` were drafts. The last event has `finish`.
 
-    `proposed` are the drafts that the step verified, accepted or not; `error` is set when finish is ERROR.
+    `error` is set when finish is ERROR.
     """
 
     id: str
     tokens: list[int]
     accepted: int = 0
-    proposed: list[int] = field(default_factory=list)
+    proposal: Proposal = field(default_factory=Proposal)
     finish: Finish | None = None
     error: str | None = None
+    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request asks for them
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens, from the second on
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +68,12 @@ class ModelCard:
     context_length: int
     eos_ids: tuple[int, ...]
     speculative_steps: int  # 0: plain decoding
+    lossy: bool = False  # acceptance thresholds below 1: the output's law is not the model's
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since start (…_total and lists) and gauges of now. Position i of the lists is draft i+1."""
+    """Counters since start (…_total and lists) and gauges of now. Position i of the lists is depth i+1."""
 
     running: int = 0
     waiting: int = 0
@@ -62,3 +90,5 @@ class EngineStats:
     draft_tokens_per_position: list[int] = field(default_factory=list)
     accepted_tokens_per_position: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)  # [n]: verifications that committed n+1 tokens
+    draft_tokens_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_tokens_by_source: dict[str, int] = field(default_factory=dict)

@@ -3,18 +3,61 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from mtpserve.core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 1024
+MAX_BIASED = 1024
+MAX_BAD_WORDS = 256
+MAX_LOGPROBS = 20  # OpenAI's limit
+MAX_GRAMMAR_BYTES = 1 << 20
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What the output must look like. `text` is a JSON schema, a regular expression, a JSON list of choices, a grammar in EBNF (Lark
+    or GBNF), or a JSON structural tag; empty for json_object."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(f"{self.kind} has {len(self.text)} characters, at most {MAX_GRAMMAR_BYTES} are allowed", self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a request says about its own speculation. It never changes the law of the output, only how fast it comes.
+
+    `num_steps` None: as deep as the server drafts. `prediction` is text that the output probably repeats.
+    """
+
+    enabled: bool = True
+    num_steps: int | None = None
+    prediction: str = ""
+    trace: bool = False  # report per step what was proposed, by whom, and what was accepted
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None and not 0 <= self.num_steps <= 63:
+            raise InvalidRequest(f"speculative.num_steps must be in [0, 63], got {self.num_steps!r}", "speculative")
+
+    @property
+    def depth(self) -> int | None:
+        return self.num_steps if self.enabled else 0
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Transforms apply in the order temperature, top_k, top_p, min_p; each works on what the one before it left.
+    """Transforms apply in this order, each on what the one before it left: logit_bias, allowed_token_ids, bad_words, min_tokens,
+    penalties, custom processors, the grammar; then temperature, top_k, top_p, min_p.
 
     temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. `max_tokens` None means: up to the context length.
     `seed` None draws one at admission; with a seed the same request gives the same text whatever else runs in the batch.
@@ -32,6 +75,18 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop: bool = False  # keep the stop string in the text
     skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0  # divides the positive logits of tokens in prompt and output, multiplies the negative ones
+    frequency_penalty: float = 0.0  # taken off once for each time that the token stands in the output
+    presence_penalty: float = 0.0  # taken off once if the token stands in the output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of token ids
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[str, ...] = ()  # texts that the output must not contain, as the tokenizer spells them
+    min_tokens: int = 0  # tokens before any stop token can come
+    logprobs: int | None = None  # log-probabilities of the output's tokens, and of so many alternatives
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
+    grammar: GrammarSpec | None = None
+    custom_params: Mapping[str, object] = field(default_factory=dict)  # handed to the processors named at launch
+    speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
         def require(good: bool, field: str, allowed: str) -> None:
@@ -47,6 +102,19 @@ class SamplingParams:
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         require(all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop), "stop", f"strings of 1 to {MAX_STOP_LENGTH} characters")
         require(len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS} ids")
+        require(0 < self.repetition_penalty <= 2, "repetition_penalty", "in (0, 2]")
+        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
+        require(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
+        require(len(self.logit_bias) <= MAX_BIASED, "logit_bias", f"at most {MAX_BIASED} entries")
+        require(all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "logit_bias", "numbers in [-100, 100]")
+        require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} strings")
+        require(
+            all(0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words), "bad_words", f"strings of 1 to {MAX_STOP_LENGTH} characters"
+        )
+        require(self.min_tokens >= 0, "min_tokens", "at least 0")
+        require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens = {self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            require(getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
 
     @property
     def greedy(self) -> bool:

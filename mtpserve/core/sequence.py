@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from mtpserve.core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from mtpserve.core.protocols import Grammar
 
 
 class Finish(StrEnum):
@@ -34,6 +38,14 @@ class Sequence:
     sampling: SamplingParams
     max_len: int  # tokens that it may ever hold: prompt + max_tokens, at most the context length
     seed: int  # the request's own, or drawn at admission
+    bad_words: list[list[int]] = field(default_factory=list)
+    prediction: list[int] = field(default_factory=list)  # what the output probably repeats
+    grammar: Grammar | None = None  # knows the first `grammar_tokens` of the output
+    grammar_tokens: int = 0
+    prompt_scored: int = 0  # prompt tokens, from the second on, whose log-probabilities were reported
+    shares: Sequence | None = None  # another request with this very prompt, whose pages may be used
+    depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
+    reach: int = 0  # tokens behind the last committed one that a step may write for it
     computed: int = 0
     drafts: int = 0  # proposals that wait on the device to be verified by the next span
     pages: list[int] = field(default_factory=list)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -11,20 +13,23 @@ import torch
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.cache.pool import KVPool
-from mtpserve.config import EngineConfig
+from mtpserve.config import FREE_DRAFTS, EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError, UnsupportedModel
-from mtpserve.core.protocols import AttentionBackend, Drafter, LinearMethod
+from mtpserve.core.protocols import AttentionBackend, Drafter, Grammar, GrammarCompiler, LinearMethod, LogitsProcessor
+from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
 from mtpserve.quant.registry import METHODS
 from mtpserve.runtime.memory import MemoryPlan, plan_memory
+from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec.registry import DRAFTERS
+from mtpserve.spec.thresholds import Thresholds
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.hf import HFConfig, read_config
 from mtpserve.weights.layouts import MTPLayout, mtp_layers, nextn_prefix, why_no_mtp
@@ -135,7 +140,7 @@ def weight_bytes(found: Described, dtype: torch.dtype) -> int:
 
 
 def plan(config: EngineConfig) -> tuple[Described, torch.dtype, torch.device, MemoryPlan]:
-    found = describe(config, want_mtp=config.spec.speculative_algorithm is not None)
+    found = describe(config, want_mtp="mtp" in config.spec.sources)
     device = device_of(config)
     dtype = dtype_of(config, found.arch, device)
     length = config.model.context_length
@@ -144,31 +149,93 @@ def plan(config: EngineConfig) -> tuple[Described, torch.dtype, torch.device, Me
     return found, dtype, device, plan_memory(config, found.arch, dtype, device, weight_bytes(found, dtype))
 
 
+def make_drafter(spec: SpecConfig, model: DecoderModel, attention: AttentionBackend, budget: int) -> Drafter:
+    """A chain of the MTP layer's own is sampled and judged by its q, which accepts most; beside other sources, and in a tree, drafts
+    are point masses that follow the target's own noise (spec/accept). A step of `budget` rows must hold all drafts of a request."""
+    if spec.steps == 0:
+        # The layer's KV is filled all the same where there is one: per-request and load control may ask for nothing, too.
+        return cast(Drafter, DRAFTERS.get("mtp")(model, attention, 0) if "mtp" in spec.sources else DRAFTERS.get("none")())
+    ngram = "ngram" in spec.sources
+    if "mtp" not in spec.sources:
+        base = DRAFTERS.get("ngram")(spec.steps)
+    elif spec.topk > 1:
+        base = DRAFTERS.get("tree")(model, attention, spec.steps, spec.topk, spec.nodes)
+    else:
+        coupled = ngram or spec.lossy
+        base = DRAFTERS.get("mtp")(model, attention, spec.steps, coupled)
+    free = min(FREE_DRAFTS, max(budget - spec.nodes - 1, 0))
+    return cast(Drafter, DRAFTERS.get("combined")(base, free, ngram and "mtp" in spec.sources))
+
+
+def load_processors(named: str | None) -> list[LogitsProcessor]:
+    """Raises ConfigError for what cannot be imported, or does not start without arguments."""
+    made: list[LogitsProcessor] = []
+    for name in (named or "").split(","):
+        if not name.strip():
+            continue
+        module, _, kind = name.strip().partition(":")
+        try:
+            made.append(getattr(import_module(module), kind)())
+        except Exception as error:
+            raise ConfigError(f"--logits-processors {name.strip()}: {type(error).__name__}: {error}") from error
+    return made
+
+
+class Grammars:
+    """core.protocols.GrammarCompiler, made when the first request has a grammar: most engines never see one."""
+
+    def __init__(self, tokenizer: Path, vocab: int, eos_ids: tuple[int, ...]) -> None:
+        self.arguments = tokenizer, vocab, eos_ids
+        self.compiler: GrammarCompiler | None = None
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        if self.compiler is None:
+            self.compiler = cast(GrammarCompiler, import_module("mtpserve.text.grammar").GrammarCompiler(*self.arguments))
+        return self.compiler.compile(spec)
+
+
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
+    processors = load_processors(config.sampling.logits_processors)
     found, dtype, device, memory = plan(config)
-    arch, steps = found.arch, config.spec.steps
+    arch, spec, page_size = found.arch, config.spec, config.cache.page_size
     for what, size in memory.rows:
         log.info("memory: %-28s %10.1f MiB", what, size / 2**20)
-    seats = SeatTensors(memory.max_running, memory.context_length, steps, arch.vocab, config.cache.page_size, device)
-    model = load_model(found, dtype, device, memory.context_length + seats.slack, progress)
-    pool = KVPool(arch.kv, arch.kv_layers, memory.pages, config.cache.page_size, dtype, device, poison)
+    model = load_model(found, dtype, device, memory.context_length + 2 * (spec.reach + 1), progress)
+    pool = KVPool(arch.kv, arch.kv_layers, memory.pages, page_size, dtype, device, poison)
     attention = cast(AttentionBackend, BACKENDS.get("reference")(pool, arch.heads, arch.scale))
-    drafter = DRAFTERS.get("mtp")(model, attention, steps) if arch.mtp else DRAFTERS.get("none")()
-    runner = Runner(model, attention, cast(Drafter, drafter), seats, SeatSampling(memory.max_running, device))
+    drafter = make_drafter(spec, model, attention, config.scheduler.chunked_prefill_size)
+    seats = SeatTensors(memory.max_running, memory.context_length, drafter, arch.vocab, page_size, device)
+    rules = LogitRules(seats, memory.max_running, arch.vocab, arch.eos_ids, processors, device)
+    thresholds = Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc)
+    runner = Runner(
+        model,
+        attention,
+        pool,
+        drafter,
+        seats,
+        SeatSampling(memory.max_running, rules, device),
+        thresholds,
+        config.sampling.logprobs_mode == "processed_logprobs",
+    )
+    if spec.lossy:
+        log.warning("LOSSY: acceptance thresholds below 1; the output is not what the model alone would give")
     engine = Engine(
         runner,
         config.scheduler,
         allocator=PageAllocator(memory.pages),
-        page_size=config.cache.page_size,
+        page_size=page_size,
         max_running=memory.max_running,
         context_length=memory.context_length,
         vocab=arch.vocab,
         eos_ids=arch.eos_ids,
-        want=steps,
+        want=spec.steps,
         name=config.model.served_model_name or config.model.model,
+        grammars=Grammars(Path(config.model.tokenizer or config.model.directory), arch.vocab, arch.eos_ids),
+        lossy=spec.lossy,
     )
     log.info(
-        "%s, %s on %s, %d pages of %d tokens, %d drafts per step", arch.family, dtype, device, memory.pages, config.cache.page_size, steps
-    )
+        "%s, %s on %s, %d pages of %d tokens, drafts %d deep, %d per step", arch.family, dtype, device, memory.pages, page_size, spec.steps,
+        spec.nodes,
+    )  # fmt: skip
     return engine

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.config import SchedulerConfig, check
 from mtpserve.core.batch import Span
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest
-from mtpserve.core.protocols import ModelRunner
+from mtpserve.core.protocols import Grammar, GrammarCompiler, ModelRunner
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.scheduler import Outcome, Scheduler, lookahead
 from mtpserve.engine.stats import count, new_stats
@@ -48,16 +48,19 @@ class Engine:
         eos_ids: tuple[int, ...],
         want: int,
         name: str = "",
+        grammars: GrammarCompiler | None = None,
+        lossy: bool = False,
     ) -> None:
-        if not 0 <= want <= runner.max_drafts:
-            raise ConfigError(f"--speculative-num-steps must be in [0, {runner.max_drafts}], got {want}")
+        if not 0 <= want <= runner.depth:
+            raise ConfigError(f"--speculative-num-steps must be in [0, {runner.depth}], got {want}")
         budget, rows = config.chunked_prefill_size, runner.max_drafts + 1
         check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}: one token and {rows - 1} drafts")
         pool = allocator.num_pages * page_size
-        reserve = lookahead(runner.max_drafts)
+        reserve = lookahead(runner.reach(None))
         check(pool >= reserve + 2, "max_total_tokens", pool, f"at least {reserve + 2}: two tokens and {reserve} kept for drafting")
         self.context_length = min(context_length, pool - reserve)
-        self.card = ModelCard(name, vocab, self.context_length, eos_ids, want)
+        self.card = ModelCard(name, vocab, self.context_length, eos_ids, want, lossy)
+        self._grammars = grammars
         self._runner = runner
         self._want = want
         self._max_queued = config.max_queued_requests
@@ -65,7 +68,7 @@ class Engine:
         self._scheduler = Scheduler(
             allocator, page_size=page_size, max_running=max_running, token_budget=budget, max_drafts=runner.max_drafts, eos_ids=eos_ids
         )
-        self._stats = new_stats(runner.max_drafts, allocator.num_pages)
+        self._stats = new_stats(runner.depth, allocator.num_pages)
 
     @property
     def has_work(self) -> bool:
@@ -89,7 +92,33 @@ class Engine:
             raise EngineBusy(f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is {self._max_queued}")
         max_len = self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        scheduler.add(Sequence(request.id, list(request.prompt), prompt_len, sampling, max_len, seed))
+        seq = Sequence(
+            request.id,
+            list(request.prompt),
+            prompt_len,
+            sampling,
+            max_len,
+            seed,
+            bad_words=request.bad_words,
+            prediction=request.prediction if sampling.speculation.depth != 0 else [],
+            grammar=self._grammar(sampling.grammar),
+            shares=self._shared(request),
+            depth=sampling.speculation.depth,
+        )
+        seq.reach = self._runner.reach(seq)
+        scheduler.add(seq)
+
+    def _grammar(self, spec: GrammarSpec | None) -> Grammar | None:
+        if spec is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest(f"{spec.kind} needs the model's tokenizer, which this engine was started without", spec.kind)
+        return self._grammars.compile(spec)
+
+    def _shared(self, request: Request) -> Sequence | None:
+        """Another live request whose prompt is the same, as the front end says; believed after a look."""
+        other = None if request.same_prompt_as is None else self._scheduler.live.get(request.same_prompt_as)
+        return other if other is not None and other.tokens[: other.prompt_len] == request.prompt else None
 
     def abort(self, request_id: str) -> None:
         """End a request, at any time and without an event; its pages and seat are free at once. Unknown ids are ignored."""
@@ -139,12 +168,18 @@ class Engine:
         if not request.prompt:
             raise InvalidRequest("prompt must not be empty", "prompt")
         self._require_known(request.prompt, "prompt")
-        self._require_known(request.sampling.stop_token_ids, "stop_token_ids")
+        sampling = request.sampling
+        self._require_known(sampling.stop_token_ids, "stop_token_ids")
+        self._require_known(sampling.allowed_token_ids, "allowed_token_ids")
+        self._require_known(sampling.logit_bias, "logit_bias")
+        for word in request.bad_words:
+            self._require_known(word, "bad_words")
+        self._require_known(request.prediction, "prediction")
         if prompt >= context:
             raise InvalidRequest(f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt")
         _require_fit(prompt, request.sampling, context)
 
-    def _require_known(self, ids: Seq[int], param: str) -> None:
+    def _require_known(self, ids: Iterable[int], param: str) -> None:
         for token in ids:
             if not 0 <= token < self.card.vocab:
                 raise InvalidRequest(f"{param} must be token ids in [0, {self.card.vocab - 1}], got {token}", param)
@@ -158,4 +193,6 @@ def _require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:
 
 def _event(outcome: Outcome) -> TokenEvent:
     seq = outcome.seq
-    return TokenEvent(seq.id, outcome.tokens, outcome.accepted, outcome.proposed, seq.finish, seq.error)
+    return TokenEvent(
+        seq.id, outcome.tokens, outcome.accepted, outcome.proposal, seq.finish, seq.error, outcome.logprobs, outcome.prompt_logprobs
+    )

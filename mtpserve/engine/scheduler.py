@@ -13,20 +13,20 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Collection, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtpserve.cache.pages import PageAllocator
-from mtpserve.core.batch import Span, SpanResult, StepResult
+from mtpserve.core.batch import Source, Span, SpanResult, StepResult
+from mtpserve.core.request import Proposal, TokenLogprob
 from mtpserve.core.sequence import Finish, Sequence
-from mtpserve.core.shape import SpanShape
 from mtpserve.engine.stopping import until_stop
 
 NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
 
 
-def lookahead(max_drafts: int) -> int:
+def lookahead(reach: int) -> int:
     """Tokens beyond a span for which pages are held: this step's drafting, and a next step launched before this one is read."""
-    return 2 * (max_drafts + 1)
+    return 2 * (reach + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,10 @@ class Outcome:
 
     seq: Sequence
     tokens: list[int]
-    accepted: int  # of `tokens`, from the front
-    proposed: list[int]  # the drafts that were verified
+    accepted: int = 0  # of `tokens`, from the front
+    proposal: Proposal = field(default_factory=Proposal)  # the drafts that were verified
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class Scheduler:
@@ -114,7 +116,7 @@ class Scheduler:
         spans: list[Span] = []
         late: list[str] = []
         for seq in ready:
-            span = Span(seq, seq.computed, 1, SpanShape.chain(_useful_drafts(seq)))
+            span = Span(seq, seq.computed, 1, _useful_drafts(seq))
             if span.width > left:
                 late.append(seq.id)
                 continue
@@ -130,10 +132,15 @@ class Scheduler:
         seq = self.waiting[0]
         # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has
         # taken some: it cannot come back within the same plan, nor lack pages itself for the first span that decodes again.
-        pages = self._pages_for(min(len(seq.tokens) + self._max_drafts + 1, seq.max_len))
+        shared = self._shareable(seq)
+        if shared is None:
+            return None
+        pages = self._pages_for(seq, min(len(seq.tokens) + seq.reach + 1, seq.max_len)) - len(shared)
         if pages > self._allocator.free_count:
             return None
-        seq.pages = self._allocator.allocate(pages)
+        self._allocator.share(shared)
+        seq.pages = shared + self._allocator.allocate(pages)
+        seq.computed = len(shared) * self._page_size
         seq.seat = heapq.heappop(self._free_seats)
         self.running.append(self.waiting.popleft())
         self.admitted.append(seq)
@@ -141,9 +148,23 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------- pages
 
-    def _pages_for(self, tokens: int) -> int:
+    def _pages_for(self, seq: Sequence, tokens: int) -> int:
         """Pages that hold `tokens` and the lookahead."""
-        return -(-(tokens + lookahead(self._max_drafts)) // self._page_size)
+        return -(-(tokens + lookahead(seq.reach)) // self._page_size)
+
+    def _shareable(self, seq: Sequence) -> list[int] | None:
+        """Pages of another request with the same prompt that this one may read; None: they will be there in a few steps.
+
+        prompt     | page | page | page | pa        the last token of the prompt is computed by each for itself, and so is the
+        shared     | page | page |                  page that holds the one before it: an MTP layer's key knows the next token
+        """
+        other = seq.shares
+        if other is None or seq.sampling.prompt_logprobs is not None or self.live.get(other.id) is not other:
+            return []
+        whole = (seq.prompt_len - 1) // self._page_size
+        if other.seat is None or other.computed >= whole * self._page_size:
+            return other.pages[:whole]
+        return None
 
     def _reserve(self) -> None:
         """Give every decoding request the pages of its next span, the oldest first. Prompt chunks need none: admission took theirs."""
@@ -155,7 +176,7 @@ class Scheduler:
             index += 1
 
     def _extend(self, seq: Sequence) -> None:
-        missing = self._pages_for(len(seq.tokens) + _useful_drafts(seq)) - len(seq.pages)
+        missing = self._pages_for(seq, len(seq.tokens) + _useful_drafts(seq)) - len(seq.pages)
         while missing > self._allocator.free_count:
             # Ends: the pool holds the oldest request alone, and a request that turns out to be the youngest gives way itself.
             if self._preempt_youngest() is seq:
@@ -189,35 +210,39 @@ class Scheduler:
         for span, booked in zip(spans, result.spans, strict=True):
             self._check(span, booked)
         outcomes = [self._book(span, booked) for span, booked in zip(spans, result.spans, strict=True) if span.seq.finish is None]
-        return [outcome for outcome in outcomes if outcome.tokens or outcome.seq.finish is not None]
+        return [outcome for outcome in outcomes if outcome.tokens or outcome.prompt_logprobs or outcome.seq.finish is not None]
 
     def fail(self, seqs: Seq[Sequence], error: str) -> list[Outcome]:
         """End those of `seqs` that still live with an error."""
         living = [seq for seq in seqs if seq.finish is None]
         for seq in living:
             self._end(seq, Finish.ERROR, error)
-        return [Outcome(seq, [], 0, []) for seq in living]
+        return [Outcome(seq, []) for seq in living]
 
     def _check(self, span: Span, result: SpanResult) -> None:
         tokens = result.accepted + 1 if span.samples else 0
-        fits = 0 <= result.accepted <= span.shape.size and len(result.tokens) == tokens and 0 <= result.drafts <= self._max_drafts
+        fits = 0 <= result.accepted <= span.drafts and len(result.tokens) == tokens and 0 <= result.drafts <= self._max_drafts
         # What came of a request that failed, or was aborted in the meantime, is dropped unread.
         if not fits and not result.failed and span.seq.finish is None:
             raise ValueError(f"the result of request {span.seq.id} does not fit its span: {result}")
 
     def _book(self, span: Span, result: SpanResult) -> Outcome:
         seq = span.seq
+        proposal = Proposal(result.proposed, result.parents, [Source(who).name.lower() for who in result.sources], result.path)
         if result.failed:
             self._end(seq, Finish.ERROR, NOT_FINITE)
-            return Outcome(seq, [], 0, result.proposed)
+            return Outcome(seq, [], proposal=proposal)
         kept, finish = until_stop(seq, result.tokens, self._eos_ids)
         seq.computed = span.start + span.length + result.accepted
         seq.drafts = result.drafts
         seq.tokens += kept
+        scores = None if result.prompt_logprobs is None else result.prompt_logprobs[max(seq.prompt_scored - span.start, 0) :]
+        seq.prompt_scored = max(seq.prompt_scored, min(span.start + span.length, seq.prompt_len - 1))
         if finish is not None:
             self._end(seq, finish)
         assert finish is not None or seq.computed < len(seq.tokens) < seq.max_len
-        return Outcome(seq, kept, min(result.accepted, len(kept)), result.proposed)
+        logprobs = None if result.logprobs is None else result.logprobs[: len(kept)]
+        return Outcome(seq, kept, min(result.accepted, len(kept)), proposal, logprobs, scores or None)
 
     def _end(self, seq: Sequence, finish: Finish, error: str | None = None) -> None:
         if seq.seat is None:

@@ -9,15 +9,15 @@ last_row       2             3
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Span
+from mtpserve.cache.pool import KVPool
+from mtpserve.core.batch import Batch, Hidden, Span, Verdict
 from mtpserve.core.protocols import Sampler
-from mtpserve.core.shape import SpanShape
 from mtpserve.runtime.seats import SeatTensors
 
 Layout = tuple[tuple[int, int, bool], ...]  # per span: committed tokens, drafts, whether it samples
@@ -29,8 +29,9 @@ class RowLayout:
 
     row_span: Tensor  # [T]
     offset: Tensor  # [T]
+    node: Tensor  # [T], 0 for committed rows
     cu_q: Tensor  # [R+1]
-    width: Tensor  # [R]
+    length: Tensor  # [R], committed tokens
     draft_count: Tensor  # [R]
     last_row: Tensor  # [R]
     sample_rows: Tensor  # [R, K+1]
@@ -42,6 +43,7 @@ class RowLayout:
 def row_layout(layout: Layout, device: torch.device) -> RowLayout:
     row_span: list[int] = []
     offset: list[int] = []
+    node: list[int] = []
     ends, last_row, sample_rows = [0], [], []
     widest = max(drafts for _, drafts, _ in layout)
     for r, (length, drafts, _) in enumerate(layout):
@@ -49,6 +51,7 @@ def row_layout(layout: Layout, device: torch.device) -> RowLayout:
         last = ends[-1] + length - 1
         row_span += [r] * width
         offset += range(width)
+        node += [0] * (length - 1) + list(range(drafts + 1))
         last_row.append(last)
         sample_rows.append([last + min(i, drafts) for i in range(widest + 1)])
         ends.append(ends[-1] + width)
@@ -56,21 +59,34 @@ def row_layout(layout: Layout, device: torch.device) -> RowLayout:
     def tensor(values: object) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    widths = [length + drafts for length, drafts, _ in layout]
-    counts, samples = [drafts for _, drafts, _ in layout], [int(samples) for _, _, samples in layout]
+    lengths, counts = [length for length, _, _ in layout], [drafts for _, drafts, _ in layout]
     return RowLayout(
-        tensor(row_span), tensor(offset), tensor(ends), tensor(widths), tensor(counts), tensor(last_row), tensor(sample_rows),
-        tensor(samples), widest,
+        tensor(row_span), tensor(offset), tensor(node), tensor(ends), tensor(lengths), tensor(counts), tensor(last_row),
+        tensor(sample_rows), tensor([int(samples) for _, _, samples in layout]), widest,
     )  # fmt: skip
 
 
 def build(spans: Seq[Span], seats: SeatTensors, sampler: Sampler) -> Batch:
-    rows = row_layout(tuple((s.length, s.shape.size, s.samples) for s in spans), seats.device)
-    seat_ids = torch.tensor([s.seq.seat for s in spans], dtype=torch.int64, device=seats.device)
-    start = seats.computed[seat_ids]
+    rows = row_layout(tuple((s.length, s.drafts, s.samples) for s in spans), seats.device)
+    host = [seat_of(span) for span in spans]
+    seat_ids = torch.tensor(host, dtype=torch.int64, device=seats.device)
+    drafting = [r for r, s in enumerate(spans) if s.drafts_next]
+    draft_spans = None if len(drafting) == len(spans) else torch.tensor(drafting, dtype=torch.int64, device=seats.device)
+    batch = place(rows, seats, seat_ids, seats.computed[seat_ids], sampler, draft_spans)
+    tree = seats.waiting_tree(host, seat_ids, rows.widest) if rows.widest else None
+    if tree is None:
+        return batch
+    # Siblings share a position, not a slot; a node sees its ancestors and what is committed.
+    root = batch.index[rows.last_row]
+    positions = torch.where(rows.node > 0, root[rows.row_span] + tree.depths[rows.row_span, rows.node], batch.index)
+    bits = torch.where(rows.node > 0, tree.ancestors[rows.row_span, rows.node], -1)
+    return replace(batch, positions=positions, tree=tree, tree_bits=bits, tree_start=root)
+
+
+def place(rows: RowLayout, seats: SeatTensors, seat_ids: Tensor, start: Tensor, sampler: Sampler, draft_spans: Tensor | None) -> Batch:
+    """The rows of `rows` from `start` [R] on, as if all drafts were chains."""
     row_seats = seat_ids[rows.row_span]
     index = start[rows.row_span] + rows.offset
-    drafting = [r for r, s in enumerate(spans) if s.drafts_next]
     return Batch(
         ids=seats.tokens[row_seats, index],
         positions=index,
@@ -79,13 +95,36 @@ def build(spans: Seq[Span], seats: SeatTensors, sampler: Sampler) -> Batch:
         row_seats=row_seats,
         seat_ids=seat_ids,
         cu_q=rows.cu_q,
-        kv_len=start + rows.width,
-        shape=SpanShape.chain(rows.widest),
+        kv_len=start + rows.length + rows.draft_count,
         draft_count=rows.draft_count,
         last_row=rows.last_row,
         sample_rows=rows.sample_rows,
         samples=rows.samples,
-        draft_spans=None if len(drafting) == len(spans) else torch.tensor(drafting, dtype=torch.int64, device=seats.device),
+        draft_spans=draft_spans,
         seats=seats,
         sampler=sampler,
     )
+
+
+def compact(spans: Seq[Span], batch: Batch, hidden: Hidden, verdict: Verdict, seats: SeatTensors, pool: KVPool) -> tuple[Batch, Hidden]:
+    """Move what survived of every tree together, so that what follows sees chains: the trunk's KV and hidden states.
+
+        rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV now in the slots behind x
+
+    Called after the seats were advanced. A path shorter than the deepest repeats its last node: garbage behind what counts.
+    """
+    assert verdict.path is not None
+    depth = verdict.path.shape[1] - 1
+    rows = row_layout(tuple((s.length, min(s.drafts, depth), s.samples) for s in spans), seats.device)
+    start = batch.index[batch.cu_q[:-1]]
+    chained = place(rows, seats, batch.seat_ids, start, batch.sampler, batch.draft_spans)
+    node = verdict.path[rows.row_span, rows.node]
+    old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)
+    moved = rows.node > 0
+    pool.move(batch.slots[old][moved], chained.slots[moved])
+    return chained, Hidden(hidden.head[old], hidden.recycle[old])
+
+
+def seat_of(span: Span) -> int:
+    assert span.seq.seat is not None
+    return span.seq.seat

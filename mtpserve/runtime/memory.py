@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtpserve.config import EngineConfig
+from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError
 
@@ -26,7 +26,7 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, device: torch.device, weights: int) -> MemoryPlan:
     """`weights` in bytes, embedding and head counted once. Raises ConfigError where nothing is left for the pool."""
-    steps, page_size = config.spec.steps if arch.mtp else 0, config.cache.page_size
+    spec, page_size = config.spec, config.cache.page_size
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
     token = arch.kv_layers * arch.kv.numbers * dtype.itemsize
     explicit = config.cache.max_total_tokens
@@ -37,8 +37,8 @@ def plan_memory(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, devic
         fraction = config.cache.mem_fraction_static or (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
         budget = int(total_memory(device) * fraction) - weights
         running = config.scheduler.max_running_requests or concurrency(max(budget, 0) // token, context)
-        budget -= seat_bytes(running, context, steps, arch.vocab)
-        tokens = min(budget // token, running * (context + 2 * (steps + 1) + page_size))
+        budget -= seat_bytes(running, context, spec, arch.vocab)
+        tokens = min(budget // token, running * (context + 2 * (spec.reach + 1) + page_size))
     pages = tokens // page_size
     if pages < 1:
         raise ConfigError(
@@ -47,7 +47,7 @@ def plan_memory(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, devic
     per_layer = arch.kv.numbers * dtype.itemsize * pages * page_size
     rows = [
         ("weights", weights),
-        ("request state", seat_bytes(running, context, steps, arch.vocab)),
+        ("request state", seat_bytes(running, context, spec, arch.vocab)),
         (f"KV pool, trunk ({arch.num_layers} layers)", per_layer * arch.num_layers),
         (f"KV pool, MTP ({arch.kv_layers - arch.num_layers} layers)", per_layer * (arch.kv_layers - arch.num_layers)),
     ]
@@ -58,9 +58,10 @@ def concurrency(tokens: int, context: int) -> int:
     return max(1, min(MAX_RUNNING, tokens * SHARE_OF_CONTEXT // context))
 
 
-def seat_bytes(running: int, context: int, steps: int, vocab: int) -> int:
+def seat_bytes(running: int, context: int, spec: SpecConfig, vocab: int) -> int:
     """The token rows (int64) and the distributions that waiting drafts were drawn from (float32)."""
-    return running * (8 * (context + 2 * (steps + 1)) + 4 * steps * vocab)
+    chained = spec.steps if spec.topk == 1 and "ngram" not in spec.sources else 0
+    return running * (8 * (context + 2 * (spec.reach + 1)) + 4 * chained * vocab)
 
 
 def total_memory(device: torch.device) -> int:

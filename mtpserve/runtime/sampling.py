@@ -1,33 +1,42 @@
-"""Logits to probabilities, per request: temperature, then top-k, top-p, min-p, each on what the one before it left.
+"""Logits to probabilities, per request: temperature, then top-k, top-p, min-p, each on what the one before it left; and the draws.
 
 Acceptance and drafting use the same transforms, so that proposals come from the law by which they are judged. Random numbers are
 a function of (seed, index of the token, stream): who else is in the batch cannot change them.
+
+A token is drawn by a race: each has its probability divided by exponential noise of its own, and the largest wins. Whoever races
+with the same noise over a similar distribution mostly finds the same winner, which is what lets drafts guess a random choice
+(Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
+from mtpserve.core.batch import Batch, Verdict
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
+from mtpserve.runtime.rules import LogitRules
 
 STREAMS = 3
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 class SeatSampling:
     """Every seat's parameters, on the device and, to skip what nobody asked for, on the host."""
 
-    def __init__(self, seats: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, seats: int, rules: LogitRules, device: torch.device) -> None:
+        self.device, self.rules = device, rules
         self.temperature = torch.ones(seats, device=device)
         self.top_k = torch.zeros(seats, dtype=torch.int64, device=device)
         self.top_p = torch.ones(seats, device=device)
         self.min_p = torch.zeros(seats, device=device)
         self.seed = torch.zeros(seats, dtype=torch.int64, device=device)
+        self.coupled = torch.zeros(seats, dtype=torch.bool, device=device)
         self.params = [SamplingParams()] * seats
+        self.couples = [False] * seats
 
     def admit(self, seq: Sequence) -> None:
         seat, params = seq.seat, seq.sampling
@@ -36,21 +45,50 @@ class SeatSampling:
         self.temperature[seat] = 0.0 if params.greedy else params.temperature
         self.top_k[seat], self.top_p[seat], self.min_p[seat] = max(params.top_k, 0), params.top_p, params.min_p
         self.seed[seat] = seq.seed
+        # Their drafts come from several sources, of which only one could say from which distribution it drew.
+        self.coupled[seat] = self.couples[seat] = seq.grammar is not None or bool(seq.prediction)
+        self.rules.admit(seq)
 
-    def for_batch(self, seats: Iterable[int]) -> BatchSampler:
-        return BatchSampler(self, [self.params[seat] for seat in seats])
+    def for_batch(self, seqs: Seq[Sequence], coupled: bool = False) -> BatchSampler:
+        """`coupled`: all requests' drafts are point masses."""
+        return BatchSampler(self, seqs, coupled)
 
 
 class BatchSampler:
     """core.protocols.Sampler for the requests of one step."""
 
-    def __init__(self, seats: SeatSampling, params: list[SamplingParams]) -> None:
-        self.seats = seats
+    def __init__(self, seats: SeatSampling, seqs: Seq[Sequence], coupled: bool) -> None:
+        self.seats, self.seqs, self.all_coupled = seats, seqs, coupled
+        params = [seq.sampling for seq in seqs]
         self.all_greedy = all(p.greedy for p in params)
         self.any_greedy = any(p.greedy for p in params)
         self.largest_k = max((p.top_k for p in params), default=0)
         self.any_top_p = any(p.top_p < 1 for p in params)
         self.any_min_p = any(p.min_p > 0 for p in params)
+        self.top_logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+        self.rules = seats.rules.for_batch(seqs)
+
+    @property
+    def has_rules(self) -> bool:
+        return self.rules is not None
+
+    def processed(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+        return logits if self.rules is None else self.rules.apply(logits, seat_ids, path, count)
+
+    def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        return None if self.rules is None else self.rules.forced(limit, seat_ids)
+
+    def advance(self, batch: Batch, verdict: Verdict) -> None:
+        if self.rules is not None:
+            self.rules.advance(batch, verdict)
+
+    def greedy(self, seat_ids: Tensor) -> Tensor:
+        return self.seats.temperature[seat_ids] == 0
+
+    def coupled(self, seat_ids: Tensor) -> Tensor | None:
+        if self.all_coupled:
+            return torch.ones_like(seat_ids, dtype=torch.bool)
+        return self.seats.coupled[seat_ids] if any(self.seats.couples[seq.seat] for seq in self.seqs if seq.seat is not None) else None
 
     def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
         seats = self.seats
@@ -71,9 +109,19 @@ class BatchSampler:
             p = torch.where(greedy, point, p)
         return p
 
-    def uniform(self, seat_ids: Tensor, index: Tensor) -> Tensor:
-        streams = torch.arange(STREAMS, device=index.device)
-        return uniform(self.seats.seed[seat_ids][:, None, None], index.unsqueeze(-1) * STREAMS + streams)
+    def uniform(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        return unit(finalise(self.key(seat_ids.unsqueeze(1), index, stream)))
+
+    def race(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        key = finalise(self.key(seat_ids, index, stream)).unsqueeze(1)
+        tokens = torch.arange(1, weights.shape[1] + 1, device=weights.device)
+        return weights.double() / -torch.log1p(-unit(finalise(key + tokens * GOLDEN)))
+
+    def choose(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        return self.race(weights, seat_ids, index, stream).argmax(-1)
+
+    def key(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        return finalise((index * STREAMS + stream) * GOLDEN) ^ self.seats.seed[seat_ids]
 
 
 def keep_top_k(logits: Tensor, k: Tensor, largest: int) -> Tensor:
@@ -101,14 +149,13 @@ def shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def uniform(seed: Tensor, counter: Tensor) -> Tensor:
-    """int64 → [0, 1) float64: two rounds of SplitMix64's finaliser (Steele et al. 2014), the seed folded in between."""
-    x = counter * -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio
-    x = finalise(x) ^ seed
-    return shifted(finalise(x), 11).double() * 2.0**-53
+def unit(bits: Tensor) -> Tensor:
+    """int64 → (0, 1) float64, both ends left out: a race divides by the logarithm."""
+    return (shifted(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def finalise(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele et al. 2014), a bijection of int64 in which every bit depends on every bit."""
     x = (x ^ shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     x = (x ^ shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
     return x ^ shifted(x, 31)

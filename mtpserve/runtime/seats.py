@@ -1,6 +1,6 @@
-"""The device's memory of the running requests: one row per seat in each tensor. A step reads and changes rows, never Python lists.
+"""The tensors that a step changes, one row (seat) per running request. A slot is something else: a place in the KV pool.
 
-    tokens[seat]   |---- committed: `length` ----|d1 … dK|   void   |
+    tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |        x is the last committed token, length points behind it
     computed[seat] |------ KV is in the pages -----|                    computed = length - 1 between two steps of a decoding request
 
 What lies behind `length` is void or a proposal; committing is writing behind it and moving `length`.
@@ -8,20 +8,34 @@ What lies behind `length` is void or a proposal; committing is writing behind it
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Drafts, Verdict
+from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
+from mtpserve.core.protocols import Drafter
 from mtpserve.core.sequence import Sequence
 
 
-class SeatTensors:
-    """core.protocols.Seats. `slack` is how far behind the longest request a step may write."""
+@lru_cache(maxsize=64)
+def chain(drafts: int, device: torch.device) -> Tree:
+    """One row, for any number of requests."""
+    nodes = torch.arange(drafts + 1, device=device).unsqueeze(0)
+    return Tree(nodes[:, :-1], (2 << nodes) - 1, nodes)
 
-    def __init__(self, seats: int, max_len: int, max_drafts: int, vocab: int, page_size: int, device: torch.device) -> None:
-        self.max_drafts, self.page_size, self.device = max_drafts, page_size, device
-        self.slack = 2 * (max_drafts + 1)
-        whole = max_len + self.slack
+
+class SeatTensors:
+    """core.protocols.Seats. `slack` is how far behind the longest request a step may write.
+
+    `trees` and `sources` are there only for drafters whose proposals branch or come from several sources; a chain needs neither.
+    """
+
+    def __init__(self, seats: int, max_len: int, drafter: Drafter, vocab: int, page_size: int, device: torch.device) -> None:
+        self.page_size, self.device = page_size, device
+        self.slack = 2 * (drafter.reach + 1)
+        whole, drafts = max_len + self.slack, drafter.max_drafts
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -29,15 +43,25 @@ class SeatTensors:
         self.tokens = integers(seats, whole)
         self.length = integers(seats)
         self.computed = integers(seats)
+        self.prompt = integers(seats)  # tokens of the prompt
         self.page_table = integers(seats, -(-whole // page_size))
-        self.draft_probs = torch.zeros(seats, max_drafts, vocab if max_drafts else 1, device=device)
+        chained = 0 if drafter.coupled else drafter.depth
+        self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
+        self.draft_tree = Tree(integers(seats, drafts), integers(seats, drafts + 1), integers(seats, drafts + 1)) if drafter.trees else None
+        self.draft_sources = integers(seats, drafts)
+        self.branching: set[int] = set()  # seats whose waiting drafts are not a chain; known on the host
+        self.predictions: dict[int, Tensor] = {}
         self.pages_written = [0] * seats  # host's copy of how much of each page table row is true
 
     def admit(self, seq: Sequence) -> None:
         assert seq.seat is not None
         self.tokens[seq.seat, : len(seq.tokens)] = torch.tensor(seq.tokens, dtype=torch.int64)
         self.length[seq.seat], self.computed[seq.seat] = len(seq.tokens), seq.computed
+        self.prompt[seq.seat] = seq.prompt_len
         self.pages_written[seq.seat] = 0
+        self.predictions.pop(seq.seat, None)
+        if seq.prediction:
+            self.predictions[seq.seat] = torch.tensor(seq.prediction, device=self.device)
 
     def extend_pages(self, seq: Sequence) -> None:
         """Copy the pages that the scheduler has given since the last step."""
@@ -51,6 +75,22 @@ class SeatTensors:
         page: Tensor = self.page_table[seat_ids, index // self.page_size]
         return page * self.page_size + index % self.page_size
 
+    def prompt_length(self, seat_ids: Tensor) -> Tensor:
+        return self.prompt[seat_ids]
+
+    def prediction(self, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        if not self.predictions:
+            return None
+        rows = [self.predictions.get(seat, self.length[:0]) for seat in seat_ids.tolist()]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows], device=self.device)
+
+    def waiting_tree(self, seats: Collection[int], seat_ids: Tensor, drafts: int) -> Tree | None:
+        """None where all of them wait with chains."""
+        if self.draft_tree is None or self.branching.isdisjoint(seats):
+            return None
+        parents, ancestors, depths = (part[seat_ids] for part in self.draft_tree)
+        return Tree(parents[:, :drafts], ancestors[:, : drafts + 1], depths[:, : drafts + 1])
+
     def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Commit a verdict. A span that does not sample writes behind its length, where nothing counts, and moves `computed` only."""
         ids, samples = batch.seat_ids, batch.samples
@@ -60,11 +100,19 @@ class SeatTensors:
         self.length[ids] = length + (verdict.accepted + 1) * samples
         self.computed[ids] = batch.kv_len - batch.draft_count + verdict.accepted * samples
 
-    def hold(self, batch: Batch, drafts: Drafts) -> None:
-        """Put proposals behind the committed tokens, where the next span's rows are read from."""
-        ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+    def hold(self, seats: Collection[int], seat_ids: Tensor, drafts: Drafts) -> None:
+        """Put proposals behind the committed tokens, where the next span's rows are read from. `seats` are `seat_ids` on the host."""
         number = drafts.tokens.shape[1]
-        place = self.length[ids].unsqueeze(1) + torch.arange(number, device=self.device)
-        self.tokens[ids.unsqueeze(1), place] = drafts.tokens
+        place = self.length[seat_ids].unsqueeze(1) + torch.arange(number, device=self.device)
+        self.tokens[seat_ids.unsqueeze(1), place] = drafts.tokens
         if drafts.probs is not None:
-            self.draft_probs[ids, :number] = drafts.probs
+            self.draft_probs[seat_ids, : drafts.probs.shape[1]] = drafts.probs
+        self.draft_sources[seat_ids, :number] = 0 if drafts.sources is None else drafts.sources
+        if self.draft_tree is None:
+            return
+        # Chains are written too: they may be verified beside a tree.
+        tree = chain(number, self.device) if drafts.tree is None else drafts.tree
+        self.draft_tree.parents[seat_ids, :number] = tree.parents
+        self.draft_tree.ancestors[seat_ids, : number + 1] = tree.ancestors
+        self.draft_tree.depths[seat_ids, : number + 1] = tree.depths
+        self.branching = (self.branching.difference if drafts.tree is None else self.branching.union)(seats)

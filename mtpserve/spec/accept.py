@@ -1,8 +1,13 @@
-"""The verdict over a chain of drafts: lossless rejection sampling, of which greedy decoding and plain sampling are special cases.
+"""The verdict over drafts, chain or tree. Without drafts it is sampling: there is no second sampler.
 
-Draft x drawn from q is kept with probability min(1, p(x) / q(x)); the first one that is not is replaced by a draw from
-max(p - q, 0), renormalised; after a chain that is kept whole one more token is drawn from p (Leviathan et al. 2023,
-https://arxiv.org/abs/2211.17192, algorithm 1). A greedy request's p and q are point masses: the same rule compares argmaxes.
+Two rules, both lossless, by what a request's drafts are:
+
+    point masses      At every node the target chooses its own token, as plain decoding would with the same seed. A draft survives
+    (coupled)         if it is what its parent chose. Any tree, any source of drafts; the text is the very one of plain decoding.
+    drawn from q      A chain whose drafts were sampled, each with the distribution q that it came from: reject.py. It accepts more
+                      for the same chain, with a text of its own.
+
+A greedy request's choice is its argmax, under both rules.
 """
 
 from __future__ import annotations
@@ -10,65 +15,85 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Verdict
-from mtpserve.spec.streams import COIN, DRAW
+from mtpserve.core.batch import Batch, Tree, Verdict
+from mtpserve.spec.logprobs import logprobs_of
+from mtpserve.spec.paths import node_paths
+from mtpserve.spec.reject import reject
+from mtpserve.spec.streams import DRAW
+from mtpserve.spec.thresholds import Thresholds, lenient
+
+LOSSLESS = Thresholds()
 
 
-def accept(logits: Tensor, batch: Batch) -> Verdict:
-    """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`."""
-    drafts = batch.ids[batch.sample_rows[:, 1:]]  # [R, K]
+def accept(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False) -> Verdict:
+    """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`."""
+    sampler, nodes = batch.sampler, logits.shape[1]
+    depth = min(depth, nodes - 1)
+    ids = batch.seat_ids.repeat_interleave(nodes)
+    raw = logits
+    if sampler.has_rules:
+        path, count = node_paths(batch.drafts, batch.tree)
+        logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(logits)
     best = logits.max(-1)
-    if batch.sampler.all_greedy:
-        accepted = leading(drafts == best.indices[:, :-1], batch.draft_count)
-        tokens = best.indices  # a kept draft is the argmax
-    else:
-        tokens, accepted = accept_sampled(logits, drafts, batch)
-    # NaN and infinity show in a row's maximum. Rows behind the last kept draft decided nothing and may be anything.
-    broken = ~torch.isfinite(best.values)
-    decided = torch.arange(logits.shape[1], device=logits.device) <= accepted.unsqueeze(1)
-    return Verdict(tokens, accepted, (broken & decided).any(1))
+    p: Tensor | None = None
+    drawn: Tensor | None = None  # [R], requests whose drafts were drawn from q
+    chosen = best.indices
+    if not sampler.all_greedy:
+        p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits)
+        if not thresholds.lossless:
+            p = lenient(p, batch, thresholds)
+        coupled = torch.ones_like(batch.samples, dtype=torch.bool) if not thresholds.lossless else sampler.coupled(batch.seat_ids)
+        drawn = ~sampler.greedy(batch.seat_ids)
+        if coupled is not None:
+            index = batch.seats.length[batch.seat_ids].unsqueeze(1) + depths_of(batch.tree, nodes, logits.device)
+            chosen = sampler.choose(p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW).view(-1, nodes)
+            drawn = drawn & ~coupled
+    tokens, accepted, surviving = walk(chosen, batch, depth)
+    if drawn is not None and p is not None and not sampler.all_coupled:
+        own_tokens, own_accepted = reject(p, batch, depth)
+        tokens = torch.where(drawn.unsqueeze(1), own_tokens, tokens)
+        accepted = torch.where(drawn, own_accepted, accepted)
+        if surviving is not None:
+            chain = torch.minimum(torch.arange(depth + 1, device=logits.device), accepted.unsqueeze(1))
+            surviving = torch.where(drawn.unsqueeze(1), chain, surviving)
+    # NaN and infinity show in a row's maximum. Rows off the path that survived decided nothing and may be anything.
+    along = torch.arange(tokens.shape[1], device=logits.device)
+    path_rows = torch.minimum(along, accepted.unsqueeze(1)) if surviving is None else surviving
+    broken = ~torch.isfinite(best.values.gather(1, path_rows))
+    failed = (broken & (along <= accepted.unsqueeze(1))).any(1)
+    found = None
+    if sampler.top_logprobs is not None:
+        found = logprobs_of(p if processed_logprobs else None, logits if processed_logprobs else raw, batch, path_rows, tokens)
+    return Verdict(tokens, accepted, surviving, failed, found)
 
 
-def leading(kept: Tensor, count: Tensor) -> Tensor:
-    """kept [R, K] bool, count [R] valid drafts → [R] how many are kept before the first that is not."""
-    valid = torch.arange(kept.shape[1], device=kept.device) < count.unsqueeze(1)
-    return (kept & valid).long().cumprod(1).sum(1)
+def depths_of(tree: Tree | None, nodes: int, device: torch.device) -> Tensor:
+    return torch.arange(nodes, device=device).unsqueeze(0) if tree is None else tree.depths
 
 
-def accept_sampled(logits: Tensor, drafts: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """→ tokens [R, K+1], accepted [R]"""
-    spans, rows = logits.shape[:2]
-    seats, ids = batch.seats, batch.seat_ids
-    p = batch.sampler.probs(logits.flatten(0, 1), ids.repeat_interleave(rows)).unflatten(0, (spans, rows))
-    q = seats.draft_probs[ids, : rows - 1]  # [R, K, vocabulary]
-    index = seats.length[ids].unsqueeze(1) + torch.arange(rows, device=logits.device)
-    chance = batch.sampler.uniform(ids, index)  # [R, K+1, 3]
-    kept = chance[:, :-1, COIN] * at(q, drafts) < at(p[:, :-1], drafts)
-    accepted = leading(kept, batch.draft_count)
-    each = torch.arange(spans, device=logits.device)
-    last = p[each, accepted]  # the distribution of the token that the drafts did not decide
-    if rows > 1:
-        rejected = (accepted < batch.draft_count).unsqueeze(1)
-        rest = (last - q[each, accepted.clamp(max=rows - 2)]).clamp_(min=0)
-        # p = q up to rounding leaves nothing over; then the rejection was rounding too, and p itself is the law.
-        last = torch.where(rejected & (rest.sum(-1, keepdim=True) > 0), rest, last)
-    tokens = torch.cat([drafts, drafts.new_zeros(spans, 1)], 1)
-    tokens[each, accepted] = draw(last, chance[each, accepted, DRAW])
-    return tokens, accepted
+def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """chosen [R, K+1], the target's token at every node → tokens [R, D+1], accepted [R], path [R, D+1] (None: a chain's)."""
+    drafts, tree = batch.drafts, batch.tree
+    number = torch.arange(drafts.shape[1], device=drafts.device)
+    valid = number < batch.draft_count.unsqueeze(1)
+    if tree is None:
+        accepted = (valid & (drafts == chosen[:, :-1])).long().cumprod(1).sum(1)
+        return chosen[:, : depth + 1], accepted, None
+    matched = valid & (drafts == chosen.gather(1, tree.parents))
+    refused = (~matched).long().mul(2 << number).sum(1, keepdim=True)  # as a set of nodes
+    alive = (tree.ancestors & refused) == 0
+    # Siblings differ, so the nodes that live form one path; its end is the deepest.
+    reached = torch.where(alive, tree.depths, -1)
+    last = reached.argmax(1, keepdim=True)
+    accepted = reached.gather(1, last).squeeze(1)
+    path = path_to(tree, last, depth)
+    return chosen.gather(1, path), accepted, path
 
 
-def at(probs: Tensor, tokens: Tensor) -> Tensor:
-    """probs [R, K, vocabulary], tokens [R, K] → [R, K] float64"""
-    return probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
-
-
-def draw(weights: Tensor, chance: Tensor) -> Tensor:
-    """weights [rows, vocabulary] ≥ 0, not normalised; chance [rows] in [0, 1) → [rows], the inverse of the cumulated weights.
-
-    Always an index in the vocabulary, and one whose weight is positive unless none is.
-    """
-    cumulated = weights.double().cumsum(-1)  # float32 would lose the tail of a large vocabulary
-    total = cumulated[:, -1:]
-    point = torch.minimum(chance.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulated, point, right=True).squeeze(1)
-    return found.clamp_(max=weights.shape[1] - 1)
+def path_to(tree: Tree, node: Tensor, depth: int) -> Tensor:
+    """node [R, 1] → [R, depth+1], the nodes from the root to it; behind it, itself."""
+    number = torch.arange(tree.ancestors.shape[1], device=node.device)
+    member = (tree.ancestors.gather(1, node) >> number & 1).bool()
+    place = torch.where(member, tree.depths, depth + 1)  # what is not on the path falls into a column that is cut off
+    path = node.expand(-1, depth + 2).scatter(1, place, number.expand_as(place))
+    return path[:, : depth + 1]

@@ -1,4 +1,4 @@
-"""Drafting with the checkpoint's multi-token-prediction layer, used again and again on its own output (EAGLE's recurrence).
+"""Drafting a chain with the checkpoint's multi-token-prediction layer, used again and again on its own output (EAGLE's recurrence).
 
 Row p pairs the trunk's hidden state at p with the embedding of token p+1, stands at position and slot p, predicts token p+2.
 One pass over the step's own rows (absorb) writes the layer's keys for all that was just computed and gives the first draft;
@@ -13,6 +13,7 @@ Rows of rejected drafts are absorbed too, as garbage: the next step's absorb ove
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
@@ -20,65 +21,85 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
 from mtpserve.core.protocols import AttentionBackend, CausalModel
-from mtpserve.core.shape import SpanShape
-from mtpserve.spec.accept import draw
-from mtpserve.spec.streams import DRAFT
+from mtpserve.spec.streams import DRAFT, DRAW
 
 
 class MTPDrafter:
-    def __init__(self, model: CausalModel, attention: AttentionBackend, max_drafts: int) -> None:
-        self.model, self.attention, self.max_drafts = model, attention, max_drafts
+    """`coupled`: drafts race with the noise of the target's own choice, for use beside other sources (spec/accept)."""
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: int) -> Drafts | None:
-        seats = batch.seats
-        # The token after each row: prompt, accepted draft or the verdict's own, all in one place by now.
-        shifted = replace(batch, ids=seats.tokens[batch.row_seats, batch.index + 1])
-        absorbed = self.model.mtp(shifted.ids, shifted.positions, hidden.recycle, self.attention.plan(shifted))
-        if want == 0:
+    trees = False
+
+    def __init__(self, model: CausalModel, attention: AttentionBackend, steps: int, coupled: bool = False) -> None:
+        self.model, self.attention, self.coupled = model, attention, coupled
+        self.max_drafts = self.depth = self.reach = self.plain_reach = steps
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Seq[int]) -> Drafts | None:
+        state, seat_ids = absorb(self.model, self.attention, batch, hidden, verdict)
+        steps = min(max(want, default=0), self.depth)
+        if steps == 0:
             return None
-        chosen = batch.last_row + verdict.accepted * batch.samples
-        seat_ids = batch.seat_ids
-        if batch.draft_spans is not None:
-            chosen, seat_ids = chosen[batch.draft_spans], seat_ids[batch.draft_spans]
-        state = Hidden(absorbed.head[chosen], absorbed.recycle[chosen])
-        length = seats.length[seat_ids]
-        chance = None
-        if not batch.sampler.all_greedy:
-            index = length.unsqueeze(1) + torch.arange(want, device=length.device)
-            chance = batch.sampler.uniform(seat_ids, index)[..., DRAFT]
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        for step in range(want):
+        sampler, length = batch.sampler, batch.seats.length[seat_ids]
+        # A greedy request's distributions are point masses: its draft is the argmax whatever the stream.
+        coupled = sampler.coupled(seat_ids)
+        tokens, probs = length.new_zeros(len(length), 0), []
+        for step in range(steps):
             if step:
-                state = self.again(batch, seat_ids, tokens[-1], length + (step - 2), state)
-            token, q = self.propose(state.head, seat_ids, batch, None if chance is None else chance[:, step])
-            tokens.append(token)
-            if q is not None:
+                index = length + (step - 2)
+                rows = step_rows(batch, seat_ids, tokens[:, -1], index, index)
+                state = self.model.mtp(rows.ids, rows.positions, state.recycle, self.attention.plan(rows))
+            logits = head_logits(self.model, state.head, batch, seat_ids, tokens, length.new_full(length.shape, step))
+            if sampler.all_greedy:
+                token = logits.argmax(-1)
+            else:
+                q = sampler.probs(logits, seat_ids)
                 probs.append(q)
-        return Drafts(torch.stack(tokens, 1), torch.stack(probs, 1) if probs else None)
+                token = sampler.choose(q, seat_ids, length + step, DRAW if sampler.all_coupled else DRAFT)
+                if coupled is not None and not sampler.all_coupled:
+                    token = torch.where(coupled, sampler.choose(q, seat_ids, length + step, DRAW), token)
+            tokens = torch.cat([tokens, token.unsqueeze(1)], 1)
+        count = torch.tensor(want, device=length.device).clamp(max=steps)
+        return Drafts(tokens, count, torch.stack(probs, 1) if probs and not sampler.all_coupled else None)
 
-    def again(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, state: Hidden) -> Hidden:
-        """One row per request: token `ids` stands at index+1, the row at index."""
-        one_each = torch.arange(len(seat_ids) + 1, device=index.device)
-        rows = replace(
-            batch,
-            ids=ids,
-            positions=index,
-            index=index,
-            slots=batch.seats.slots(seat_ids, index),
-            row_seats=seat_ids,
-            seat_ids=seat_ids,
-            cu_q=one_each,
-            kv_len=index + 1,
-            shape=SpanShape.chain(0),
-        )
-        return self.model.mtp(ids, index, state.recycle, self.attention.plan(rows))
 
-    def propose(self, head: Tensor, seat_ids: Tensor, batch: Batch, chance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """→ token [D], the distribution it was drawn from [D, vocabulary] or None for a greedy batch."""
-        logits = self.model.logits(head)
-        if chance is None:
-            return logits.argmax(-1), None
-        # A draft is a hint: a head that went wrong proposes anything, but from a distribution that is one.
-        q = batch.sampler.probs(torch.nan_to_num(logits, nan=0.0), seat_ids)
-        return draw(q, chance), q
+def absorb(model: CausalModel, attention: AttentionBackend, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
+    """→ the layer's output for the last token of every request that may be drafted for, and their seats."""
+    seats = batch.seats
+    # The token after each row: prompt, accepted draft or the verdict's own, all in one place by now.
+    shifted = replace(batch, ids=seats.tokens[batch.row_seats, batch.index + 1])
+    absorbed = model.mtp(shifted.ids, shifted.positions, hidden.recycle, attention.plan(shifted))
+    chosen, seat_ids = batch.last_row + verdict.accepted * batch.samples, batch.seat_ids
+    if batch.draft_spans is not None:
+        chosen, seat_ids = chosen[batch.draft_spans], seat_ids[batch.draft_spans]
+    return Hidden(absorbed.head[chosen], absorbed.recycle[chosen]), seat_ids
+
+
+def step_rows(batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor) -> Batch:
+    """One row for each of the tokens `ids` [rows], which stand at index+1; the row stands at index. Rows of one request together."""
+    rows, device = len(seat_ids), index.device
+    each = len(ids) // max(rows, 1)
+    owners = seat_ids.repeat_interleave(each)
+    return replace(
+        batch,
+        ids=ids,
+        positions=positions,
+        index=index,
+        slots=batch.seats.slots(owners, index),
+        row_seats=owners,
+        seat_ids=seat_ids,
+        cu_q=torch.arange(rows + 1, device=device) * each,
+        kv_len=index.view(rows, each)[:, -1] + 1,
+        tree=None,
+        tree_bits=None,
+        tree_start=None,
+    )
+
+
+def head_logits(model: CausalModel, head: Tensor, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+    """head [rows, hidden], path [rows, D] the drafts so far → what the request's rules leave of the logits.
+
+    A draft is a hint: a head that went wrong proposes anything, but from a distribution that is one.
+    """
+    logits = batch.sampler.processed(model.logits(head), seat_ids, path, count)
+    # -inf means forbidden, and stays; a row with nothing else is as good as one without an opinion.
+    logits = torch.nan_to_num(logits, nan=0.0, neginf=-torch.inf)
+    return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits)

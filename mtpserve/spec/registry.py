@@ -2,4 +2,13 @@
 
 from mtpserve.core.registry import Registry
 
-DRAFTERS = Registry("drafter", {"none": "mtpserve.spec.null:NullDrafter", "mtp": "mtpserve.spec.mtp:MTPDrafter"})
+DRAFTERS = Registry(
+    "drafter",
+    {
+        "none": "mtpserve.spec.null:NullDrafter",
+        "mtp": "mtpserve.spec.mtp:MTPDrafter",
+        "tree": "mtpserve.spec.tree:MTPTreeDrafter",
+        "ngram": "mtpserve.spec.ngram:NGramDrafter",
+        "combined": "mtpserve.spec.combined:CombinedDrafter",
+    },
+)

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
-from mtpserve.core.batch import Span, SpanResult, StepResult
+from mtpserve.core.batch import Source, Span, SpanResult, StepResult
 from mtpserve.core.sequence import Sequence
 
 
@@ -51,7 +51,7 @@ class FakeRunner:
     def __init__(
         self, *, max_drafts: int, num_pages: int, page_size: int, vocab: int = 50, accuracy: float = 0.7, seed: int = 0, noisy: bool = False
     ) -> None:
-        self.max_drafts = max_drafts
+        self.max_drafts = self.depth = max_drafts
         self.page_size = page_size
         self.vocab = vocab
         self.accuracy = accuracy
@@ -65,6 +65,9 @@ class FakeRunner:
         self.raise_at: set[int] = set()  # steps that raise half-way
         self.while_running: Callable[[], None] = lambda: None  # called in the middle of each step
 
+    def reach(self, seq: Sequence | None) -> int:
+        return self.max_drafts
+
     def admit(self, seq: Sequence) -> None:
         assert seq.seat is not None and seq.computed == 0 and seq.drafts == 0
         if seq.id in self.refuse_ids:
@@ -74,7 +77,7 @@ class FakeRunner:
     def step(self, spans: Seq[Span], want: int) -> StepResult:
         assert spans and want <= self.max_drafts
         self._check_apart(spans)
-        self.steps.append([(span.seq.id, span.start, span.length, span.shape.size) for span in spans])
+        self.steps.append([(span.seq.id, span.start, span.length, span.drafts) for span in spans])
         for span in spans:
             self._check(span, want)
         results = []
@@ -97,11 +100,11 @@ class FakeRunner:
         assert seat.id == seq.id and seat.tokens == seq.tokens, "the host's tokens are not the device's"
         assert span.start == seat.computed == seq.computed and span.length >= 1
         assert len(seat.drafts) == seq.drafts
-        assert span.shape.is_chain and span.shape.size in (0, min(len(seat.drafts), seq.room - 1))
+        assert span.drafts in (0, min(len(seat.drafts), seq.room - 1))
         if span.samples:
-            assert span.shape.size == min(len(seat.drafts), seq.room - 1), "drafts were trimmed"
+            assert span.drafts == min(len(seat.drafts), seq.room - 1), "drafts were trimmed"
         else:
-            assert span.shape.size == 0
+            assert span.drafts == 0
         beyond = 2 * (self.max_drafts + 1) if span.drafts_next else 0
         assert len(seq.pages) * self.page_size >= span.start + span.width + beyond
 
@@ -112,7 +115,7 @@ class FakeRunner:
         seq = span.seq
         assert seq.seat is not None
         seat = self.seats[seq.seat]
-        proposed = seat.drafts[: span.shape.size]
+        proposed = seat.drafts[: span.drafts]
         rows = seat.tokens[span.start : span.start + span.length] + proposed
         for i, token in enumerate(rows, span.start):
             self.kv[self._slot(seq, i)] = token
@@ -123,7 +126,16 @@ class FakeRunner:
         seat.drafts = self._propose(seat.tokens, want) if span.drafts_next else []
         for i in range(len(seat.drafts)):  # drafting writes too, behind what is committed
             self.kv[self._slot(seq, seat.computed + i)] = -1
-        return SpanResult(committed, accepted, proposed, len(seat.drafts), failed=seq.id in self.fail_ids and span.samples)
+        return SpanResult(
+            committed,
+            accepted,
+            len(seat.drafts),
+            proposed,
+            parents=list(range(len(proposed))),
+            sources=[Source.MTP] * len(proposed),
+            path=list(range(1, accepted + 1)),
+            failed=seq.id in self.fail_ids and span.samples,
+        )
 
     def _verify(self, span: Span, proposed: list[int]) -> list[int]:
         """Accepted drafts and one more, from what stands in the pages."""

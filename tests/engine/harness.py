@@ -61,7 +61,7 @@ class Bench:
             assert "AssertionError" not in (event.error or ""), "the runner's own checks failed, see the log"
             assert event.id not in self.last or self.last[event.id].finish is None, "an event behind the end"
             assert event.tokens or event.finish is not None
-            assert event.accepted <= len(event.tokens) and event.proposed[: event.accepted] == event.tokens[: event.accepted]
+            assert event.accepted <= len(event.tokens) and event.proposal.tokens[: event.accepted] == event.tokens[: event.accepted]
             self.texts[event.id] += event.tokens
             self.last[event.id] = event
         self.engine.check_integrity()

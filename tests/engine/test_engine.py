@@ -91,12 +91,12 @@ def test_stops_inside_an_accepted_run(by_eos: bool) -> None:
         assert bench.texts["r2"] == REFERENCE["r2"][: place + 1]
         assert event.finish is Finish.STOP
         # All drafts are right: place 0 comes without any, then each verification commits four tokens, the last of them no draft.
-        assert event.accepted == (0 if place == 0 else min((place - 1) % 4 + 1, len(event.proposed)))
+        assert event.accepted == (0 if place == 0 else min((place - 1) % 4 + 1, len(event.proposal.tokens)))
         assert stats.generation_tokens_total == place + 1
         assert sum(stats.accept_lengths) == stats.drafts_total
         assert sum((n + 1) * times for n, times in enumerate(stats.accept_lengths)) == place
         assert stats.accepted_tokens_total == sum(stats.accepted_tokens_per_position)
-        surplus += len(event.proposed) > event.accepted
+        surplus += len(event.proposal.tokens) > event.accepted
     assert surplus > 0
 
 

@@ -83,7 +83,7 @@ def test_streams_and_statistics() -> None:
             assert [token for event in events for token in event.tokens] == list(range(FIRST_TOKEN, FIRST_TOKEN + count))
             assert [event.finish for event in events] == [None] * (len(events) - 1) + [Finish.LENGTH]
             assert events[0].accepted == 1
-            assert events[0].proposed == [FIRST_TOKEN, 5]
+            assert events[0].proposal.tokens == [FIRST_TOKEN, 5]
         await until(lambda: client.stats().running == 0)
         assert client.stats().generation_tokens_total == 13
         assert client.dead is None

@@ -19,23 +19,23 @@ def make(*, pages: int = 100, page_size: int = 4, seats: int = 4, budget: int = 
 
 
 def request(name: str, prompt: int, output: int = 20, **sampling: object) -> Sequence:
-    return Sequence(name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0)  # type: ignore[arg-type]
+    return Sequence(name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0, reach=3)  # type: ignore[arg-type]
 
 
 def run(scheduler: Scheduler, spans: list[Span], *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[Outcome]:
     """Commit a step in which each verification accepts `accept` of its drafts."""
     results = []
     for span in spans:
-        accepted = min(accept, span.shape.size)
+        accepted = min(accept, span.drafts)
         tokens = [token] * (accepted + 1) if span.samples else []
-        results.append(SpanResult(tokens, accepted, [token] * span.shape.size, drafts if span.drafts_next else 0))
+        results.append(SpanResult(tokens, accepted, drafts if span.drafts_next else 0))
     outcomes = scheduler.commit(spans, StepResult(results))
     scheduler.check_integrity()
     return outcomes
 
 
 def rows(spans: list[Span]) -> list[tuple[str, int, int, int]]:
-    return [(span.seq.id, span.start, span.length, span.shape.size) for span in spans]
+    return [(span.seq.id, span.start, span.length, span.drafts) for span in spans]
 
 
 def test_decoding_first_then_chunks_then_admission() -> None:
@@ -79,7 +79,7 @@ def test_a_span_that_does_not_fit_waits_its_turn_whole() -> None:
     served = []
     for _ in range(10):
         spans = scheduler.plan()
-        assert all(span.shape.size == 3 for span in spans) and len(spans) == 2
+        assert all(span.drafts == 3 for span in spans) and len(spans) == 2
         served += [span.seq.id for span in spans]
         run(scheduler, spans)
     assert "".join(served) == "abcde" * 4
@@ -188,7 +188,7 @@ def test_result_of_an_aborted_request_is_ignored() -> None:
     assert scheduler.live["a"].tokens == [1, 1, 1]
 
 
-@pytest.mark.parametrize("result", [SpanResult([], 0, [], 0), SpanResult([1, 1], 1, [1], 0), SpanResult([1], 0, [], 4)])
+@pytest.mark.parametrize("result", [SpanResult([], 0, 0), SpanResult([1, 1], 1, 0), SpanResult([1], 0, 4)])
 def test_a_result_that_does_not_fit_changes_nothing(result: SpanResult) -> None:
     scheduler = make()
     scheduler.add(request("a", 3))
@@ -215,7 +215,7 @@ def test_a_failed_row_ends_its_request_only() -> None:
     scheduler.add(request("a", 3))
     scheduler.add(request("b", 3))
     spans = scheduler.plan()
-    outcomes = scheduler.commit(spans, StepResult([SpanResult([0], 0, [], 0, failed=True), SpanResult([1], 0, [], 0)]))
+    outcomes = scheduler.commit(spans, StepResult([SpanResult([0], 0, 0, failed=True), SpanResult([1], 0, 0)]))
     assert [(outcome.seq.id, outcome.tokens, outcome.seq.finish) for outcome in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
     assert outcomes[0].seq.error is not None and "NaN" in outcomes[0].seq.error
     scheduler.check_integrity()

@@ -14,11 +14,12 @@ from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.batch import Span
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
-from mtpserve.core.shape import SpanShape
 from mtpserve.engine.build import describe, load_model
 from mtpserve.runtime.inputs import build
+from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
+from mtpserve.spec.ngram import NGramDrafter
 
 CPU = torch.device("cpu")
 
@@ -29,8 +30,8 @@ class Harness:
     def __init__(self, directory: Path, prompts: Seq[list[int]], page_size: int, with_mtp: bool = False) -> None:
         found = describe(EngineConfig(model=ModelConfig(model=str(directory), device="cpu")), want_mtp=with_mtp)
         arch, longest = found.arch, max(map(len, prompts))
-        self.seats = SeatTensors(len(prompts), longest, 4, arch.vocab, page_size, CPU)
-        self.sampling = SeatSampling(len(prompts), CPU)
+        self.seats = SeatTensors(len(prompts), longest, NGramDrafter(4), arch.vocab, page_size, CPU)
+        self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), CPU), CPU)
         self.model = load_model(found, torch.float32, CPU, longest + self.seats.slack, progress=False)
         each = -(-(longest + self.seats.slack) // page_size)
         order = torch.randperm(each * len(prompts), generator=torch.Generator().manual_seed(3)).tolist()
@@ -52,8 +53,8 @@ class Harness:
             rows = min(width, len(seq.tokens) - seq.computed)
             proposed = min(drafts, rows - 1)
             if rows:
-                spans.append(Span(seq, seq.computed, rows - proposed, SpanShape.chain(proposed)))
-        batch = build(spans, self.seats, self.sampling.for_batch(range(len(self.seqs))))
+                spans.append(Span(seq, seq.computed, rows - proposed, proposed))
+        batch = build(spans, self.seats, self.sampling.for_batch([span.seq for span in spans]))
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch))
         by_span = iter(self.model.logits(hidden.head).split([span.width for span in spans]))
         for span in spans:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +15,27 @@ from torch import Tensor
 
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
-from mtpserve.runtime.sampling import STREAMS, BatchSampler, SeatSampling, uniform
+from mtpserve.runtime.rules import LogitRules
+from mtpserve.runtime.sampling import STREAMS, BatchSampler, SeatSampling
 
 CPU = torch.device("cpu")
 
 
-def seated(params: Seq[SamplingParams], seeds: Seq[int] | None = None) -> SeatSampling:
-    sampling = SeatSampling(len(params), CPU)
-    for i, each in enumerate(params):
-        sampling.admit(Sequence(str(i), [0], 1, each, 10, i if seeds is None else seeds[i], seat=i))
-    return sampling
+class Seated:
+    """Requests with these parameters, one in each seat."""
+
+    def __init__(self, params: Seq[SamplingParams], seeds: Seq[int] | None = None) -> None:
+        nobody: Any = None
+        self.sampling = SeatSampling(len(params), LogitRules(nobody, len(params), 2, (), (), CPU), CPU)
+        self.seqs = [Sequence(str(i), [0], 1, each, 10, i if seeds is None else seeds[i], seat=i) for i, each in enumerate(params)]
+        for seq in self.seqs:
+            self.sampling.admit(seq)
+
+    def for_batch(self, seats: Iterable[int]) -> BatchSampler:
+        return self.sampling.for_batch([self.seqs[seat] for seat in seats])
+
+
+seated = Seated
 
 
 def oracle(logits: Tensor, params: SamplingParams) -> npt.NDArray[np.float64]:
@@ -117,12 +129,13 @@ def test_ties_at_the_edge_stay_in() -> None:
     assert (p > 0).tolist() == [[True, True, True, True, False]] * 2
 
 
-@pytest.mark.parametrize("vary", ["seed", "counter", "both"])
+@pytest.mark.parametrize("vary", ["seed", "index", "both"])
 def test_numbers_are_uniform(vary: str) -> None:
     n = torch.arange(40_000)
-    still = torch.full_like(n, 12345)
-    x = uniform(still if vary == "counter" else n - 20_000, still if vary == "seed" else n)
-    assert x.dtype == torch.float64 and x.min() >= 0 and x.max() < 1
+    many = seated([SamplingParams()] * 40_000, seeds=(n - 20_000).tolist() if vary != "index" else [12345] * 40_000)
+    index = n if vary != "seed" else torch.full_like(n, 12345)
+    x = many.for_batch([0]).uniform(n, index.unsqueeze(1), 0).squeeze(1)
+    assert x.dtype == torch.float64 and x.min() > 0 and x.max() < 1
     assert stats.kstest(x.numpy(), "uniform").pvalue > 1e-3
     assert x.unique().numel() == len(n)
     for apart in (1, 2, 3, 64):
@@ -130,27 +143,37 @@ def test_numbers_are_uniform(vary: str) -> None:
         assert stats.chisquare(pairs.flatten()).pvalue > 1e-3, apart
 
 
-def test_streams_are_independent_of_each_other() -> None:
+def test_streams_and_tokens_are_independent_of_each_other() -> None:
     sampler = seated([SamplingParams()] * 200, seeds=[i**3 - 5 for i in range(200)]).for_batch(range(200))
-    x = sampler.uniform(torch.arange(200), torch.arange(100).expand(200, 100))
-    assert x.shape == (200, 100, STREAMS) and x.dtype == torch.float64 and x.unique().numel() == x.numel()
+    index = torch.arange(100).expand(200, 100)
+    x = torch.stack([sampler.uniform(torch.arange(200), index, stream) for stream in range(STREAMS)], 2)
+    assert x.unique().numel() == x.numel()
     flat = x.flatten(0, 1).numpy()
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        pairs, _, _ = np.histogram2d(flat[:, a], flat[:, b], bins=8, range=[[0, 1], [0, 1]])
-        assert stats.chisquare(pairs.flatten()).pvalue > 1e-3
+    # A race's noise: exponential, another for every token, and not that of the plain numbers.
+    noise = 1 / sampler.race(torch.ones(200, 6), torch.arange(200), torch.arange(200), 0)
+    flat_noise = torch.stack([1 / sampler.race(torch.ones(200, 3), torch.arange(200), index[:, i], 2) for i in range(100)], 1)
+    assert stats.kstest(flat_noise.flatten().numpy(), "expon").pvalue > 1e-3 and noise.unique().numel() == noise.numel()
+    columns = np.concatenate([flat, (1 - (-flat_noise).exp()).flatten(0, 1).numpy()], 1)
+    for a in range(6):
+        for b in range(a):
+            pairs, _, _ = np.histogram2d(columns[:, a], columns[:, b], bins=8, range=[[0, 1], [0, 1]])
+            assert stats.chisquare(pairs.flatten()).pvalue > 1e-3
 
 
 def test_numbers_follow_from_seed_and_index_alone() -> None:
     seeds = [5, -1, 2**63 - 1, -(2**63), 5]
     sampling = seated([SamplingParams()] * 5, seeds)
     index = torch.tensor([[3, 4], [0, 1], [7, 8], [2, 3], [3, 4]])
-    together = sampling.for_batch(range(5)).uniform(torch.arange(5), index)
+    together = sampling.for_batch(range(5)).uniform(torch.arange(5), index, 1)
+    raced = sampling.for_batch(range(5)).race(torch.ones(5, 9), torch.arange(5), index[:, 0], 1)
     for i in range(5):
         one_seat = seated([SamplingParams(temperature=0.5, top_k=3)], seeds[i : i + 1])
-        alone = one_seat.for_batch([0]).uniform(torch.zeros(1, dtype=torch.int64), index[i : i + 1])
+        alone = one_seat.for_batch([0]).uniform(torch.zeros(1, dtype=torch.int64), index[i : i + 1], 1)
         assert torch.equal(alone[0], together[i])
+        race = one_seat.for_batch([0]).race(torch.ones(1, 9), torch.zeros(1, dtype=torch.int64), index[i : i + 1, 0], 1)
+        assert torch.equal(race[0], raced[i])
     assert torch.equal(together[0], together[4]) and not torch.equal(together[0], together[1])
-    later = sampling.for_batch([0]).uniform(torch.tensor([0]), torch.tensor([[4]]))
+    later = sampling.for_batch([0]).uniform(torch.tensor([0]), torch.tensor([[4]]), 1)
     assert torch.equal(later[0, 0], together[0, 1]), "the same token's numbers, wherever its row stands in the step"
 
 

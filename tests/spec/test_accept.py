@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Verdict
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.shape import SpanShape
-from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.core.sequence import Sequence
+from mtpserve.runtime.rules import LogitRules
+from mtpserve.runtime.sampling import BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.spec.accept import accept, draw
+from mtpserve.spec import accept as module
+from mtpserve.spec.mtp import MTPDrafter
 from mtpserve.spec.streams import DRAFT
 
 ROUNDS, VOCAB, LENGTH = 32_000, 32, 11
@@ -23,13 +27,14 @@ CPU = torch.device("cpu")
 def batch_of(drafts: Tensor, vocab: int, temperature: float, q: Tensor | None = None, count: Tensor | None = None) -> Batch:
     """drafts [R, K] of R requests with one committed token in the batch each; q [K, vocabulary] for all, or [R, K, vocabulary]."""
     rounds, k = drafts.shape
-    seats = SeatTensors(rounds, LENGTH + 1, k, vocab, 16, CPU)
+    drafter: Any = MTPDrafter(None, None, k)  # type: ignore[arg-type]
+    seats = SeatTensors(rounds, LENGTH + 1, drafter, vocab, 16, CPU)
     seats.length.fill_(LENGTH)
     if q is not None and k:
         seats.draft_probs[:] = q
-    sampling = SeatSampling(rounds, CPU)
+    sampling = SeatSampling(rounds, LogitRules(seats, rounds, vocab, (), (), CPU), CPU)
     sampling.temperature.fill_(temperature)
-    sampling.params = [SamplingParams(temperature=temperature)] * rounds
+    seqs = [Sequence(str(i), [0], 1, SamplingParams(temperature=temperature), 99, 0, seat=i) for i in range(rounds)]
     sampling.seed[:] = torch.arange(rounds) * 7919 - 10_000
     rows = torch.arange(rounds * (k + 1)).view(rounds, k + 1)
     each = torch.arange(rounds)
@@ -42,15 +47,18 @@ def batch_of(drafts: Tensor, vocab: int, temperature: float, q: Tensor | None = 
         seat_ids=each,
         cu_q=torch.arange(rounds + 1) * (k + 1),
         kv_len=torch.full((rounds,), LENGTH + k),
-        shape=SpanShape.chain(k),
         draft_count=torch.full((rounds,), k) if count is None else count,
         last_row=rows[:, 0],
         sample_rows=rows,
         samples=torch.ones(rounds, dtype=torch.int64),
         draft_spans=None,
         seats=seats,
-        sampler=sampling.for_batch(range(rounds)),
+        sampler=BatchSampler(sampling, seqs, coupled=False),
     )
+
+
+def accept(logits: Tensor, batch: Batch) -> Verdict:
+    return module.accept(logits, batch, depth=logits.shape[1] - 1)
 
 
 def distribution(positions: int, seed: int, sharp: float = 1.5) -> Tensor:
@@ -70,8 +78,8 @@ def rounds_of(p: Tensor, q: Tensor, claimed: Tensor | None = None) -> tuple[Verd
     k = len(q)
     sampler = batch_of(torch.zeros(ROUNDS, k, dtype=torch.int64), VOCAB, 1.0).sampler
     index = LENGTH + torch.arange(k).expand(ROUNDS, k)
-    chance = sampler.uniform(torch.arange(ROUNDS), index)[..., DRAFT]
-    drafts = torch.stack([draw(q[i].expand(ROUNDS, VOCAB), chance[:, i]) for i in range(k)], 1)
+    each = torch.arange(ROUNDS)
+    drafts = torch.stack([sampler.choose(q[i].expand(ROUNDS, VOCAB), each, index[:, i], DRAFT) for i in range(k)], 1)
     batch = batch_of(drafts, VOCAB, 1.0, q if claimed is None else claimed)
     return accept(p.log().expand(ROUNDS, k + 1, VOCAB), batch), drafts
 
@@ -180,9 +188,10 @@ def test_greedy_compares_with_the_most_likely(k: int, mixed: bool) -> None:
     drafts = torch.where(agree, logits[:, :k].argmax(-1), drafts)
     batch = batch_of(drafts, 5, 0.0, torch.nn.functional.one_hot(drafts, 5).float())
     if mixed:
-        sampling = batch.sampler.seats  # type: ignore[attr-defined]
-        sampling.params[0], sampling.temperature[0] = SamplingParams(temperature=1.0), 1.0
-        object.__setattr__(batch, "sampler", sampling.for_batch(range(300)))
+        sampling, seqs = batch.sampler.seats, batch.sampler.seqs  # type: ignore[attr-defined]
+        sampling.temperature[0] = 1.0
+        seqs[0].sampling = SamplingParams(temperature=1.0)
+        object.__setattr__(batch, "sampler", BatchSampler(sampling, seqs, coupled=False))
     verdict = accept(logits, batch)
     for row in range(1 if mixed else 0, 300):
         wanted = logits[row].argmax(-1).tolist()
@@ -239,22 +248,24 @@ def test_rows_that_decided_nothing_may_be_anything(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 100, 8193, 40_000])
-def test_a_draw_is_in_the_vocabulary_and_possible(vocab: int) -> None:
+def test_a_choice_is_in_the_vocabulary_and_possible(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     weights = torch.rand(64, vocab, generator=generator) ** 8 * 10.0 ** torch.randint(-30, 30, (64, 1), generator=generator)
     weights[torch.rand(64, vocab, generator=generator) < 0.7] = 0
     weights[:16, : vocab // 2] = 0
     weights[16:32, -(vocab // 2) :] = 0
-    extremes = torch.tensor([0.0, 2.0**-53, 0.5, 1 - 2.0**-53], dtype=torch.float64).repeat(16)
-    for chance in (extremes, torch.rand(64, generator=generator, dtype=torch.float64)):
-        found = draw(weights, chance)
-        assert found.min() >= 0 and found.max() < vocab
-        possible = weights.sum(-1) > 0
-        assert (weights.gather(1, found[:, None]).squeeze(1) > 0)[possible].all()
+    sampler = batch_of(torch.zeros(64, 0, dtype=torch.int64), vocab, 1.0).sampler
+    found = sampler.choose(weights, torch.arange(64), torch.arange(64), DRAFT)
+    assert found.min() >= 0 and found.max() < vocab
+    possible = weights.sum(-1) > 0
+    assert (weights.gather(1, found[:, None]).squeeze(1) > 0)[possible].all()
 
 
-def test_a_draw_is_the_inverse_of_the_cumulated_weights() -> None:
-    weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0, 0.0]])
-    chance = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999], dtype=torch.float64)
-    assert draw(weights.expand(6, 6), chance).tolist() == [1, 1, 3, 3, 4, 4]
-    assert 0 <= draw(torch.full((1, 6), torch.nan), torch.tensor([0.5], dtype=torch.float64)).item() < 6
+def test_a_choice_follows_the_weights() -> None:
+    p = distribution(1, seed=12)
+    sampler = batch_of(torch.zeros(ROUNDS, 0, dtype=torch.int64), VOCAB, 1.0).sampler
+    for index, scale in ((3, 1.0), (4, 1e-20), (5, 1e20)):
+        found = sampler.choose(p.expand(ROUNDS, VOCAB) * scale, torch.arange(ROUNDS), torch.full((ROUNDS,), index), DRAFT)
+        assert chi_square(found, p[0]) > 1e-4
+    broken = sampler.choose(torch.full((ROUNDS, VOCAB), torch.nan), torch.arange(ROUNDS), torch.arange(ROUNDS), DRAFT)
+    assert 0 <= broken.min() and broken.max() < VOCAB

@@ -48,7 +48,7 @@ def test_the_first_two_tokens_of_plain_and_speculative_decoding() -> None:
 
 def test_a_lenient_acceptance_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: drafts accepted with 1.1 times their chance are found out."""
-    from mtpserve.spec import accept as module
+    from mtpserve.spec import reject as module
 
     model, true_at = tiny_model(), module.at
     plain = plain_draws()

@@ -40,7 +40,7 @@ def test_a_bad_row_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, bad: 
     while engine.has_work:
         for event in engine.step():
             tokens[event.id] += event.tokens
-            if POISON in event.tokens + event.proposed:
+            if POISON in event.tokens + event.proposal.tokens:
                 met.add(event.id)
             if event.finish is not None:
                 ended[event.id] = event

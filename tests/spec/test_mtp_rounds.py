@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.runner import Runner
+from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.mtp import MTPDrafter
 from tests.models.checkpoints import YARN, Tiny, deepseek, mimo
 
@@ -40,18 +42,19 @@ class Listener:
     """Stands in for the drafter and writes down what goes through it."""
 
     def __init__(self, drafter: MTPDrafter) -> None:
-        self.drafter, self.max_drafts = drafter, drafter.max_drafts
+        self.drafter, self.model = drafter, drafter.model
+        for name in ("max_drafts", "depth", "reach", "plain_reach", "trees", "coupled"):
+            setattr(self, name, getattr(drafter, name))
         self.rounds: list[Round] = []
         self.logits: list[Tensor] = []
-        self.propose = drafter.propose
-        drafter.propose = self.heard  # type: ignore[method-assign]
 
-    def heard(self, head: Tensor, seat_ids: Tensor, batch: Batch, chance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        self.logits.append(self.drafter.model.logits(head))
-        return self.propose(head, seat_ids, batch, chance)
+    def heard(self, head: Tensor) -> Tensor:
+        self.logits.append(self.model.logits(head))
+        return self.logits[-1]
 
-    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: int) -> Drafts | None:
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Seq[int]) -> Drafts | None:
         self.logits = []
+        self.drafter.model = SimpleNamespace(mtp=self.model.mtp, logits=self.heard)  # type: ignore[assignment]
         drafts = self.drafter.draft(batch, hidden, verdict, want)
         if drafts is not None:
             seats = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
@@ -77,9 +80,9 @@ def engine_of(tiny: Tiny, budget: int, tokens: int, page_size: int, steps: int =
 
 def listen(engine: Engine) -> Listener:
     runner: Any = engine._runner
-    assert isinstance(runner, Runner) and isinstance(runner.drafter, MTPDrafter)
-    listener = Listener(runner.drafter)
-    runner.drafter = listener
+    assert isinstance(runner, Runner) and isinstance(runner.drafter, CombinedDrafter) and isinstance(runner.drafter.base, MTPDrafter)
+    listener = Listener(runner.drafter.base)
+    runner.drafter.base = listener  # type: ignore[assignment]
     return listener
 
 
@@ -100,7 +103,7 @@ def run(engine: Engine, temperatures: tuple[float, ...]) -> Counter[int]:
             engine.add(waiting.pop())
         for event in engine.step():
             assert event.error is None
-            if len(event.proposed) == engine.card.speculative_steps and event.finish is None:
+            if len(event.proposal.tokens) == engine.card.speculative_steps and event.finish is None:
                 accepted[event.accepted] += 1
         engine.check_integrity()
     return accepted

@@ -1,0 +1,62 @@
+"""Grammars in a step: each row's logits are masked by what may follow its own path. The grammars themselves are the text layer's.
+
+A grammar's state is that of the committed output and lives with the sequence; a path is tried from there and taken back, so a
+rejected draft leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtpserve.core.sequence import Sequence
+
+
+class GrammarRules:
+    def __init__(self, seqs: Seq[Sequence], vocab: int) -> None:
+        self.vocab = vocab
+        self.by_seat = {seq.seat: seq for seq in seqs if seq.seat is not None}
+        for seq in seqs:
+            assert seq.grammar is not None
+            seq.grammar.commit(seq.tokens[seq.prompt_len + seq.grammar_tokens :])
+            seq.grammar_tokens = seq.output_len
+
+    def __bool__(self) -> bool:
+        return bool(self.by_seat)
+
+    def apply(self, logits: Tensor, raw: Tensor, owners: list[int], behind: list[list[int]]) -> Tensor:
+        """`owners` are the rows' seats, `behind` the tokens between what the sequences know and the row."""
+        rows_of: dict[int, list[int]] = {}
+        for row, seat in enumerate(owners):
+            if seat in self.by_seat:
+                rows_of.setdefault(seat, []).append(row)
+        for seat, rows in rows_of.items():
+            grammar = self.by_seat[seat].grammar
+            assert grammar is not None
+            words = np.empty((len(rows), -(-self.vocab // 32)), dtype=np.int32)
+            grammar.masks([behind[row] for row in rows], words)
+            allowed = self.unpacked(words).to(logits.device)
+            masked = logits[rows].masked_fill(~allowed, -torch.inf)
+            # Where other rules leave nothing that the grammar allows, the grammar wins: min_tokens cannot prolong finished JSON.
+            empty = (masked == -torch.inf).all(-1, keepdim=True)
+            logits = logits.clone()
+            logits[rows] = torch.where(empty, raw[rows].masked_fill(~allowed, -torch.inf), masked)
+        return logits
+
+    def unpacked(self, words: np.ndarray) -> Tensor:
+        """[n, words] int32 → [n, vocabulary] bool"""
+        bits = torch.from_numpy(words).unsqueeze(2) >> torch.arange(32, dtype=torch.int32) & 1
+        return bits.flatten(1)[:, : self.vocab].bool()
+
+    def forced(self, limit: int, seats: list[int], fresh: Mapping[int, list[int]]) -> list[list[int]] | None:
+        """Per seat the tokens that its grammar forces behind what is committed; None where none of them has a grammar."""
+        if not any(seat in self.by_seat for seat in seats):
+            return None
+        found = []
+        for seat in seats:
+            seq = self.by_seat.get(seat)
+            found.append([] if seq is None or seq.grammar is None else seq.grammar.forced(fresh.get(seat, []), limit))
+        return found

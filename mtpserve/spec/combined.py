@@ -1,0 +1,94 @@
+"""Several sources of drafts in one tree: a base (an MTP chain or tree, or nothing), and chains that cost no pass of a model.
+
+What the sources agree on is one node, so a chain that goes the base's way only makes it longer:
+
+    base    x → a → b        grammar   x → a → c → d        together   x → a → b
+                                                                           └→ c → d
+
+Where nobody in the batch has such a chain, the base's drafts go through untouched, and a chain that was drawn keeps its q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict
+from mtpserve.core.protocols import Drafter
+from mtpserve.spec.ngram import continued, predicted
+from mtpserve.spec.tree import tree_of
+
+Chain = tuple[Tensor, Tensor, Source]  # tokens [D, n], how many [D]
+
+
+class CombinedDrafter:
+    """`free` nodes per request on top of the base's, for chains. With `ngram`, every request looks up its own text."""
+
+    trees = True
+
+    def __init__(self, base: Drafter, free: int, ngram: bool) -> None:
+        self.base, self.free, self.ngram = base, free, ngram
+        self.coupled = base.coupled
+        self.max_drafts = base.max_drafts + free
+        self.depth = max(base.depth, free)
+        self.reach = max(base.reach, self.max_drafts)
+        self.plain_reach = self.reach if ngram else base.reach
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Seq[int]) -> Drafts | None:
+        drafts = self.base.draft(batch, hidden, verdict, want)
+        if max(want, default=0) == 0:
+            return drafts
+        seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+        # Who asked for less than the base's depth means all drafts, the free ones too.
+        allowed = torch.tensor([self.free if depth >= max(self.base.depth, 1) else depth for depth in want], device=seat_ids.device)
+        chains = self.chains(batch, seat_ids)
+        if not chains:
+            return drafts
+        return merge(drafts, len(seat_ids), [(tokens, torch.minimum(count, allowed), who) for tokens, count, who in chains], self)
+
+    def chains(self, batch: Batch, seat_ids: Tensor) -> list[Chain]:
+        """The surest first: nodes may run out."""
+        found: list[Chain] = []
+        forced = batch.sampler.forced(self.free, seat_ids)
+        if forced is not None:
+            found.append((*forced, Source.GRAMMAR))
+        seats = batch.seats
+        length = seats.length[seat_ids]
+        prediction = seats.prediction(seat_ids)
+        if prediction is not None:
+            tokens, prompt = seats.tokens[seat_ids, : int(length.max())], seats.prompt_length(seat_ids)
+            found.append((*predicted(*prediction, tokens, length, prompt, self.free), Source.PREDICTION))
+        if self.ngram:
+            found.append((*continued(seats.tokens, seat_ids, length, self.free), Source.NGRAM))
+        return found
+
+
+def merge(drafts: Drafts | None, requests: int, chains: list[Chain], limits: CombinedDrafter) -> Drafts:
+    """Walk every chain down from the root, and add a node where the tree has no such child."""
+    device, room = chains[0][0].device, limits.max_drafts
+    tokens = torch.zeros(requests, room, dtype=torch.int64, device=device)
+    parents, sources, count = tokens.clone(), tokens.clone(), tokens[:, 0].clone()
+    if drafts is not None:
+        number, count = drafts.tokens.shape[1], drafts.count.clone()
+        tokens[:, :number] = drafts.tokens
+        parents[:, :number] = torch.arange(number, device=device) if drafts.tree is None else drafts.tree.parents
+        sources[:, :number] = 0 if drafts.sources is None else drafts.sources
+    each, place = torch.arange(requests, device=device), torch.arange(room, device=device)
+    for chain, size, source in chains:
+        node = torch.zeros_like(count)
+        for step in range(chain.shape[1]):
+            token, wanted = chain[:, step], step < size
+            child = (parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1)) & (place < count.unsqueeze(1))
+            known = child.any(1)
+            added = wanted & ~known & (count < room)
+            at = torch.where(added, count, room - 1)
+            for table, value in ((tokens, token), (parents, node), (sources, torch.full_like(token, source))):
+                table[each, at] = torch.where(added, value, table[each, at])
+            count = count + added
+            # A chain that finds no room ends.
+            size = torch.where(known | added, size, 0)
+            node = torch.where(known, child.long().argmax(1) + 1, torch.where(added, count, node))
+    depth = min(limits.depth, room)
+    return Drafts(tokens, count, None if drafts is None else drafts.probs, tree_of(parents, depth), sources)

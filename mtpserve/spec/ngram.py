@@ -1,0 +1,90 @@
+"""Drafts without a model: what followed the last time that these tokens stood there (prompt lookup decoding,
+https://github.com/apoorvumang/prompt-lookup-decoding), in the request's own text or in the output that the client predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict
+
+LONGEST = 4  # tokens that must agree, at most; fewer are tried where those are not found
+SHORTEST = 2
+
+
+class NGramDrafter:
+    """core.protocols.Drafter that needs no MTP layer."""
+
+    trees, coupled = False, True
+
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = self.depth = self.reach = self.plain_reach = max_drafts
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Seq[int]) -> Drafts | None:
+        if max(want, default=0) == 0:
+            return None
+        seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+        tokens, count = continued(batch.seats.tokens, seat_ids, batch.seats.length[seat_ids], min(max(want), self.max_drafts))
+        count = torch.minimum(count, torch.tensor(want, device=count.device))
+        return Drafts(tokens, count, sources=torch.full_like(tokens, Source.NGRAM))
+
+
+def continued(tokens: Tensor, seat_ids: Tensor, length: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """tokens [seats, n], length [D] → what may follow [D, number], and how much of it is a proposal [D]."""
+    longest = int(length.max())
+    own = tokens[seat_ids, :longest]
+    ends = last_of(own, length, LONGEST)
+    # The text's own end is no earlier occurrence.
+    place = follow(own, length - 1, ends, length)
+    return taken(own, place, length, number)
+
+
+def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, prompt: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """prediction [D, n] of which `size` [D] count; tokens [D, m] of which `length` [D]: the same out of the client's prediction.
+
+    While the output has no token yet of which to look for an occurrence, the prediction is expected from its beginning.
+    """
+    written = length - prompt
+    place = follow(prediction, size, last_of(tokens, length, LONGEST), written, shortest=1, first=True)
+    place = torch.where(written == 0, 0, place)
+    return taken(prediction, place, size, number)
+
+
+def last_of(tokens: Tensor, length: Tensor, number: int) -> Tensor:
+    """tokens [D, n] → the last `number` before `length` [D], -1 where there are not so many."""
+    place = length.unsqueeze(1) - number + torch.arange(number, device=length.device)
+    return tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
+
+
+def follow(text: Tensor, size: Tensor, ends: Tensor, written: Tensor, shortest: int = SHORTEST, first: bool = False) -> Tensor:
+    """text [D, n], ends [D, LONGEST] → the place [D] behind an occurrence of as many of the last tokens as possible: the last one,
+    or the first; -1 where there is none. No more than `written` [D] tokens are compared.
+
+        ends     . . b c            text   a b c d e b c f              place of f, or of d with `first`
+    """
+    device = text.device
+    columns = torch.arange(text.shape[1], device=device)
+    agree = torch.ones_like(text, dtype=torch.bool)  # of the tokens before column c + 1, so many agree with the ends
+    found = size.new_full(size.shape, -1)
+    for back in range(1, LONGEST + 1):
+        shifted = torch.roll(text, back - 1, 1) == ends[:, -back].unsqueeze(1)
+        agree = agree & shifted & (columns >= back - 1)
+        if back < shortest:
+            continue
+        good = agree & (columns < size.unsqueeze(1)) & (written >= back).unsqueeze(1)
+        place = torch.where(good, columns + 1, text.shape[1] + 1 if first else -1)
+        best = place.amin(1) if first else place.amax(1)
+        found = torch.where(good.any(1), best, found)
+    return found
+
+
+def taken(text: Tensor, place: Tensor, size: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """text [D, n] from `place` [D] on (-1: nothing) → [D, number], count [D]"""
+    if text.shape[1] == 0:
+        return text.new_zeros(len(text), number), torch.zeros_like(size)
+    index = place.clamp(min=0).unsqueeze(1) + torch.arange(number, device=text.device)
+    count = torch.where(place < 0, 0, size - place).clamp(0, number)
+    return text.gather(1, index.clamp(max=text.shape[1] - 1)), count

@@ -1,0 +1,166 @@
+"""Drafting a tree with the checkpoint's MTP layer: the most promising nodes grow branches, the best of all that grew are verified.
+
+Every step feeds `topk` nodes per request to the layer, each gives `topk` candidates, and the best of these grow next. All candidates
+stay in the pool; in the end those with the best scores, products of their shares along the way, are taken (EAGLE-2,
+https://arxiv.org/abs/2406.16858 §4). A child scores less than its parent, so what is taken is a tree.
+
+Fed nodes stand one behind the other in the request's slots, whatever they continue, and see by a bitmask the committed tokens and
+their own ancestors, so that each branch drafts on its own keys:
+
+    slots     … committed | a b | c d | e f        a → c → e,  a → d → f,  b: dead      f sees a, d and itself
+
+For requests that sample, a candidate's share is that of the race which the target's own choice will run with the same noise
+(runtime/sampling): the tree then holds what the target probably draws, not only what is probable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.batch import Batch, Drafts, Hidden, Tree, Verdict
+from mtpserve.core.protocols import AttentionBackend, CausalModel
+from mtpserve.spec.mtp import absorb, head_logits, step_rows
+from mtpserve.spec.streams import DRAW
+
+TIE = 1e-4  # by which a child that is certain still scores less than its parent
+LEAST = -1e30  # a score that says: no proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The nodes that grow next, B per request."""
+
+    tokens: Tensor  # [D, B]
+    scores: Tensor  # [D, B] logarithms
+    pool: Tensor  # [D, B] their places in the pool
+    path: Tensor  # [D, B, depth] their ancestors' tokens and their own
+    bits: Tensor  # [D, B] the fed nodes that their ancestors are
+    recycle: Tensor  # [D, B, hidden] the layer's output at their parents
+
+
+class MTPTreeDrafter:
+    trees = coupled = True
+
+    def __init__(self, model: CausalModel, attention: AttentionBackend, steps: int, topk: int, nodes: int) -> None:
+        self.model, self.attention, self.topk = model, attention, topk
+        self.depth, self.max_drafts = steps, nodes
+        self.reach = self.plain_reach = max(nodes, topk * (steps - 1))
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Seq[int]) -> Drafts | None:
+        state, seat_ids = absorb(self.model, self.attention, batch, hidden, verdict)
+        steps = min(max(want, default=0), self.depth)
+        if steps == 0:
+            return None
+        length = batch.seats.length[seat_ids]
+        root = Frontier(
+            length.new_zeros(len(length), 1),
+            torch.zeros(len(length), 1, device=length.device),
+            length.new_full((len(length), 1), -1),
+            length.new_zeros(len(length), 1, 0),
+            length.new_zeros(len(length), 1),
+            state.recycle.unsqueeze(1),
+        )
+        pool, frontier = self.grow(batch, seat_ids, length, root, state, 0, 0)
+        pools = [pool]
+        for step in range(1, steps):
+            fed, state = self.feed(batch, seat_ids, length, frontier, step)
+            pool, frontier = self.grow(batch, seat_ids, length, fed, state, step, sum(part.tokens.shape[1] for part in pools))
+            pools.append(pool)
+        return choose(pools, torch.tensor(want, device=length.device), self.max_drafts)
+
+    def feed(self, batch: Batch, seat_ids: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
+        """One pass of the layer over the frontier's nodes. → the same nodes, now with their own bit."""
+        width = frontier.tokens.shape[1]
+        first = (step - 1) * self.topk
+        place = first + torch.arange(width, device=length.device)
+        start = length - 1
+        index = (start.unsqueeze(1) + place).flatten()
+        positions = (start + step - 1).repeat_interleave(width)
+        bits = frontier.bits | (1 << place)
+        rows = step_rows(batch, seat_ids, frontier.tokens.flatten(), index, positions)
+        rows = replace(rows, tree_bits=bits.flatten(), tree_start=start)
+        state = self.model.mtp(rows.ids, rows.positions, frontier.recycle.flatten(0, 1), self.attention.plan(rows))
+        return replace(frontier, bits=bits), state
+
+    def grow(
+        self, batch: Batch, seat_ids: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int, offset: int
+    ) -> tuple[Pool, Frontier]:
+        """The candidates that the parents' outputs give, and the best of them."""
+        requests, width = parents.tokens.shape
+        owners, sampler = seat_ids.repeat_interleave(width), batch.sampler
+        path, count = parents.path.flatten(0, 1), length.new_full((len(owners),), step)
+        logits = head_logits(self.model, state.head, batch, owners, path, count)
+        shares = logits.softmax(-1)
+        if not sampler.all_greedy:
+            index = (length + step).repeat_interleave(width)
+            race = sampler.race(sampler.probs(logits, owners), owners, index, DRAW)
+            drawn = (race / race.sum(-1, keepdim=True)).float()
+            shares = torch.where(sampler.greedy(owners).unsqueeze(1), shares, drawn)
+        best = shares.topk(min(self.topk, shares.shape[1]), -1)
+        children = best.values.shape[1]
+        gained = torch.where(best.values > 0, best.values.log(), LEAST).view(requests, width, children)
+        scores = (parents.scores.unsqueeze(2) + gained - TIE).flatten(1)
+        tokens = best.indices.view(requests, -1)
+        above = parents.pool.repeat_interleave(children, 1)
+        pool = Pool(tokens, scores, above)
+        kept = scores.topk(min(self.topk, scores.shape[1]), -1)
+        parent = kept.indices // children
+        each = torch.arange(requests, device=length.device).unsqueeze(1)
+        chosen = tokens.gather(1, kept.indices)
+        outputs = state.recycle.unflatten(0, (requests, width))
+        return pool, Frontier(
+            chosen,
+            kept.values,
+            offset + kept.indices,
+            torch.cat([parents.path[each, parent], chosen.unsqueeze(2)], 2),
+            parents.bits.gather(1, parent),
+            outputs[each, parent],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The candidates of one depth."""
+
+    tokens: Tensor  # [D, n]
+    scores: Tensor  # [D, n]
+    parents: Tensor  # [D, n] places in the pool of all depths, -1 for the root
+
+
+def choose(pools: list[Pool], want: Tensor, nodes: int) -> Drafts:
+    """The best `nodes` candidates of all depths, none deeper than `want` [D], as a tree."""
+    tokens, scores, parents = (torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents"))
+    depth = torch.cat([tokens.new_full((pool.tokens.shape[1],), d) for d, pool in enumerate(pools, 1)])
+    scores = scores.masked_fill(depth > want.unsqueeze(1), LEAST)
+    best = scores.topk(min(nodes, scores.shape[1]), -1)
+    good = best.values > LEAST / 2
+    # In the pool's order parents come before their children; what is no proposal goes behind all that are.
+    order = torch.where(good, best.indices, scores.shape[1]).sort(-1)
+    count = good.sum(1)
+    taken = order.values.clamp(max=scores.shape[1] - 1)
+    real = torch.arange(taken.shape[1], device=taken.device) < count.unsqueeze(1)
+    number = torch.arange(1, taken.shape[1] + 1, device=taken.device)
+    node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)  # the root is node 0, at the place behind the last
+    node_of = node_of.scatter(1, torch.where(real, taken, scores.shape[1]), torch.where(real, number, 0))
+    above = parents.gather(1, taken)
+    above = node_of.gather(1, torch.where(above < 0, scores.shape[1], above))
+    above = torch.where(real, above, 0)
+    return Drafts(tokens.gather(1, taken), count, tree=tree_of(above, len(pools)))
+
+
+def tree_of(parents: Tensor, depth: int) -> Tree:
+    """parents [D, K] → the tree; no node is deeper than `depth`."""
+    number = torch.arange(parents.shape[1] + 1, device=parents.device)
+    ancestors = (1 << number).expand(len(parents), -1)
+    depths = (number > 0).long().expand(len(parents), -1)
+    above = torch.cat([torch.zeros_like(parents[:, :1]), parents], 1)
+    own = ancestors
+    for _ in range(depth):
+        ancestors = own | ancestors.gather(1, above)
+    for _ in range(depth - 1):
+        depths = (number > 0).long() + depths.gather(1, above)
+    return Tree(parents, ancestors, depths)
