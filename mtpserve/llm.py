@@ -5,17 +5,18 @@ from __future__ import annotations
 import difflib
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
 from mtpserve.config import SECTIONS, EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
-from mtpserve.core.request import Request, TokenEvent
+from mtpserve.core.request import Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.text.detokenizer import Detokenizer
+from mtpserve.text.requests import request_of
 from mtpserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class Completion:
     drafted: int  # draft tokens verified for this prompt
     accepted: int  # of them, those that stand in the text
     error: str | None = None
+    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the sampling asks for them
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt from its second token on
+    trace: list[Proposal] = field(default_factory=list)  # per step what was proposed and accepted, where the speculation asks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,15 @@ class StreamStep:
     """One step of one request. The pieces, joined, are its new text; text that a stop string may still take comes later."""
 
     tokens: list[int]  # accepted drafts, then the trunk's own; what follows a stop is cut off
-    proposed: list[int]  # the drafts that were verified
+    proposal: Proposal  # the drafts that were verified
     accepted: int  # drafts among `tokens`
     accepted_pieces: list[str]
     own_piece: str
-    rejected_pieces: list[str]  # each decoded by itself
+    rejected_pieces: list[str]  # each decoded by itself; of a tree, those that did not follow from what was accepted are left out
     finish: Finish | None
     error: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
     @property
     def text(self) -> str:
@@ -62,6 +68,7 @@ class Output:
     tokenizer: Tokenizer
     detokenizer: Detokenizer
     prompt_tokens: int
+    traced: bool = False
     steps: list[StreamStep] = field(default_factory=list)
 
     def take(self, event: TokenEvent) -> StreamStep:
@@ -78,13 +85,15 @@ class Output:
             own += self.detokenizer.finish()
         return StreamStep(
             tokens=event.tokens[: len(pieces)],
-            proposed=event.proposed,
+            proposal=event.proposal,
             accepted=accepted,
             accepted_pieces=pieces[:accepted],
             own_piece=own,
-            rejected_pieces=[self.tokenizer.decode([token]) for token in event.proposed[event.accepted :]],
+            rejected_pieces=[self.tokenizer.decode([token]) for token in refused(event)],
             finish=Finish.STOP if stopped else event.finish,
             error=event.error,
+            logprobs=None if event.logprobs is None else event.logprobs[: len(pieces)],
+            prompt_logprobs=event.prompt_logprobs,
         )
 
     def completion(self) -> Completion:
@@ -94,10 +103,29 @@ class Output:
             tokens=[token for step in self.steps for token in step.tokens],
             finish_reason=str(last.finish),
             prompt_tokens=self.prompt_tokens,
-            drafted=sum(len(step.proposed) for step in self.steps),
+            drafted=sum(len(step.proposal.tokens) for step in self.steps),
             accepted=sum(step.accepted for step in self.steps),
             error=last.error,
+            logprobs=joined(step.logprobs for step in self.steps),
+            prompt_logprobs=joined(step.prompt_logprobs for step in self.steps),
+            trace=[step.proposal for step in self.steps if step.tokens] if self.traced else [],
         )
+
+
+def joined(parts: Iterable[list[TokenLogprob] | None]) -> list[TokenLogprob] | None:
+    given = [part for part in parts if part is not None]
+    return [score for part in given for score in part] if given else None
+
+
+def refused(event: TokenEvent) -> list[int]:
+    """The drafts that would have continued what was accepted: the likeliest branch down from there."""
+    proposal, node = event.proposal, ([0, *event.proposal.path])[-1]
+    found = []
+    for draft, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True), 1):
+        if parent == node and draft not in proposal.path:
+            found.append(token)
+            node = draft
+    return found
 
 
 class LLM:
@@ -159,9 +187,9 @@ class LLM:
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                request = Request(f"offline-{next(self._ids)}", ids, params)
+                request = request_of(self.tokenizer, f"offline-{next(self._ids)}", ids, params)
                 detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
-                outputs[request.id] = Output(self.tokenizer, detokenizer, len(ids))
+                outputs[request.id] = Output(self.tokenizer, detokenizer, len(ids), params.speculation.trace)
                 while not self._add(request):
                     yield from self._step(outputs, live)
                 live.add(request.id)

@@ -54,8 +54,8 @@ class Tally:
 
     def add(self, step: StreamStep) -> None:
         self.tokens += len(step.tokens)
-        self.verified += bool(step.proposed)
-        self.drafted += len(step.proposed)
+        self.verified += bool(step.proposal.tokens)
+        self.drafted += len(step.proposal.tokens)
         self.accepted += step.accepted
 
     def line(self) -> str:

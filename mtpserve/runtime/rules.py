@@ -33,6 +33,7 @@ class LogitRules:
         self.prompt: Tensor | None = None  # bool, stands in the prompt
         self.counts: Tensor | None = None  # int64, how often it stands in the output
         self.penalties = torch.zeros(number, 3, device=device)  # repetition, frequency, presence
+        self.least = torch.zeros(number, dtype=torch.int64, device=device)  # min_tokens
 
     def admit(self, seq: Sequence) -> None:
         """Preempted requests come again, with the output that they have."""
@@ -51,6 +52,7 @@ class LogitRules:
             tokens = torch.tensor(seq.tokens, device=self.device)
             self.prompt[seat] = torch.bincount(tokens[: seq.prompt_len], minlength=self.vocab) > 0
             self.counts[seat] = torch.bincount(tokens[seq.prompt_len :], minlength=self.vocab)
+        self.least[seat] = params.min_tokens
         values = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.penalties[seat] = torch.tensor(values, device=self.device)
 
@@ -95,8 +97,17 @@ class BatchRules:
         self.fresh: dict[int, list[int]] = {}  # tokens committed by this step's verdict, which the sequences do not know yet
         self.any_bias = any(asks_bias(seq) for seq in seqs)
         self.any_penalty = any(asks_penalty(seq) for seq in seqs)
-        self.worded = [seq for seq in seqs if any(len(word) > 1 for word in seq.bad_words)]
-        self.waiting = [seq for seq in seqs if seq.output_len < seq.sampling.min_tokens]
+        # By what is asked, not by request: many requests of one client ask for the same.
+        self.worded: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        self.waiting: dict[tuple[int, ...], list[int]] = {}
+        for seq in seqs:
+            if seq.seat is None:
+                continue
+            if words := tuple(tuple(word) for word in seq.bad_words if len(word) > 1):
+                self.worded.setdefault(words, []).append(seq.seat)
+            if seq.output_len < seq.sampling.min_tokens:
+                ends = sorted({*seq.sampling.stop_token_ids, *(() if seq.sampling.ignore_eos else rules.eos_ids)})
+                self.waiting.setdefault(tuple(ends), []).append(seq.seat)
         self.grammars = GrammarRules([seq for seq in seqs if seq.grammar is not None], rules.vocab)
 
     def apply(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
@@ -104,10 +115,10 @@ class BatchRules:
         if self.any_bias:
             assert self.rules.bias is not None
             logits = logits + self.rules.bias[seat_ids]
-        for seq in self.worded:
-            logits = self.without_words(logits, seq, seat_ids, path, count)
-        for seq in self.waiting:
-            logits = self.without_end(logits, seq, seat_ids, count)
+        for words, seats in self.worded.items():
+            logits = self.without_words(logits, words, self.owned(seat_ids, seats), seat_ids, path, count)
+        for ends, seats in self.waiting.items():
+            logits = self.without_end(logits, ends, self.owned(seat_ids, seats), seat_ids, count)
         if self.any_penalty:
             logits = self.penalised(logits, seat_ids, path, count)
         if not self.rules.processors and not self.grammars:
@@ -139,32 +150,32 @@ class BatchRules:
 
     # -- the rules ------------------------------------------------------------------------------------------------------------
 
-    def without_words(self, logits: Tensor, seq: Sequence, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+    def owned(self, seat_ids: Tensor, seats: list[int]) -> Tensor:
+        """[rows] bool: rows of these seats."""
+        return torch.isin(seat_ids, torch.tensor(seats, device=seat_ids.device))
+
+    def without_words(
+        self, logits: Tensor, words: tuple[tuple[int, ...], ...], owned: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor
+    ) -> Tensor:
         """A word's last token is forbidden where the output ends with the rest of it."""
-        seat, longest = seq.seat, max(len(word) for word in seq.bad_words) - 1
-        assert seat is not None
+        longest = max(map(len, words)) - 1
+        length = self.seats.length[seat_ids]
+        tail = length.unsqueeze(1) - longest + torch.arange(longest, device=logits.device)
+        history = torch.cat([self.seats.tokens[seat_ids.unsqueeze(1), tail.clamp(min=0)], path], 1)
+        written = length + count - self.seats.prompt_length(seat_ids)
         logits = logits.clone()
-        length = self.seats.length[seat]
-        tail = self.seats.tokens[seat, (length - longest + torch.arange(longest, device=logits.device)).clamp(min=0)]
-        history = torch.cat([tail.expand(len(path), -1), path], 1)
-        written = length + count - seq.prompt_len
-        for word in seq.bad_words:
+        for word in words:
             before = len(word) - 1
-            if before == 0:
-                continue  # in the bias
             place = (longest + count - before).unsqueeze(1) + torch.arange(before, device=logits.device)
             same = (history.gather(1, place) == torch.tensor(word[:-1], device=logits.device)).all(1)
-            met = same & (written >= before) & (seat_ids == seat)
-            logits[:, word[-1]] = logits[:, word[-1]].masked_fill(met, -torch.inf)
+            logits[:, word[-1]] = logits[:, word[-1]].masked_fill(same & (written >= before) & owned, -torch.inf)
         return logits
 
-    def without_end(self, logits: Tensor, seq: Sequence, seat_ids: Tensor, count: Tensor) -> Tensor:
-        assert seq.seat is not None
-        params = seq.sampling
-        ends = list({*params.stop_token_ids, *(() if params.ignore_eos else self.rules.eos_ids)})
-        early = (seat_ids == seq.seat) & (self.seats.length[seq.seat] + count - seq.prompt_len < params.min_tokens)
+    def without_end(self, logits: Tensor, ends: tuple[int, ...], owned: Tensor, seat_ids: Tensor, count: Tensor) -> Tensor:
+        written = self.seats.length[seat_ids] + count - self.seats.prompt_length(seat_ids)
+        early = owned & (written < self.rules.least[seat_ids])
         logits = logits.clone()
-        logits[:, ends] = logits[:, ends].masked_fill(early.unsqueeze(1), -torch.inf)
+        logits[:, list(ends)] = logits[:, list(ends)].masked_fill(early.unsqueeze(1), -torch.inf)
         return logits
 
     def penalised(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:

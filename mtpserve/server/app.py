@@ -32,7 +32,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    metrics = Metrics(client.stats, client.card.speculative_steps)
+    metrics = Metrics(client.stats, client.card.speculative_steps, client.card.lossy)
     app.state.service = Service(client, tokenizer, metrics, created=int(time()))
     app.add_middleware(BodyLimit, limit=MAX_BODY_BYTES)
     add_error_handlers(app)

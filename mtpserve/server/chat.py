@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.request import TokenLogprob
 from mtpserve.server.answer import Answer
 from mtpserve.server.errors import ContextLengthExceeded
+from mtpserve.server.logprobs import chat_logprobs
 from mtpserve.server.openai import ChatRequest
 from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
+from mtpserve.text.tokenizer import Tokenizer
 
 
 class ChatShape:
@@ -28,6 +32,9 @@ class ChatShape:
 
     def delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
+
+    def logprobs(self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
+        return chat_logprobs(tokenizer, tokens, [score for score in scores if score is not None])
 
 
 async def rendered(service: Service, body: ChatRequest) -> str:
@@ -48,9 +55,9 @@ async def chat(request: Request, body: ChatRequest) -> Response:
     service: Service = request.app.state.service
     service.admit(body.model)
     body.check()
-    service.check_ids(body.stop_token_ids or (), "stop_token_ids")
     sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
-    answer = Answer(service, ChatShape(), [], [sampling], body.include_usage)
+    service.check_sampling(sampling)
+    answer = Answer(service, ChatShape(), [], [sampling], body)
     prompt = await service.encode(await rendered(service, body), "messages", special=False)
     service.check_length(prompt, body.wanted_tokens, "messages")
     answer.prompts = [prompt]

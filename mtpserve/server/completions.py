@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mtpserve.core.request import TokenLogprob
 from mtpserve.server.answer import Answer
+from mtpserve.server.logprobs import completion_logprobs
 from mtpserve.server.openai import CompletionRequest
 from mtpserve.server.service import Service
+from mtpserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -28,6 +32,9 @@ class CompletionShape:
 
     def delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
+
+    def logprobs(self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
+        return completion_logprobs(tokenizer, tokens, scores, offset)
 
 
 async def prompt_ids(service: Service, body: CompletionRequest) -> list[list[int]]:
@@ -47,12 +54,14 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     service: Service = request.app.state.service
     service.admit(body.model)
     body.check()
-    service.check_ids(body.stop_token_ids or (), "stop_token_ids")
-    sampling = body.sampling(service.tokenizer.defaults, body.max_tokens)
-    answer = Answer(service, CompletionShape(), [], [], body.include_usage)
+    sampling = body.sampling(service.tokenizer.defaults, body.max_tokens or None)
+    if body.echo and body.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    service.check_sampling(sampling)
+    answer = Answer(service, CompletionShape(), [], [], body, echo=bool(body.echo), scores_only=body.max_tokens == 0)
     answer.prompts = await prompt_ids(service, body)
     context = service.client.card.context_length
     for prompt in answer.prompts:
-        max_tokens = min(DEFAULT_MAX_TOKENS, context - len(prompt)) if body.max_tokens is None else body.max_tokens
+        max_tokens = min(DEFAULT_MAX_TOKENS, context - len(prompt)) if body.max_tokens is None else max(body.max_tokens, 1)
         answer.sampling.append(replace(sampling, max_tokens=max_tokens))
     return await answer.respond(request, body)

@@ -23,8 +23,9 @@ REQUEST_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120
 
 
 class EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats], speculative_steps: int) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], speculative_steps: int, lossy: bool) -> None:
         self._stats = stats
+        self._lossy = lossy
         self._steps = speculative_steps
 
     def collect(self) -> Iterable[Metric]:
@@ -43,7 +44,10 @@ class EngineCollector(Collector):
         yield self._per_position("draft", "verified", stats.draft_tokens_per_position)
         yield self._per_position("accepted", "accepted", stats.accepted_tokens_per_position)
         yield self._accept_length(stats.accept_lengths)
+        yield self._by_source("draft", "verified", stats.draft_tokens_by_source)
+        yield self._by_source("accepted", "accepted", stats.accepted_tokens_by_source)
         for name, help, value in (
+            ("spec_lossy", "1 where acceptance thresholds below 1 change what the model would say.", float(self._lossy)),
             ("requests_running", "Requests that the engine is computing.", stats.running),
             ("requests_waiting", "Requests that wait for the engine.", stats.waiting),
             ("kv_pages", "Pages in the KV pool.", stats.pages_total),
@@ -59,6 +63,13 @@ class EngineCollector(Collector):
             family.add_metric([str(position)], count)
         return family
 
+    def _by_source(self, name: str, done: str, counts: dict[str, int]) -> Metric:
+        help = f"Draft tokens {done}, by who proposed them."
+        family = CounterMetricFamily(f"mtpserve_spec_{name}_tokens_by_source", help, labels=["source"])
+        for source, count in counts.items():
+            family.add_metric([source], count)
+        return family
+
     def _accept_length(self, counts: list[int]) -> Metric:
         """`counts[n]` verifications committed n + 1 tokens."""
         counts = counts + [0] * (self._steps + 1 - len(counts))
@@ -71,11 +82,11 @@ class EngineCollector(Collector):
 class Metrics:
     """What the front end observes, together with the engine's counters in one registry."""
 
-    def __init__(self, stats: Callable[[], EngineStats], speculative_steps: int) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], speculative_steps: int, lossy: bool = False) -> None:
         # The library's only switch is global: without it each histogram brings a gauge of its creation time.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, speculative_steps))
+        self.registry.register(EngineCollector(stats, speculative_steps, lossy))
         ProcessCollector(registry=self.registry)
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:

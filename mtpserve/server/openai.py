@@ -13,55 +13,36 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFun
 from pydantic_core import PydanticCustomError
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.server.constraints import NATIVE, constraint
 
 MAX_PROMPTS = 128
+MAX_CHOICES = 128
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (None, []),
     "audio": (None,),
-    "bad_words": (None, []),
-    "best_of": (None, 1),
     "cache_salt": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
     "documents": (None, []),
-    "ebnf": (None,),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
-    "guided_json": (None,),
-    "json_schema": (None,),
     "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
     "lora_path": (None,),
-    "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
-    "n": (None, 1),
     "no_stop_trim": (None, False),
-    "prediction": (None,),
-    "presence_penalty": (None, 0),
     "priority": (None, 0),
     "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
     "reasoning_effort": (None,),
-    "regex": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
     "return_hidden_states": (None, False),
     "return_token_ids": (None, False),
     "service_tier": (None, "auto", "default"),
     "spaces_between_special_tokens": (None, True),
     "stop_regex": (None, []),
     "store": (None, False),
-    "structured_outputs": (None,),
-    "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "verbosity": (None, "medium"),
@@ -97,8 +78,15 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    continuous_usage_stats: Annotated[bool | None, Field(description="only false is supported")] = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers; there is nothing to leave out here
+
+
+class SpeculativeOptions(Strict):
+    """Ours: whether and how deep to draft for this request. The law of the output does not depend on it."""
+
+    enabled: bool | None = None
+    num_steps: int | None = None
 
 
 class GenerationRequest(Strict):
@@ -118,6 +106,29 @@ class GenerationRequest(Strict):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Tokens | None = None
+    bad_words: Texts | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    custom_params: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    prediction: dict[str, Any] | None = None
+    speculative: SpeculativeOptions | None = None
+    return_spec_trace: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -130,25 +141,49 @@ class GenerationRequest(Strict):
         return {name: value for name, value in body.items() if name not in UNSUPPORTED and name not in IGNORED}
 
     def check(self) -> None:
+        if not 1 <= self.choices <= MAX_CHOICES:
+            raise InvalidRequest(f"n must be in [1, {MAX_CHOICES}], got {self.choices}", "n")
+        if self.best_of not in (None, 1, self.choices):
+            raise InvalidRequest(f"best_of must equal n = {self.choices}, got {self.best_of}: leave it out", "best_of")
         options = self.stream_options
         if options is None:
             return
         if not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
-        if options.continuous_usage_stats:
-            raise InvalidRequest("stream_options.continuous_usage_stats is not supported yet: leave it out", "stream_options")
+
+    @property
+    def usage_in_every_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
     def wanted_tokens(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """How many alternatives; None: no log-probabilities."""
+        return None
+
+    def speculation(self) -> Speculation:
+        options = self.speculative or SpeculativeOptions()
+        return Speculation(
+            enabled=options.enabled is not False,
+            num_steps=options.num_steps,
+            prediction=predicted(self.prediction),
+            trace=bool(self.return_spec_trace),
+        )
+
     def sampling(self, defaults: dict[str, float | int], max_tokens: int | None) -> SamplingParams:
         """`defaults` are the model's own recommendations; what the request says goes before them."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        given = {name: getattr(self, name) for name in GIVEN}
         chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
         return SamplingParams(
             max_tokens=max_tokens,
@@ -158,8 +193,44 @@ class GenerationRequest(Strict):
             ignore_eos=bool(self.ignore_eos),
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
+            logit_bias=biases(self.logit_bias or {}),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            logprobs=self.top_logprobs_wanted,
+            prompt_logprobs=self.prompt_logprobs,
+            grammar=constraint({name: getattr(self, name) for name in (*NATIVE, "response_format", "structured_outputs")}),
+            custom_params=self.custom_params or {},
+            speculation=self.speculation(),
             **chosen,
         )
+
+
+# Fields of SamplingParams whose own default stands where nothing is given.
+GIVEN = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens",
+)  # fmt: skip
+
+
+def biases(given: dict[str, float]) -> dict[int, float]:
+    found = {}
+    for token, bias in given.items():
+        if not token.isascii() or not token.isdigit():
+            raise InvalidRequest(f"logit_bias must have token ids as keys, got {token[:50]!r}", "logit_bias")
+        found[int(token)] = bias
+    return found
+
+
+def predicted(prediction: dict[str, Any] | None) -> str:
+    """OpenAI's Predicted Outputs: {"type": "content", "content": a string or parts of text}."""
+    if prediction is None:
+        return ""
+    content = prediction.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = None if None in texts else "".join(map(str, texts))
+    if prediction.get("type") != "content" or not isinstance(content, str):
+        raise InvalidRequest("prediction must be {'type': 'content', 'content': a string or a list of text parts}", "prediction")
+    return content
 
 
 class CompletionRequest(GenerationRequest):
@@ -168,6 +239,20 @@ class CompletionRequest(GenerationRequest):
         either("a string, a list of strings, a list of token ids, or a list of such lists"),
     ]
     add_special_tokens: bool | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
+        if self.suffix:
+            raise InvalidRequest("suffix is not supported: this server has no fill-in-the-middle template", "suffix")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens must be at least 1, or 0 together with echo, got 0", "max_tokens")
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -229,6 +314,15 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     add_generation_prompt: bool | None = None
 
     @property

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed
 from mtpserve.core.protocols import EngineClient
-from mtpserve.core.request import Request
+from mtpserve.core.request import Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.server.errors import ContextLengthExceeded, ModelNotFound
@@ -27,8 +27,12 @@ class Piece:
     """What one step added to one prompt's text. The last piece has `finish`."""
 
     text: str
-    tokens: int
+    tokens: list[int]  # those that count: up to the one that completed a stop string
     finish: Finish | None = None
+    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
+    proposal: Proposal = field(default_factory=Proposal)
+    accepted: int = 0  # drafts that the step accepted, before any stop string
 
 
 @dataclass(slots=True)
@@ -75,6 +79,12 @@ class Service:
             if not 0 <= id < vocab:
                 raise InvalidRequest(f"{field}: token {str(id)[:50]} is not in the vocabulary of {vocab}", field)
 
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Token ids that the request names must be the model's; the engine checks too, but a stream would have begun by then."""
+        self.check_ids(sampling.stop_token_ids, "stop_token_ids")
+        self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
+        self.check_ids(list(sampling.logit_bias), "logit_bias")
+
     def check_length(self, prompt: Sequence[int], max_tokens: int | None, field: str) -> None:
         """An explicit `max_tokens` must fit behind the prompt; without one the rest of the context is what there is."""
         context = self.client.card.context_length
@@ -88,12 +98,12 @@ class Service:
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 
-    async def generate(self, id: str, prompt: list[int], sampling: SamplingParams, arrival: float) -> AsyncGenerator[Piece, None]:
+    async def generate(self, request: Request, arrival: float) -> AsyncGenerator[Piece, None]:
         """Pieces until one has `finish`. Closing it early, a stop string and any error all end the request in the engine."""
         clock = RequestClock(self.metrics, arrival)
         outcome = "abort"
         try:
-            async for piece in self._pieces(Request(id, prompt, sampling), clock):
+            async for piece in self._pieces(request, clock):
                 if piece.finish is not None:
                     outcome = piece.finish.value
                 yield piece
@@ -104,7 +114,7 @@ class Service:
             outcome = "error"
             raise
         finally:
-            self.client.abort(id)
+            self.client.abort(request.id)
             clock.end(outcome)
 
     async def _pieces(self, request: Request, clock: RequestClock) -> AsyncGenerator[Piece, None]:
@@ -115,13 +125,18 @@ class Service:
             delta = detokenizer.push(event.tokens)
             clock.tokens(delta.tokens_used)
             if delta.stopped:
-                yield Piece(delta.text, delta.tokens_used, Finish.STOP)
+                yield piece_of(event, delta.text, delta.tokens_used, Finish.STOP)
                 return
             rest = detokenizer.finish() if event.finish is not None else ""
-            yield Piece(delta.text + rest, delta.tokens_used, event.finish)
+            yield piece_of(event, delta.text + rest, delta.tokens_used, event.finish)
             if event.finish is not None:
                 return
         raise RequestFailed("the engine ended the request without a reason")
+
+
+def piece_of(event: TokenEvent, text: str, used: int, finish: Finish | None) -> Piece:
+    logprobs = None if event.logprobs is None else event.logprobs[:used]
+    return Piece(text, event.tokens[:used], finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)
 
 
 async def merge(streams: list[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:

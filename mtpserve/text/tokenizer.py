@@ -21,6 +21,16 @@ from mtpserve.core.errors import InvalidRequest, LoadError
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 
+def byte_letters() -> dict[str, int]:
+    """The letters with which byte-level tokenizers spell bytes: printable ones as themselves, the others from U+0100 on (GPT-2)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTES = byte_letters()
+
+
 class Tokenizer:
     """`defaults` are the sampling parameters that the model's makers recommend, from its generation_config.json."""
 
@@ -50,6 +60,27 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one token writes, which need not be whole characters."""
+        if token in self.special_ids:
+            return self.decode([token], skip_special_tokens=False).encode()
+        spelled = self.fast.id_to_token(token)
+        if spelled is None:
+            return b""
+        if len(spelled) == 6 and spelled.startswith("<0x"):
+            return bytes([int(spelled[3:5], 16)])
+        if all(letter in BYTES for letter in spelled):
+            return bytes(BYTES[letter] for letter in spelled)
+        return str(spelled).replace("▁", " ").encode()
+
+    def token_text(self, token: int) -> str:
+        """As OpenAI shows tokens: those that are no whole characters as bytes:\\x…"""
+        written = self.token_bytes(token)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
 
     def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The model's own template, in Jinja's immutable sandbox. Raises InvalidRequest when there is none or when it fails."""

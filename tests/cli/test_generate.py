@@ -13,13 +13,14 @@ import pytest
 
 from mtpserve.cli import generate
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.request import Proposal
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.llm import StreamStep
 
 STEPS = [
-    StreamStep([5], [], 0, [], "def", [], None),
-    StreamStep([6, 7, 8], [6, 7, 9], 2, [" read", "_lines"], "(path)", [" no"], None),
-    StreamStep([8], [1, 2, 3], 0, [], ":", ["a", "b", "c"], None),
+    StreamStep([5], Proposal(), 0, [], "def", [], None),
+    StreamStep([6, 7, 8], Proposal([6, 7, 9], [0, 1, 2], ["mtp"] * 3, [1, 2]), 2, [" read", "_lines"], "(path)", [" no"], None),
+    StreamStep([8], Proposal([1, 2, 3], [0, 1, 2], ["mtp"] * 3), 0, [], ":", ["a", "b", "c"], None),
 ]
 
 

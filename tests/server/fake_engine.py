@@ -12,7 +12,7 @@ import time
 
 from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
-from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.core.request import EngineStats, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sequence import Finish
 
 FACTORY = "tests.server.fake_engine:build"
@@ -73,7 +73,13 @@ class FakeEngine:
         if finish is not None:
             self.abort(request.id)
         self._count(len(tokens))
-        return TokenEvent(request.id, tokens, len(tokens) - 1, [tokens[0], 5], finish)
+        accepted = len(tokens) - 1
+        proposal = Proposal([tokens[0], 5], [0, 1], ["mtp", "prediction"], [1][:accepted])
+        asked = request.sampling.logprobs
+        scores = None if asked is None else [TokenLogprob(-0.5, 1, [(token, -0.5), (3, -2.0)][:asked]) for token in tokens]
+        top = request.sampling.prompt_logprobs
+        first = [TokenLogprob(-1.0, 2, [(7, -0.1)][:top]) for _ in request.prompt[1:]] if top is not None and done == 0 else None
+        return TokenEvent(request.id, tokens, accepted, proposal, finish, None, scores, first)
 
     def _count(self, tokens: int) -> None:
         stats = self.stats

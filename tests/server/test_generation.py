@@ -45,7 +45,10 @@ def test_a_completion(http: httpx.AsyncClient, client: FakeClient, tokenizer: To
     assert answer["choices"] == [{"index": 0, "text": text_of(tokenizer, 9), "logprobs": None, "finish_reason": "length"}]
     prompt = client.submitted[0].prompt
     assert prompt == tokenizer.encode("hello")
-    assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 9, "total_tokens": len(prompt) + 9}
+    usage = answer["usage"]
+    assert usage.pop("speculative") == {"steps": 5, "draft_tokens": 10, "accepted_tokens": 4}
+    assert usage.pop("completion_tokens_details") == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 5}
+    assert usage == {"prompt_tokens": len(prompt), "completion_tokens": 9, "total_tokens": len(prompt) + 9}
 
 
 def test_a_chat(http: httpx.AsyncClient, client: FakeClient, tokenizer: Tokenizer) -> None:

@@ -146,7 +146,7 @@ def test_openais_client(checkpoint: Path) -> None:
             api.completions.create(model="other", prompt="a")
         assert missing.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as bad:
-            api.chat.completions.create(model="fake", messages=messages, logprobs=True)
+            api.chat.completions.create(model="fake", messages=messages, logprobs=True, top_logprobs=21)
         assert bad.value.param == "logprobs"
         with pytest.raises(openai.InternalServerError):  # 503
             api.completions.create(model="fake", prompt="a", seed=503)

@@ -1,0 +1,66 @@
+"""What a request used: OpenAI's counts, and what speculation did for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mtpserve.core.request import Proposal
+from mtpserve.server.service import Piece
+
+PREDICTION = "prediction"  # the source of drafts that came from the client's predicted output
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of all choices together; a prompt counts once, however many continue it."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
+
+    def add(self, piece: Piece) -> None:
+        self.completion_tokens += len(piece.tokens)
+        if not piece.tokens:
+            return
+        self.steps += 1
+        proposal, kept = piece.proposal, kept_nodes(piece)
+        self.draft_tokens += len(proposal.tokens)
+        self.accepted_tokens += len(kept)
+        self.predicted += proposal.sources.count(PREDICTION)
+        self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in kept)
+
+    def body(self) -> dict[str, Any]:
+        """`speculative` is ours; the rest is OpenAI's."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.predicted_accepted,
+                "rejected_prediction_tokens": self.predicted - self.predicted_accepted,
+            },
+            "speculative": {"steps": self.steps, "draft_tokens": self.draft_tokens, "accepted_tokens": self.accepted_tokens},
+        }
+
+
+def kept_nodes(piece: Piece) -> list[int]:
+    """Drafts that stand in the text; a stop string may have cut some that were accepted."""
+    return piece.proposal.path[: min(piece.accepted, len(piece.tokens))]
+
+
+def trace_of(piece: Piece) -> dict[str, Any]:
+    """One step of the request: what it committed, what had been proposed, by whom, and what of that was accepted."""
+    proposal: Proposal = piece.proposal
+    kept = set(kept_nodes(piece))
+    return {
+        "tokens": piece.tokens,
+        "proposed": [
+            {"token": token, "parent": parent, "source": source, "accepted": node in kept}
+            for node, (token, parent, source) in enumerate(zip(proposal.tokens, proposal.parents, proposal.sources, strict=True), 1)
+        ],
+    }

@@ -1,0 +1,79 @@
+"""Structural tags: free text in which certain beginnings must be followed by JSON of a certain schema, as tool calls are written.
+
+Both spellings that the peers' clients use are understood: the older `structures` with `triggers`, and `format` with
+`triggered_tags`, `tag`, `json_schema`, `const_string`, `any_text`, `sequence` and `or`. Other kinds are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import StructTag
+
+ANY_TEXT = r"/(.|\n)*/"
+
+
+def structural_grammar(body: Any) -> str:
+    """→ a grammar in Lark. Raises ValueError."""
+    if not isinstance(body, dict):
+        raise ValueError("a structural tag is an object")
+    if "structures" in body:
+        tags = [(each.get("begin", ""), each.get("schema", {}), each.get("end", "")) for each in listed(body, "structures")]
+        return triggered(tags, [str(trigger) for trigger in listed(body, "triggers")])
+    if isinstance(body.get("format"), dict):
+        format = body["format"]
+        if format.get("type") == "triggered_tags":
+            tags = [(tag.get("begin", ""), schema_of(tag.get("content")), tag.get("end", "")) for tag in listed(format, "tags")]
+            return triggered(tags, [str(trigger) for trigger in listed(format, "triggers")])
+        return "%llguidance {}\nstart: " + element(format)
+    raise ValueError("a structural tag has `structures` and `triggers`, or a `format`")
+
+
+def listed(body: dict[str, Any], name: str) -> list[Any]:
+    value = body.get(name)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} must be a list with at least one element")
+    return value
+
+
+def triggered(tags: list[tuple[str, Any, str]], triggers: list[str]) -> str:
+    """Text, and whenever a trigger is written, one of the tags that begin with it."""
+    found = []
+    for begin, schema, end in tags:
+        trigger = next((trigger for trigger in triggers if trigger and str(begin).startswith(trigger)), None)
+        if trigger is None:
+            raise ValueError(f"the tag {begin!r} begins with none of the triggers {triggers}")
+        found.append(StructTag(trigger=trigger, begin=begin, grammar=with_whitespace(schema), end=end))
+    return StructTag.to_grammar(found, assume_special=False)
+
+
+def schema_of(content: Any) -> Any:
+    if not isinstance(content, dict) or content.get("type") != "json_schema" or "json_schema" not in content:
+        raise ValueError("a tag's content must be of type json_schema")
+    return content["json_schema"]
+
+
+def with_whitespace(schema: Any) -> str:
+    if not isinstance(schema, dict):
+        raise ValueError("a tag's schema must be an object")
+    return json.dumps({"x-guidance": {"whitespace_pattern": "[ ]?", "whitespace_flexible": True}, **schema})
+
+
+def element(format: Any) -> str:
+    """One part of a `format`, as a Lark expression."""
+    kind = format.get("type") if isinstance(format, dict) else None
+    if kind == "const_string":
+        return json.dumps(str(format.get("value", format.get("text", ""))), ensure_ascii=False)
+    if kind == "json_schema":
+        return "%json " + with_whitespace(format.get("json_schema"))
+    if kind == "any_text":
+        return ANY_TEXT
+    if kind == "sequence":
+        return " ".join(f"({element(part)})" for part in listed(format, "elements"))
+    if kind == "or":
+        return "(" + " | ".join(element(part) for part in listed(format, "elements")) + ")"
+    if kind == "tag":
+        begin, end = json.dumps(str(format.get("begin", ""))), json.dumps(str(format.get("end", "")))
+        return f"{begin} ({element(format.get('content'))}) {end}"
+    raise ValueError(f"a structural tag of type {kind!r} is not supported")

@@ -1,0 +1,220 @@
+"""A model that is a table: the next token's logits depend on the last token alone. Its laws can be written down exactly.
+
+The trunk and the MTP head have a table each, alike enough for drafts to be accepted and different enough for them to be refused.
+Everything around it is the engine's own: scheduler, seats, rules, drafters, acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.cache.pool import KVPool
+from mtpserve.config import SchedulerConfig, SpecConfig
+from mtpserve.core.arch import KVLayout
+from mtpserve.core.batch import Batch, Hidden
+from mtpserve.core.protocols import LogitsProcessor
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import make_drafter
+from mtpserve.engine.engine import Engine
+from mtpserve.runtime.rules import LogitRules
+from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.seats import SeatTensors
+
+CPU = torch.device("cpu")
+VOCAB, EOS = 6, 5
+PAGE = 64
+
+
+@cache
+def tables() -> Tensor:
+    """[2 VOCAB, VOCAB]: the trunk's logits, then the MTP head's."""
+    generator = torch.Generator().manual_seed(8)
+    trunk = 1.5 * torch.randn(VOCAB, VOCAB, generator=generator)
+    return torch.cat([trunk, trunk + 0.7 * torch.randn(VOCAB, VOCAB, generator=generator)])
+
+
+class TableModel:
+    """core.protocols.CausalModel; a hidden state is the number of a row of `tables`."""
+
+    arch: Any = None
+
+    def trunk(self, ids: Tensor, positions: Tensor, attend: object) -> Hidden:
+        state = ids.float().unsqueeze(1)
+        return Hidden(state, state)
+
+    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: object) -> Hidden:
+        state = ids.float().unsqueeze(1) + VOCAB
+        return Hidden(state, state)
+
+    def logits(self, head: Tensor) -> Tensor:
+        return tables()[head.squeeze(1).long()]
+
+
+class NoAttention:
+    graph_safe = False
+
+    def supports(self, layout: KVLayout, device: str) -> bool:
+        return True
+
+    def plan(self, batch: Batch) -> Any:
+        return None
+
+
+def table_engine(
+    spec: SpecConfig, seats: int, processors: Seq[LogitsProcessor] = (), grammars: Any = None, processed: bool = False
+) -> Engine:
+    model: Any = TableModel()
+    attention = NoAttention()
+    budget = max(seats * 8, 64)
+    drafter = make_drafter(spec, model, attention, budget)
+    pages = seats * (1 + (2 * drafter.reach + 80) // PAGE)
+    pool = KVPool(KVLayout("gqa", 1, 1, 1), 1, pages, PAGE, torch.float32, CPU)
+    state = SeatTensors(seats, 80, drafter, VOCAB, PAGE, CPU)
+    sampling = SeatSampling(seats, LogitRules(state, seats, VOCAB, (EOS,), processors, CPU), CPU)
+    return Engine(
+        Runner(model, attention, pool, drafter, state, sampling, processed_logprobs=processed),
+        SchedulerConfig(chunked_prefill_size=budget),
+        allocator=PageAllocator(pages),
+        page_size=PAGE,
+        max_running=seats,
+        context_length=80,
+        vocab=VOCAB,
+        eos_ids=(EOS,),
+        want=spec.steps,
+        grammars=grammars,
+    )
+
+
+def run(engine: Engine, requests: Seq[Request]) -> list[list[int]]:
+    """All at once → the tokens of each. A request that fails fails the test."""
+    for request in requests:
+        engine.add(request)
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            tokens[event.id] += event.tokens
+    engine.check_integrity()
+    assert engine.stats.pages_used == 0
+    return list(tokens.values())
+
+
+class Halving:
+    """A processor that looks at the whole path: it forbids the token of two places before, and halves even tokens after an even sum."""
+
+    def __call__(self, tokens: list[int], prompt_len: int, params: Any, logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        if params.get("halve"):
+            logits[tokens[-2:][0]] = -torch.inf
+            if sum(tokens) % 2 == 0:
+                logits[::2] -= 0.7
+        return logits
+
+
+class Alternating:
+    """A grammar: the output never repeats its last token, and after `most` tokens it ends."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.output: list[int] = []
+
+    def commit(self, tokens: Seq[int]) -> None:
+        for token in tokens:
+            if token not in self.allowed(self.output):
+                raise ValueError(f"{token} after {self.output}")
+            self.output.append(token)
+
+    def allowed(self, output: Seq[int]) -> set[int]:
+        if len(output) >= self.most or EOS in output:
+            return {EOS}
+        return set(range(VOCAB)) - set(output[-1:]) - ({EOS} if len(output) < 2 else set())
+
+    def accepts(self, path: Seq[int]) -> bool:
+        return all(token in self.allowed([*self.output, *path[:i]]) for i, token in enumerate(path))
+
+    def masks(self, paths: Seq[Seq[int]], rows: Any) -> list[bool]:
+        for row, path in zip(rows, paths, strict=True):
+            row[:] = -1 if not self.accepts(path) else sum(1 << token for token in self.allowed([*self.output, *path]))
+        return [self.accepts(path) for path in paths]
+
+    def forced(self, path: Seq[int], limit: int) -> list[int]:
+        found: list[int] = []
+        while self.accepts(path) and len(found) < limit and len(only := self.allowed([*self.output, *path, *found])) == 1:
+            found += only
+        return found
+
+
+class Alternatings:
+    def compile(self, spec: Any) -> Alternating:
+        return Alternating(int(spec.text))
+
+
+def law(tokens: Seq[int], prompt_len: int, params: SamplingParams, bad_words: Seq[Seq[int]] = ()) -> np.ndarray:  # type: ignore[type-arg]
+    """The oracle: [VOCAB], the distribution of what follows, rule after rule in plain numpy."""
+    output = list(tokens[prompt_len:])
+    x = tables()[tokens[-1]].double().numpy().copy()
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
+    if params.allowed_token_ids:
+        x[[t for t in range(VOCAB) if t not in params.allowed_token_ids]] = -np.inf
+    for word in bad_words:
+        if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1]):
+            x[word[-1]] = -np.inf
+    if len(output) < params.min_tokens:
+        x[list({*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))})] = -np.inf
+    for token in range(VOCAB):
+        if token in tokens:
+            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+    if params.custom_params:
+        x = Halving()(list(tokens), prompt_len, params.custom_params, torch.from_numpy(x)).numpy()
+    if params.grammar is not None:
+        allowed = Alternating(int(params.grammar.text)).allowed(output)
+        x[[t for t in range(VOCAB) if t not in allowed]] = -np.inf
+    if params.greedy:
+        return np.eye(VOCAB)[int(x.argmax())]
+    p = np.exp((x - x.max()) / params.temperature)
+    order = np.argsort(-p, kind="stable")
+    if params.top_k > 0:
+        p[order[params.top_k :]] = 0
+    p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= params.top_p]] = 0
+    p /= p.sum()
+    p[p < params.min_p * p.max()] = 0
+    return np.asarray(p / p.sum())
+
+
+def greedy_text(prompt: Seq[int], params: SamplingParams, bad_words: Seq[Seq[int]] = ()) -> list[int]:
+    tokens = list(prompt)
+    for count in range(1, (params.max_tokens or 1) + 1):
+        tokens.append(int(law(tokens, len(prompt), params, bad_words).argmax()))
+        if tokens[-1] in params.stop_token_ids or (tokens[-1] == EOS and not params.ignore_eos):
+            break
+        assert count
+    return tokens[len(prompt) :]
+
+
+def joint(prompt: Seq[int], params: SamplingParams, bad_words: Seq[Seq[int]], length: int) -> dict[tuple[int, ...], float]:
+    """The exact probability of every output of `length` tokens, or fewer where it stops."""
+    found: dict[tuple[int, ...], float] = {}
+    open_ends: dict[tuple[int, ...], float] = {(): 1.0}
+    for place in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for output, chance in open_ends.items():
+            for token, p in enumerate(law([*prompt, *output], len(prompt), params, bad_words)):
+                if p > 0:
+                    longer[*output, token] = chance * float(p)
+        ended = {o for o in longer if o[-1] in params.stop_token_ids or (o[-1] == EOS and not params.ignore_eos) or place == length - 1}
+        found |= {output: longer.pop(output) for output in ended}
+        open_ends = longer
+    return found

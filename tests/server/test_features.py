@@ -1,0 +1,181 @@
+"""The fields that go to sampling and speculation, and what comes back for them, over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from mtpserve.core.sampling import GrammarSpec
+from mtpserve.text.tokenizer import Tokenizer
+from tests.server.conftest import events
+from tests.server.fake_client import FakeClient
+from tests.server.fake_engine import FIRST_TOKEN
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def post(http: httpx.AsyncClient, route: str, **fields: Any) -> httpx.Response:
+    body = {"prompt": "hello"} if route == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}]}
+    return asyncio.run(http.post(route, json=body | {"model": "fake", "max_tokens": 5} | fields))
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_fields_reach_the_engine(http: httpx.AsyncClient, client: FakeClient, tokenizer: Tokenizer, route: str) -> None:
+    answer = post(
+        http, route, repetition_penalty=1.5, frequency_penalty=0.25, presence_penalty=-0.5, logit_bias={"7": 2, "9": -100.0},
+        allowed_token_ids=[3, 7], bad_words=["hello", "no"], min_tokens=2, prompt_logprobs=3, custom_params={"a": [1]},
+        speculative={"enabled": True, "num_steps": 1}, prediction={"type": "content", "content": [{"type": "text", "text": "hello"}]},
+        regex="a+",
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    request = client.submitted[0]
+    sampling = request.sampling
+    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, 0.25, -0.5)
+    assert sampling.logit_bias == {7: 2.0, 9: -100.0} and sampling.allowed_token_ids == (3, 7) and sampling.min_tokens == 2
+    assert sampling.prompt_logprobs == 3 and sampling.custom_params == {"a": [1]} and sampling.grammar == GrammarSpec("regex", "a+")
+    assert sampling.speculation.depth == 1 and request.prediction == tokenizer.encode("hello", special=False)
+    assert tokenizer.encode("hello", special=False) in request.bad_words and tokenizer.encode(" no", special=False) in request.bad_words
+    assert post(http, route, speculative={"enabled": False}).status_code == 200
+    assert client.submitted[1].sampling.speculation.depth == 0
+
+
+SCHEMA = {"type": "object"}
+OF_SCHEMA = GrammarSpec("json_schema", json.dumps(SCHEMA))
+TAG = {"type": "structural_tag", "format": {}}
+CONSTRAINTS: list[tuple[dict[str, Any], GrammarSpec | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object")),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, OF_SCHEMA),
+    ({"response_format": TAG}, GrammarSpec("structural_tag", json.dumps(TAG))),
+    ({"json_schema": '{"type": "object"}'}, GrammarSpec("json_schema", '{"type": "object"}')),
+    ({"ebnf": 'root ::= "a"'}, GrammarSpec("ebnf", 'root ::= "a"')),
+    ({"guided_choice": ["a", "b"]}, GrammarSpec("choice", '["a", "b"]')),
+    ({"guided_json": SCHEMA}, OF_SCHEMA),
+    ({"structured_outputs": {"choice": ["a"]}}, GrammarSpec("choice", '["a"]')),
+    ({"structured_outputs": {"json_object": True, "regex": None}}, GrammarSpec("json_object")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "wanted"), CONSTRAINTS, ids=str)
+def test_constraints(http: httpx.AsyncClient, client: FakeClient, fields: dict[str, Any], wanted: GrammarSpec | None) -> None:
+    assert post(http, CHAT, **fields).status_code == 200
+    assert client.submitted[0].sampling.grammar == wanted
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"n": 0}, "n"),
+    (COMPLETIONS, {"n": 2, "best_of": 3}, "best_of"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"1": 101}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"300": 1}}, "logit_bias"),
+    (COMPLETIONS, {"allowed_token_ids": [999]}, "allowed_token_ids"),
+    (COMPLETIONS, {"min_tokens": 6}, "min_tokens"),
+    (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETIONS, {"frequency_penalty": 3}, "frequency_penalty"),
+    (COMPLETIONS, {"bad_words": [""]}, "bad_words"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT, {"speculative": {"num_steps": -1}}, "speculative"),
+    (CHAT, {"prediction": {"type": "content"}}, "prediction"),
+    (CHAT, {"response_format": {"type": "yaml"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
+    (CHAT, {"structured_outputs": {"yaml": 1}}, "structured_outputs"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "fields", "param"), REFUSED, ids=str)
+def test_what_is_wrong_is_named(
+    http: httpx.AsyncClient, client: FakeClient, route: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    answer = post(http, route, stream=stream, **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert not client.submitted
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stop", [None, "IJ"])
+def test_logprobs_whole_and_streamed(http: httpx.AsyncClient, tokenizer: Tokenizer, route: str, stop: str | None) -> None:
+    asked = {"logprobs": 2} if route == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    whole = post(http, route, stop=stop, **asked).json()["choices"][0]["logprobs"]
+    chunks = events(post(http, route, stop=stop, stream=True, **asked))[:-1]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"] is not None]
+    text = tokenizer.decode(list(range(FIRST_TOKEN, FIRST_TOKEN + 5)))
+    count = 5 if stop is None else text.index(stop) + len(stop)  # the tests' tokens are letters
+    if route == CHAT:
+        assert [entry for part in parts for entry in part["content"]] == whole["content"] and len(whole["content"]) == count
+        first = whole["content"][0]
+        assert first["token"] == text[0] and first["bytes"] == list(text[0].encode()) and first["logprob"] == -0.5
+        assert [other["logprob"] for other in first["top_logprobs"]] == [-0.5, -2.0]
+        return
+    for name, values in whole.items():
+        assert [value for part in parts for value in part[name]] == values and len(values) == count
+    assert whole["tokens"] == list(text[:count]) and whole["text_offset"] == list(range(count))
+    assert whole["top_logprobs"][0] == {text[0]: -0.5, tokenizer.token_text(3): -2.0}
+
+
+def test_echo_puts_the_prompt_in_front(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("hello")
+    text = tokenizer.decode(prompt) + tokenizer.decode(list(range(FIRST_TOKEN, FIRST_TOKEN + 5)))
+    assert post(http, COMPLETIONS, echo=True).json()["choices"][0]["text"] == text
+    scored = post(http, COMPLETIONS, echo=True, logprobs=1).json()["choices"][0]
+    assert scored["text"] == text and len(scored["logprobs"]["tokens"]) == len(prompt) + 5
+    assert scored["logprobs"]["token_logprobs"] == [None] + [-1.0] * (len(prompt) - 1) + [-0.5] * 5
+    chunks = events(post(http, COMPLETIONS, echo=True, logprobs=1, stream=True))[:-1]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    streamed = [value for chunk in chunks if (found := chunk["choices"][0]["logprobs"]) for value in found["token_logprobs"]]
+    assert streamed == scored["logprobs"]["token_logprobs"]
+    only = post(http, COMPLETIONS, echo=True, logprobs=1, max_tokens=0).json()
+    assert only["choices"][0]["text"] == tokenizer.decode(prompt) and only["usage"]["completion_tokens"] == 0
+    assert only["choices"][0]["logprobs"]["token_logprobs"] == [None] + [-1.0] * (len(prompt) - 1)
+
+
+def test_prompt_logprobs_by_id(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("hello")
+    found = post(http, COMPLETIONS, prompt_logprobs=1).json()["choices"][0]["prompt_logprobs"]
+    assert len(found) == len(prompt) and found[0] is None
+    assert found[1][str(prompt[1])] == {"logprob": -1.0, "rank": 2, "decoded_token": tokenizer.token_text(prompt[1])}
+    assert found[1]["7"]["rank"] == 1
+
+
+def test_several_choices_share_a_prompt(http: httpx.AsyncClient, client: FakeClient) -> None:
+    answer = asyncio.run(http.post(COMPLETIONS, json={"model": "fake", "prompt": ["a", "bc"], "n": 3, "max_tokens": 4, "seed": 5})).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    by_id = {request.id: request for request in client.submitted}
+    assert len(by_id) == 6 and [r.sampling.seed for r in client.submitted] == [5, 6, 7] * 2
+    leaders = [r for r in client.submitted if r.same_prompt_as is None]
+    assert len(leaders) == 2
+    for request in client.submitted:
+        assert request.same_prompt_as is None or by_id[request.same_prompt_as].prompt == request.prompt
+    assert answer["usage"]["prompt_tokens"] == sum(len(r.prompt) for r in leaders) and answer["usage"]["completion_tokens"] == 24
+
+
+def test_usage_counts_predictions_and_drafts(http: httpx.AsyncClient) -> None:
+    usage = post(http, CHAT, max_tokens=4).json()["usage"]
+    assert usage["speculative"] == {"steps": 2, "draft_tokens": 4, "accepted_tokens": 2}
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 2}
+    chunks = events(post(http, CHAT, max_tokens=4, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))[
+        :-1
+    ]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == sorted(chunk["usage"]["completion_tokens"] for chunk in chunks)
+    assert chunks[-1]["usage"] == usage
+
+
+def test_the_trace_says_who_proposed_what(http: httpx.AsyncClient) -> None:
+    whole = post(http, COMPLETIONS, max_tokens=4, return_spec_trace=True).json()["choices"][0]["spec_trace"]
+    assert whole[0] == {
+        "tokens": [FIRST_TOKEN, FIRST_TOKEN + 1],
+        "proposed": [
+            {"token": FIRST_TOKEN, "parent": 0, "source": "mtp", "accepted": True},
+            {"token": 5, "parent": 1, "source": "prediction", "accepted": False},
+        ],
+    }
+    chunks = events(post(http, COMPLETIONS, max_tokens=4, return_spec_trace=True, stream=True))[:-1]
+    assert [step for chunk in chunks for step in chunk["choices"][0]["spec_trace"]] == whole

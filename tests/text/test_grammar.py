@@ -1,0 +1,174 @@
+"""Random walks under the masks always end in what the grammar describes; paths leave no trace; bad grammars are named."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from mtpserve.config import ModelConfig
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.sampling import GrammarKind, GrammarSpec
+from mtpserve.text.grammar import GrammarCompiler, GrammarMatcher
+from mtpserve.text.tokenizer import Tokenizer
+
+DEMO = ModelConfig().directory
+VOCAB, EOS = 2048, json.loads((DEMO / "config.json").read_text())["eos_token_id"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(DEMO, VOCAB, [EOS])
+
+
+def allowed(matcher: GrammarMatcher, path: list[int]) -> list[int] | None:
+    row = np.zeros(VOCAB // 32, dtype=np.int32)
+    fits = matcher.masks([path], row[None])[0]
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() if fits else None
+
+
+def walk(compiler: GrammarCompiler, tokenizer: Tokenizer, spec: GrammarSpec, seed: int) -> str | None:
+    """None: not ended after many tokens."""
+    dice, matcher, output = random.Random(seed), compiler.compile(spec), list[int]()
+    for _ in range(250):
+        choices = allowed(matcher, [])
+        assert choices, tokenizer.decode(output)
+        forced = matcher.forced([], 6)
+        for place, token in enumerate(forced):
+            assert token in (allowed(matcher, forced[:place]) or []), "a forced token is an allowed one"
+        if EOS in choices and dice.random() < 0.5:
+            assert matcher.complete
+            return tokenizer.decode(output)
+        # Ends and closing tokens first: random text alone would go on for ever.
+        short = [token for token in choices if token != EOS and len(tokenizer.token_bytes(token)) <= 2] or choices
+        token = dice.choice(short)
+        if token == EOS:
+            return tokenizer.decode(output)
+        matcher.commit([token])
+        output.append(token)
+    return None
+
+
+OBJECT = {"type": "object", "additionalProperties": False}
+NODE = {"properties": {"v": {"enum": [1, 2]}, "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}, "required": ["v", "next"]}
+SCHEMAS: list[dict[str, Any]] = [
+    {**OBJECT, "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]},
+    {**OBJECT, "properties": {"s": {"type": "string", "maxLength": 8}}, "required": ["s"]},
+    {**OBJECT, "properties": {"s": {"type": "string", "pattern": "^[ab]{2,4}-[0-9]$"}}, "required": ["s"]},
+    {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 3},
+    {"enum": ["red", "green", 3, None]},
+    {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}]},
+    {**OBJECT, "properties": {"o": {**OBJECT, "properties": {"p": {"type": "integer", "maximum": 7}}, "required": ["p"]}}, "required": ["o"]},
+    {"$defs": {"n": {**OBJECT, **NODE}}, "$ref": "#/$defs/n"},
+    {"type": "string", "minLength": 2, "maxLength": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+def test_json_under_a_schema_validates(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
+    ended = [walk(compiler, tokenizer, GrammarSpec("json_schema", json.dumps(schema)), seed) for seed in range(8)]
+    found = [text for text in ended if text is not None]
+    assert len(found) >= 4
+    for text in found:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("expression", ["[a-c]{3}-\\d{2}", "(foo|bar)+", "x?y*z", "[0-9]{4}/[0-9]{2}"])
+def test_regular_expressions(compiler: GrammarCompiler, tokenizer: Tokenizer, expression: str) -> None:
+    for seed in range(6):
+        text = walk(compiler, tokenizer, GrammarSpec("regex", expression), seed)
+        assert text is None or re.fullmatch(expression, text, re.ASCII), text
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "wanted"),
+    [
+        ("choice", '["yes", "no", "may\\"be"]', 'yes|no|may"be'),
+        ("ebnf", 'root ::= "x" [0-9]+ ("," [0-9]+)*', "x[0-9]+(,[0-9]+)*"),
+        ("ebnf", 'start: "a" /b{1,3}/', "ab{1,3}"),
+        ("structural_tag", json.dumps({"format": {"type": "sequence", "elements": [
+            {"type": "const_string", "value": "hi "},
+            {"type": "tag", "begin": "<t>", "content": {"type": "json_schema", "json_schema": {"type": "boolean"}}, "end": "</t>"},
+        ]}}), "hi <t>(true|false)</t>"),
+    ],
+)  # fmt: skip
+def test_other_kinds(compiler: GrammarCompiler, tokenizer: Tokenizer, kind: GrammarKind, text: str, wanted: str) -> None:
+    ended = [walk(compiler, tokenizer, GrammarSpec(kind, text), seed) for seed in range(6)]
+    assert any(found is not None for found in ended)
+    assert all(found is None or re.fullmatch(wanted, found) for found in ended), ended
+
+
+def test_tags_follow_their_triggers(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    older = {"structures": [{"begin": "<f=x>", "schema": schema, "end": "</f>"}], "triggers": ["<f="]}
+    newer = {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [
+        {"begin": "<f=x>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</f>"}]}}  # fmt: skip
+    for body in (older, newer):
+        matcher = compiler.compile(GrammarSpec("structural_tag", json.dumps(body)))
+        matcher.commit(tokenizer.encode("some text <f=", special=False))
+        rest = tokenizer.encode('x>{"a":true}</f> more', special=False)
+        assert matcher._take(rest) is not None
+        matcher._matcher.rollback(len(rest))
+        assert matcher._take(tokenizer.encode("y>", special=False)) is None
+
+
+def test_paths_leave_no_trace(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = compiler.compile(GrammarSpec("json_schema", json.dumps(SCHEMAS[0])))
+    matcher.commit(tokenizer.encode('{"a', special=False))
+    before = allowed(matcher, [])
+    good, bad = tokenizer.encode('":1,"', special=False), tokenizer.encode('":true', special=False)
+    assert allowed(matcher, bad) is None and allowed(matcher, [EOS]) is None
+    inside = allowed(matcher, good)
+    assert inside and allowed(matcher, good) == inside and allowed(matcher, []) == before
+    rows = np.zeros((3, VOCAB // 32), dtype=np.int32)
+    assert matcher.masks([[], good, bad], rows) == [True, True, False] and (rows[2] == -1).all()
+    assert matcher.forced(good, 4) and matcher.forced(bad, 4) == [] and allowed(matcher, []) == before
+    other = compiler.compile(GrammarSpec("json_schema", json.dumps(SCHEMAS[0])))
+    assert allowed(other, []) != before, "another request of the same grammar is somewhere else"
+
+
+def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = compiler.compile(GrammarSpec("choice", '["ab", "abc"]'))
+    assert not matcher.complete and EOS not in (allowed(matcher, []) or [])
+    matcher.commit(tokenizer.encode("ab", special=False))
+    assert matcher.complete and EOS in (allowed(matcher, []) or []) and matcher.forced([], 3) == []
+    assert allowed(matcher, [EOS]) == [EOS] and allowed(matcher, [EOS, EOS]) == [EOS]
+    matcher.commit([EOS])
+    assert allowed(matcher, []) == [EOS] and matcher.complete
+    with pytest.raises(ValueError, match="does not allow"):
+        matcher.commit([5])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", "{"), ("json_schema", "3"), ("json_schema", '{"type":"nonsense"}'), ("json_schema", '{"$ref":"#/definitions/x"}'),
+        ("json_schema", '{"type":"string","pattern":"("}'), ("json_schema", '{"allOf":[{"type":"string"},{"type":"integer"}]}'),
+        ("json_schema", '{"type":"object","propertyNames":{"pattern":"a"}}'), ("regex", "(("), ("regex", ""), ("choice", "[]"),
+        ("choice", '["a",""]'), ("ebnf", "zzz"), ("ebnf", 'root ::= "a" b'), ("structural_tag", "{}"), ("structural_tag", "[]"),
+        ("structural_tag", '{"format":{"type":"yaml"}}'),
+        ("structural_tag", '{"structures":[{"begin":"<a>","schema":{}}],"triggers":["<b"]}'),
+    ],
+)  # fmt: skip
+def test_bad_grammars_are_the_requests_fault(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
+    with pytest.raises(InvalidRequest, match=kind) as error:
+        compiler.compile(GrammarSpec(kind, text))
+    assert error.value.param in (kind, "response_format") and "\n" not in str(error.value)
+
+
+def test_grammar_needs_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, mtpserve.text.grammar; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
