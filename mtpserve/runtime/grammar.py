@@ -33,17 +33,22 @@ class GrammarRules:
         for row, seat in enumerate(owners):
             if seat in self.by_seat:
                 rows_of.setdefault(seat, []).append(row)
+        if not rows_of:
+            return logits
+        order = [row for rows in rows_of.values() for row in rows]
+        words = np.empty((len(order), -(-self.vocab // 32)), dtype=np.int32)
+        done = 0
         for seat, rows in rows_of.items():
             grammar = self.by_seat[seat].grammar
             assert grammar is not None
-            words = np.empty((len(rows), -(-self.vocab // 32)), dtype=np.int32)
-            grammar.masks([behind[row] for row in rows], words)
-            allowed = self.unpacked(words).to(logits.device)
-            masked = logits[rows].masked_fill(~allowed, -torch.inf)
-            # Where other rules leave nothing that the grammar allows, the grammar wins: min_tokens cannot prolong finished JSON.
-            empty = (masked == -torch.inf).all(-1, keepdim=True)
-            logits = logits.clone()
-            logits[rows] = torch.where(empty, raw[rows].masked_fill(~allowed, -torch.inf), masked)
+            grammar.masks([behind[row] for row in rows], words[done : done + len(rows)])
+            done += len(rows)
+        allowed = self.unpacked(words).to(logits.device)
+        masked = logits[order].masked_fill(~allowed, -torch.inf)
+        # Where other rules leave nothing that the grammar allows, the grammar wins: min_tokens cannot prolong finished JSON.
+        empty = (masked == -torch.inf).all(-1, keepdim=True)
+        logits = logits.clone()
+        logits[order] = torch.where(empty, raw[order].masked_fill(~allowed, -torch.inf), masked)
         return logits
 
     def unpacked(self, words: np.ndarray) -> Tensor:

@@ -29,11 +29,11 @@ class SeatSampling:
 
     def __init__(self, seats: int, rules: LogitRules, device: torch.device) -> None:
         self.device, self.rules = device, rules
-        self.temperature = torch.ones(seats, device=device)
-        self.top_k = torch.zeros(seats, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(seats, device=device)
-        self.min_p = torch.zeros(seats, device=device)
-        self.seed = torch.zeros(seats, dtype=torch.int64, device=device)
+        # One row of each is written at admission; every column has its name.
+        self.numbers = torch.zeros(seats, 3, device=device)
+        self.integers = torch.zeros(seats, 2, dtype=torch.int64, device=device)
+        self.temperature, self.top_p, self.min_p = self.numbers.unbind(1)
+        self.top_k, self.seed = self.integers.unbind(1)
         self.coupled = torch.zeros(seats, dtype=torch.bool, device=device)
         self.params = [SamplingParams()] * seats
         self.couples = [False] * seats
@@ -42,9 +42,8 @@ class SeatSampling:
         seat, params = seq.seat, seq.sampling
         assert seat is not None
         self.params[seat] = params
-        self.temperature[seat] = 0.0 if params.greedy else params.temperature
-        self.top_k[seat], self.top_p[seat], self.min_p[seat] = max(params.top_k, 0), params.top_p, params.min_p
-        self.seed[seat] = seq.seed
+        self.numbers[seat] = torch.tensor((0.0 if params.greedy else params.temperature, params.top_p, params.min_p))
+        self.integers[seat] = torch.tensor((max(params.top_k, 0), seq.seed))
         # Their drafts come from several sources, of which only one could say from which distribution it drew.
         self.coupled[seat] = self.couples[seat] = seq.grammar is not None or bool(seq.prediction)
         self.rules.admit(seq)

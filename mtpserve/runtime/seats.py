@@ -41,9 +41,9 @@ class SeatTensors:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self.tokens = integers(seats, whole)
-        self.length = integers(seats)
-        self.computed = integers(seats)
-        self.prompt = integers(seats)  # tokens of the prompt
+        # One row is written at admission; each has its name.
+        self.counts = integers(seats, 3)
+        self.length, self.computed, self.prompt = self.counts.unbind(1)
         self.page_table = integers(seats, -(-whole // page_size))
         chained = 0 if drafter.coupled else drafter.depth
         self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
@@ -56,8 +56,7 @@ class SeatTensors:
     def admit(self, seq: Sequence) -> None:
         assert seq.seat is not None
         self.tokens[seq.seat, : len(seq.tokens)] = torch.tensor(seq.tokens, dtype=torch.int64)
-        self.length[seq.seat], self.computed[seq.seat] = len(seq.tokens), seq.computed
-        self.prompt[seq.seat] = seq.prompt_len
+        self.counts[seq.seat] = torch.tensor((len(seq.tokens), seq.computed, seq.prompt_len))
         self.pages_written[seq.seat] = 0
         self.predictions.pop(seq.seat, None)
         if seq.prediction:

@@ -142,9 +142,10 @@ class Alternating:
         return all(token in self.allowed([*self.output, *path[:i]]) for i, token in enumerate(path))
 
     def masks(self, paths: Seq[Seq[int]], rows: Any) -> list[bool]:
-        for row, path in zip(rows, paths, strict=True):
-            row[:] = -1 if not self.accepts(path) else sum(1 << token for token in self.allowed([*self.output, *path]))
-        return [self.accepts(path) for path in paths]
+        fits = [self.accepts(path) for path in paths]
+        for row, path, good in zip(rows, paths, fits, strict=True):
+            row[:] = sum(1 << token for token in self.allowed([*self.output, *path])) if good else -1
+        return fits
 
     def forced(self, path: Seq[int], limit: int) -> list[int]:
         found: list[int] = []

@@ -7,6 +7,7 @@ chains             (drawn from q) the joint law of the first three tokens, by ch
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -24,7 +25,7 @@ from mtpserve.runtime.rules import BatchRules
 from mtpserve.runtime.sampling import BatchSampler
 from tests.parity.table import Alternatings, Halving, greedy_text, joint, run, table_engine
 
-DRAWS = 32_000
+DRAWS, BATCH = 32_000, 1000
 PLAIN = SpecConfig()
 
 
@@ -120,12 +121,15 @@ def p_value(shape: SpecConfig, fields: dict[str, Any], words: Seq[list[int]], dr
     """Of the first three tokens' counts, if the exact law holds. Outputs that it rules out must not occur."""
     prompt = PROMPTS[0]
     exact = joint(prompt, SamplingParams(**fields), words, 3)
-    asked = [
-        # Room for one token more than is counted, or nothing would be drafted for the last.
-        Request(str(i), prompt, SamplingParams(max_tokens=4, seed=i, **fields), bad_words=list(words))
-        for i in range(draws)
-    ]
-    counts = Counter(tuple(text[:3]) for text in run(engine(shape, draws), asked))
+    made = table_engine(shape, BATCH, [Halving()] if "custom_params" in fields else [], Alternatings())
+    counts: Counter[tuple[int, ...]] = Counter()
+    for start in range(0, draws, BATCH):
+        asked = [
+            # Room for one token more than is counted, or nothing would be drafted for the last.
+            Request(str(i), prompt, SamplingParams(max_tokens=4, seed=start + i, **fields), bad_words=list(words))
+            for i in range(BATCH)
+        ]
+        counts.update(tuple(text[:3]) for text in run(made, asked))
     if set(counts) - set(exact):
         return 0.0
     common = [output for output, p in exact.items() if p * draws >= 5]
@@ -136,10 +140,18 @@ def p_value(shape: SpecConfig, fields: dict[str, Any], words: Seq[list[int]], dr
     return 1.0 if len(observed) == 1 else float(chisquare(observed, wanted, sum_check=False).pvalue)
 
 
-@pytest.mark.parametrize("shape", [PLAIN, *CHAINS.values()], ids=["plain", *CHAINS])
-@pytest.mark.parametrize(("fields", "words"), FEATURES.values(), ids=FEATURES)
-def test_the_law_is_the_models(shape: SpecConfig, fields: dict[str, Any], words: list[list[int]]) -> None:
-    assert p_value(shape, fields, words) > 1e-5
+# Each of these takes seconds. The deepest and the shallowest chain are held to the features that look at the path; with
+# MTPSERVE_ALL_LAWS=1 to all of them.
+ALL = os.environ.get("MTPSERVE_ALL_LAWS") == "1"
+ON_THE_PATH = {"frequency", "bad words", "min_tokens", "penalties, top_p, bias", "grammar, top_k, repetition"}
+
+
+@pytest.mark.parametrize("shape", ["plain", *CHAINS])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_law_is_the_models(shape: str, feature: str) -> None:
+    if shape in ("chain 1", "chain 7") and feature not in ON_THE_PATH and not ALL:
+        pytest.skip("MTPSERVE_ALL_LAWS=1 runs it")
+    assert p_value(CHAINS.get(shape, PLAIN), *FEATURES[feature]) > 1e-5
 
 
 @pytest.mark.parametrize("shape", [PLAIN, *SHAPES.values()], ids=["plain", *SHAPES])
