@@ -15,6 +15,7 @@ COMMANDS = {
     "launch": "serve a model over HTTP with OpenAI's API",
     "generate": "continue a prompt in the terminal and show which tokens were drafted",
     "inspect": "print a checkpoint's architecture, MTP layout, weights and memory plan without loading it",
+    "prove": "show that speculation does not change a model's output: greedy identity, and a test per sampling feature",
     "version": "print the version",
 }
 

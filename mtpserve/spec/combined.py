@@ -89,6 +89,9 @@ def merge(drafts: Drafts | None, requests: int, chains: list[Chain], limits: Com
             count = count + added
             # A chain that finds no room ends.
             size = torch.where(known | added, size, 0)
+            if source is Source.GRAMMAR:
+                # What is forced counts as forced, also where the base happened to propose it.
+                sources = torch.where(child & wanted.unsqueeze(1), int(source), sources)
             node = torch.where(known, child.long().argmax(1) + 1, torch.where(added, count, node))
     depth = min(limits.depth, room)
     return Drafts(tokens, count, None if drafts is None else drafts.probs, tree_of(parents, depth), sources)

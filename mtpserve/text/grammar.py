@@ -3,8 +3,8 @@
 llguidance and not xgrammar: one wheel without dependencies, where xgrammar brings torch and a compiler's runtime along; and its
 matcher takes tokens back one by one, which is what a rejected draft needs.
 
-JSON is written compactly or with single spaces: with free whitespace, which JSON allows everywhere, a model that samples can fill
-its whole budget with blanks.
+JSON is written on one line, with a space behind each colon and comma: with the free whitespace that JSON allows, a model that samples
+can fill its whole budget with blanks, and no token between two values is ever forced.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, reg
 
 from mtpserve.core.errors import InvalidRequest, LoadError
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.text.structural import structural_grammar
+from mtpserve.text.structural import JSON_LAYOUT, structural_grammar
 
-WHITESPACE = r"[ ]?"
 FIELDS = {"json_object": "response_format", "json_schema": "response_format", "structural_tag": "response_format"}
 # Compiling is milliseconds; these bound what one request can make it cost.
 LIMITS = LLParserLimits(max_grammar_size=200_000, max_lexer_states=100_000, verbose_errors=False)
@@ -78,7 +77,7 @@ def source(spec: GrammarSpec) -> str:
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE, "whitespace_flexible": True})
+    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT)
 
 
 class GrammarMatcher:

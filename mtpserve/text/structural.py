@@ -11,6 +11,7 @@ from typing import Any
 
 from llguidance import StructTag
 
+JSON_LAYOUT: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -44,7 +45,7 @@ def triggered(tags: list[tuple[str, Any, str]], triggers: list[str]) -> str:
         trigger = next((trigger for trigger in triggers if trigger and str(begin).startswith(trigger)), None)
         if trigger is None:
             raise ValueError(f"the tag {begin!r} begins with none of the triggers {triggers}")
-        found.append(StructTag(trigger=trigger, begin=begin, grammar=with_whitespace(schema), end=end))
+        found.append(StructTag(trigger=trigger, begin=begin, grammar=with_layout(schema), end=end))
     return StructTag.to_grammar(found, assume_special=False)
 
 
@@ -54,10 +55,10 @@ def schema_of(content: Any) -> Any:
     return content["json_schema"]
 
 
-def with_whitespace(schema: Any) -> str:
+def with_layout(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise ValueError("a tag's schema must be an object")
-    return json.dumps({"x-guidance": {"whitespace_pattern": "[ ]?", "whitespace_flexible": True}, **schema})
+    return json.dumps({**schema, "x-guidance": JSON_LAYOUT})
 
 
 def element(format: Any) -> str:
@@ -66,7 +67,7 @@ def element(format: Any) -> str:
     if kind == "const_string":
         return json.dumps(str(format.get("value", format.get("text", ""))), ensure_ascii=False)
     if kind == "json_schema":
-        return "%json " + with_whitespace(format.get("json_schema"))
+        return "%json " + with_layout(format.get("json_schema"))
     if kind == "any_text":
         return ANY_TEXT
     if kind == "sequence":

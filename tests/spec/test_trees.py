@@ -85,7 +85,7 @@ def test_a_branch_drafts_on_its_own_keys() -> None:
         alone = tiny_engine(model, 3)
         lone: Any = alone._runner
         outputs: list[torch.Tensor] = []
-        candidates = [a for a in first]
+        candidates = list(first)
         matches = []
         for parent in candidates:
             outputs.clear()
@@ -133,7 +133,7 @@ def test_a_prediction_that_is_right_goes_fast_and_one_that_is_wrong_changes_noth
     model, asked = tiny_model(), prompts(3)
     params = SamplingParams(max_tokens=40, temperature=0)
     plain = run(tiny_engine(model, 0), asked, params)
-    guesses = [plain[0], plain[1][:12] + [(plain[1][12] + 1) % VOCAB, *plain[1][13:]], [5, 6, 7] * 4]
+    guesses = [plain[0], [*plain[1][:12], (plain[1][12] + 1) % VOCAB, *plain[1][13:]], [5, 6, 7] * 4]
     engine = tiny_engine(model, shape)
     for i, (prompt, guess) in enumerate(zip(asked, guesses, strict=True)):
         engine.add(Request(str(i), prompt, params, prediction=guess))

@@ -116,7 +116,7 @@ def test_tags_follow_their_triggers(compiler: GrammarCompiler, tokenizer: Tokeni
     for body in (older, newer):
         matcher = compiler.compile(GrammarSpec("structural_tag", json.dumps(body)))
         matcher.commit(tokenizer.encode("some text <f=", special=False))
-        rest = tokenizer.encode('x>{"a":true}</f> more', special=False)
+        rest = tokenizer.encode('x>{"a": true}</f> more', special=False)
         assert matcher._take(rest) is not None
         matcher._matcher.rollback(len(rest))
         assert matcher._take(tokenizer.encode("y>", special=False)) is None
@@ -126,7 +126,7 @@ def test_paths_leave_no_trace(compiler: GrammarCompiler, tokenizer: Tokenizer) -
     matcher = compiler.compile(GrammarSpec("json_schema", json.dumps(SCHEMAS[0])))
     matcher.commit(tokenizer.encode('{"a', special=False))
     before = allowed(matcher, [])
-    good, bad = tokenizer.encode('":1,"', special=False), tokenizer.encode('":true', special=False)
+    good, bad = tokenizer.encode('": 1, "', special=False), tokenizer.encode('": true', special=False)
     assert allowed(matcher, bad) is None and allowed(matcher, [EOS]) is None
     inside = allowed(matcher, good)
     assert inside and allowed(matcher, good) == inside and allowed(matcher, []) == before
