@@ -56,7 +56,9 @@ def main() -> None:
     args = parser.parse_args()
     wanted = schemas()
     assert len(wanted) == 30
-    llm = LLM("demo", speculative_algorithm="MTP", speculative_num_steps=args.steps, max_running_requests=args.concurrency, max_total_tokens=16384)
+    llm = LLM(
+        "demo", speculative_algorithm="MTP", speculative_num_steps=args.steps, max_running_requests=args.concurrency, max_total_tokens=16384
+    )
     prompts = [f"import json\n\n# record {i}\nrecord = json.loads('" for i in range(args.requests)]
 
     def run(sampling: list[SamplingParams]) -> tuple[list[Any], float]:
@@ -66,7 +68,9 @@ def main() -> None:
 
     specs = [GrammarSpec("json_schema", json.dumps(wanted[i % 30])) for i in range(args.requests)]
     llm.generate(prompts[0], SamplingParams(max_tokens=8, grammar=specs[0]))  # loads the library
-    ended, constrained = run([SamplingParams(max_tokens=args.max_tokens, temperature=1.0, seed=i, grammar=spec) for i, spec in enumerate(specs)])
+    ended, constrained = run(
+        [SamplingParams(max_tokens=args.max_tokens, temperature=1.0, seed=i, grammar=spec) for i, spec in enumerate(specs)]
+    )
     stats = llm.engine.stats
     forced = stats.accepted_tokens_by_source["grammar"], stats.draft_tokens_by_source["grammar"]
     finished, invalid = 0, []

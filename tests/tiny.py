@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mtpserve.attention.exact import ExactAttention
 from mtpserve.attention.reference import ReferenceAttention
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.cache.pool import KVPool
@@ -19,6 +20,7 @@ from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
+from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
@@ -55,13 +57,15 @@ def tiny_arch(family: str = "deepseek") -> ModelArch:
     )
 
 
-def tiny_model(family: str = "deepseek", seed: int = 0) -> DecoderModel:
+def tiny_model(family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderModel:
     build = deepseek.build if family == "deepseek" else mimo.build
-    model = build(tiny_arch(family), Unquantized(), torch.float32, CONTEXT + 160)
+    model = build(tiny_arch(family), Unquantized(), dtype, CONTEXT + 160)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
+        if "router" not in name:
+            parameter.data = parameter.data.to(dtype)
     for part in model.modules():
         if hasattr(part, "finish_loading"):
             part.finish_loading()
@@ -88,16 +92,26 @@ def tiny_engine(
     thresholds: Thresholds = LOSSLESS,
     processed_logprobs: bool = False,
     grammars: GrammarCompiler | None = None,
+    exact: bool = False,
 ) -> Engine:
     """The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     arch = model.arch
-    pool = KVPool(arch.kv, arch.kv_layers, pages, page_size, torch.float32, CPU, poison=True)
+    pool = KVPool(arch.kv, arch.kv_layers, pages, page_size, model.embed.weight.dtype, CPU, poison=True)
     attention = ReferenceAttention(pool, arch.heads, arch.scale)
     drafter = tiny_drafter(model, attention, drafts, budget)
     state = SeatTensors(seats, CONTEXT, drafter, arch.vocab, page_size, CPU)
     sampling = SeatSampling(seats, LogitRules(state, seats, arch.vocab, eos, processors, CPU), CPU)
     return Engine(
-        Runner(model, attention, pool, drafter, state, sampling, thresholds, processed_logprobs),
+        Runner(
+            ExactModel(model) if exact else model,
+            ExactAttention(pool, arch.heads, arch.scale) if exact else attention,
+            pool,
+            drafter,
+            state,
+            sampling,
+            thresholds,
+            processed_logprobs,
+        ),
         SchedulerConfig(chunked_prefill_size=budget),
         allocator=PageAllocator(pages),
         page_size=page_size,

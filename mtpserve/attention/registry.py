@@ -2,4 +2,7 @@
 
 from mtpserve.core.registry import Registry
 
-BACKENDS = Registry("attention backend", {"reference": "mtpserve.attention.reference:ReferenceAttention"})
+BACKENDS = Registry(
+    "attention backend",
+    {"reference": "mtpserve.attention.reference:ReferenceAttention", "exact": "mtpserve.attention.exact:ExactAttention"},
+)

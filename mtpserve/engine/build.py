@@ -23,6 +23,7 @@ from mtpserve.layers.decoder import DecoderModel
 from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
 from mtpserve.quant.registry import METHODS
+from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.memory import MemoryPlan, plan_memory
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
@@ -208,9 +209,10 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     seats = SeatTensors(memory.max_running, memory.context_length, drafter, arch.vocab, page_size, device)
     rules = LogitRules(seats, memory.max_running, arch.vocab, arch.eos_ids, processors, device)
     thresholds = Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc)
+    exact = spec.speculative_exact
     runner = Runner(
-        model,
-        attention,
+        ExactModel(model) if exact else model,
+        cast(AttentionBackend, BACKENDS.get("exact")(pool, arch.heads, arch.scale)) if exact else attention,
         pool,
         drafter,
         seats,

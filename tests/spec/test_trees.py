@@ -11,6 +11,7 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.batch import Tree
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.layers.decoder import DecoderModel
 from mtpserve.spec.accept import path_to
 from mtpserve.spec.ngram import continued, predicted
 from mtpserve.spec.tree import Pool, choose, tree_of
@@ -60,9 +61,8 @@ def test_a_branch_drafts_on_its_own_keys() -> None:
     """What the tree's nodes were scored with is what a chain through them, drafted alone, would be scored with."""
     model = tiny_model()
     engine = tiny_engine(model, tree(3, 3, 20))
-    runner: Any = engine._runner
     heard: list[tuple[list[int], torch.Tensor]] = []
-    base, healthy = runner.drafter.base, model.mtp
+    healthy = model.mtp
     positions: list[torch.Tensor] = []
 
     def mtp(ids: torch.Tensor, place: torch.Tensor, hidden: torch.Tensor, attend: Any) -> Any:
@@ -76,36 +76,30 @@ def test_a_branch_drafts_on_its_own_keys() -> None:
     engine.step()
     # absorb, then two passes of three nodes each; siblings share a position
     assert [len(ids) for ids, _ in heard[1:]] == [3, 3] and all(len(set(p.tolist())) == 1 for p in positions[1:])
-    tokens = runner.seats.tokens[0, : int(runner.seats.length[0])].tolist()
     first, second = heard[1][0], heard[2][0]
-    waiting = runner.seats.draft_tree
-    assert waiting is not None and base.topk == 3
-    # Recompute each second-pass node alone: a fresh engine whose chain is forced through its path.
+    # Each node of the second pass is what a chain would give that is forced through one of the first pass' nodes.
     for node in range(3):
-        alone = tiny_engine(model, 3)
-        lone: Any = alone._runner
-        outputs: list[torch.Tensor] = []
-        candidates = list(first)
-        matches = []
-        for parent in candidates:
-            outputs.clear()
-
-            def forced(ids: torch.Tensor, place: torch.Tensor, hidden: torch.Tensor, attend: Any, parent: int = parent) -> Any:
-                if len(ids) == 1 and len(outputs) in (1, 2):
-                    ids = torch.tensor([parent if len(outputs) == 1 else second[node]])
-                out = healthy(ids, place, hidden, attend)
-                outputs.append(out.recycle)
-                return out
-
-            model.mtp = forced  # type: ignore[method-assign]
-            alone = tiny_engine(model, 3)
-            lone = alone._runner
-            alone.add(Request("a", prompts(1)[0], SamplingParams(max_tokens=5, temperature=0)))
-            alone.step()
-            matches.append((outputs[2][0] - heard[2][1][node]).abs().max().item())
-        assert min(matches) < 1e-5, matches
-        assert lone is not None and tokens
+        alone = [through(model, healthy, parent, second[node]) for parent in first]
+        assert min((output - heard[2][1][node]).abs().max().item() for output in alone) < 1e-5
     model.mtp = healthy  # type: ignore[method-assign]
+
+
+def through(model: DecoderModel, mtp: Any, first: int, second: int) -> torch.Tensor:
+    """The MTP layer's output at the second draft of a chain whose drafts are these."""
+    outputs: list[torch.Tensor] = []
+
+    def forced(ids: torch.Tensor, place: torch.Tensor, hidden: torch.Tensor, attend: Any) -> Any:
+        if len(outputs) in (1, 2):
+            ids = torch.tensor([first if len(outputs) == 1 else second])
+        out = mtp(ids, place, hidden, attend)
+        outputs.append(out.recycle)
+        return out
+
+    model.mtp = forced  # type: ignore[method-assign]
+    engine = tiny_engine(model, 3)
+    engine.add(Request("a", prompts(1)[0], SamplingParams(max_tokens=5, temperature=0)))
+    engine.step()
+    return outputs[2][0]
 
 
 def test_requests_choose_their_own_depth() -> None:

@@ -1,0 +1,57 @@
+"""A model whose numbers for a row depend on that row alone, to the last bit: for `--speculative-exact`.
+
+Libraries choose how to add up a product by its shape, so a row that is computed among four others may differ in the last bit from
+the same row alone, and a near tie between two tokens then falls the other way. Here all rows go through the trunk in tiles of TILE,
+the last one padded: every product always has the same shape, whatever shares the pass. Tiles run one after the other through all
+layers, which is in order: a row never looks at a later one.
+
+The MTP head is left as it is: drafts decide how fast the text comes, not what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.attention.exact import PlannedExact
+from mtpserve.core.batch import Hidden
+from mtpserve.core.protocols import Attend, CausalModel
+
+TILE = 8
+
+
+class ExactModel:
+    """core.protocols.CausalModel. `trunk` needs the attention of attention/exact."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self.model, self.arch = model, model.arch
+        for part in cast(nn.Module, model).modules():
+            if hasattr(part, "row_by_row"):
+                part.row_by_row = True  # type: ignore[assignment]
+
+    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden:
+        planned = cast(PlannedExact, attend)
+        found = []
+        for start in range(0, len(ids), TILE):
+            stop = min(start + TILE, len(ids))
+            hidden = self.model.trunk(tile(ids[start:stop]), tile(positions[start:stop]), planned.part(start, stop))
+            found.append(Hidden(hidden.head[: stop - start], hidden.recycle[: stop - start]))
+        return Hidden(torch.cat([part.head for part in found]), torch.cat([part.recycle for part in found]))
+
+    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> Hidden:
+        return self.model.mtp(ids, positions, hidden, attend)
+
+    def logits(self, head: Tensor) -> Tensor:
+        return in_tiles(self.model.logits, head)
+
+
+def tile(rows: Tensor) -> Tensor:
+    """Padded to TILE with the first row."""
+    return torch.cat([rows, rows[:1].expand(TILE - len(rows), *rows.shape[1:])])
+
+
+def in_tiles(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    return torch.cat([function(tile(part))[: len(part)] for part in rows.split(TILE)])
