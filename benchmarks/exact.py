@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--json")
     args = parser.parse_args()
-    held_out = list(prompts(min(args.prompts, 48)))
+    held_out = prompts(min(args.prompts, 24))
     size = args.prompt_tokens
     # Several places of each held-out file's beginning.
     asked = [ids[start : start + size] for start in range(0, 128 - size + 1, 8) for ids in held_out][: args.prompts]

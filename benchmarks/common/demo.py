@@ -20,7 +20,10 @@ PROMPT = 128
 
 
 def engine(drafts: int, dtype: str = "auto") -> Engine:
-    spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
+    return engine_of(SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig(), dtype)
+
+
+def engine_of(spec: SpecConfig, dtype: str = "auto") -> Engine:
     return build_engine(EngineConfig(model=ModelConfig(dtype=dtype), cache=CacheConfig(max_total_tokens=16384), spec=spec))
 
 
