@@ -22,7 +22,10 @@ def shapes() -> dict[str, SpecConfig]:
             # What the pool of such a tree can hold at all.
             nodes = min(each * depth, 55, topk + (depth - 1) * topk * topk)
             spec = SpecConfig(
-                speculative_algorithm="MTP", speculative_num_steps=depth, speculative_eagle_topk=topk, speculative_num_draft_tokens=nodes + 1
+                speculative_algorithm="MTP",
+                speculative_num_steps=depth,
+                speculative_eagle_topk=topk,
+                speculative_num_draft_tokens=nodes + 1,
             )
             found.setdefault(f"tree {depth} deep, topk {topk}, {nodes} nodes", spec)
     return found
