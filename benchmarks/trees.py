@@ -10,8 +10,8 @@ from common.record import save
 
 from mtpserve.config import SpecConfig
 
-DEPTHS = (1, 2, 3, 5, 7)
-TREES = ((2, 2), (2, 4), (4, 2), (4, 4), (8, 4))  # topk, nodes per level of depth
+DEPTHS = (1, 3, 5, 7)
+TREES = ((2, 2), (4, 2), (4, 4), (8, 4))  # topk, nodes per level of depth
 
 
 def shapes() -> dict[str, SpecConfig]:
