@@ -28,7 +28,7 @@ def specs(exact: bool) -> dict[str, SpecConfig]:
 
     chains = {f"k = {k}": SpecConfig(speculative_algorithm="MTP", speculative_num_steps=k, speculative_exact=exact) for k in (1, 3, 7)}
     return (
-        {"plain": SpecConfig(speculative_exact=exact)} | chains | {"tree 2, 3 deep, 6": tree(3, 2, 7), "tree 4, 3 deep, 16": tree(3, 4, 17)}
+        {"plain": SpecConfig(speculative_exact=exact)} | chains | {"tree 2, 2 deep, 4": tree(2, 2, 5), "tree 2, 3 deep, 6": tree(3, 2, 7)}
     )
 
 

@@ -1,4 +1,6 @@
-"""Speculation does not change what is sampled: chi-square over whole engine runs, every sampling transform on."""
+"""Speculation does not change what is sampled: chi-square over whole engine runs of a real, if tiny, model.
+
+Each transform and rule by itself is held to its exact law in tests/parity."""
 
 from __future__ import annotations
 
@@ -54,19 +56,3 @@ def test_a_lenient_acceptance_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> 
     plain = plain_draws()
     monkeypatch.setattr(module, "at", lambda probs, tokens: true_at(probs, tokens) * (1 / 1.3 if probs.is_contiguous() else 1.0))
     assert p_value(plain, first_two(model, 3, DRAWS, 10**6, temperature=0.7)) < 1e-4
-
-
-# Two random heads rarely agree on their best tokens: the distributions are kept wide enough for drafts to be accepted at all.
-@pytest.mark.parametrize(
-    "transforms",
-    [
-        {"temperature": 2.0, "top_k": 20},
-        {"temperature": 2.0, "top_p": 0.9},
-        {"temperature": 2.0, "min_p": 0.05},
-        {"temperature": 1.5, "top_k": 30, "top_p": 0.95, "min_p": 0.01},
-    ],
-)
-def test_every_transform(transforms: dict[str, float]) -> None:
-    model = tiny_model()
-    plain, drafted = (first_two(model, k, 8000, 10**6 * k, **transforms) for k in (0, 2))
-    assert p_value(plain, drafted) > 1e-4
