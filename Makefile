@@ -36,8 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 serve: install
 	$(BIN)/mtpserve launch --model demo --speculative-algorithm NEXTN $(SERVE_ARGS)
 
+# A process for each core: most tests keep one busy and no more.
 test: install
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 check: install
 	$(BIN)/ruff check .

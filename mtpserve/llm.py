@@ -16,7 +16,7 @@ from mtpserve.core.request import Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.text.detokenizer import Detokenizer
-from mtpserve.text.requests import request_of
+from mtpserve.text.requests import request_of, spelling_of
 from mtpserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class LLM:
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                request = request_of(self.tokenizer, f"offline-{next(self._ids)}", ids, params)
+                request = request_of(spelling_of(self.tokenizer, params), f"offline-{next(self._ids)}", ids, params)
                 detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
                 outputs[request.id] = Output(self.tokenizer, detokenizer, len(ids), params.speculation.trace)
                 while not self._add(request):

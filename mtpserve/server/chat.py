@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +12,7 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import TokenLogprob
-from mtpserve.server.answer import Answer
+from mtpserve.server.answer import Answer, Prompt
 from mtpserve.server.errors import ContextLengthExceeded
 from mtpserve.server.logprobs import chat_logprobs
 from mtpserve.server.openai import ChatRequest
@@ -33,8 +34,10 @@ class ChatShape:
     def delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
-    def logprobs(self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
-        return chat_logprobs(tokenizer, tokens, [score for score in scores if score is not None])
+    def logprobs(
+        self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> dict[str, Any]:
+        return chat_logprobs(tokenizer, tokens, [score for score in scores if score is not None], top)
 
 
 async def rendered(service: Service, body: ChatRequest) -> str:
@@ -52,13 +55,13 @@ async def rendered(service: Service, body: ChatRequest) -> str:
 
 
 async def chat(request: Request, body: ChatRequest) -> Response:
+    arrival = perf_counter()
     service: Service = request.app.state.service
     service.admit(body.model)
     body.check()
     sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
     service.check_sampling(sampling)
-    answer = Answer(service, ChatShape(), [], [sampling], body)
-    prompt = await service.encode(await rendered(service, body), "messages", special=False)
-    service.check_length(prompt, body.wanted_tokens, "messages")
-    answer.prompts = [prompt]
-    return await answer.respond(request, body)
+    spelling = await service.spelling(sampling)
+    ids = await service.encode(await rendered(service, body), "messages", special=False)
+    service.check_length(ids, body.wanted_tokens, "messages")
+    return await Answer(service, ChatShape(), [Prompt(ids, sampling)], spelling, body, arrival).respond(request)

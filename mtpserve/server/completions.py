@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
-from mtpserve.server.answer import Answer
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.server.answer import Answer, Prompt
 from mtpserve.server.logprobs import completion_logprobs
 from mtpserve.server.openai import CompletionRequest
 from mtpserve.server.service import Service
@@ -33,24 +35,33 @@ class CompletionShape:
     def delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def logprobs(self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
-        return completion_logprobs(tokenizer, tokens, scores, offset)
+    def logprobs(
+        self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> dict[str, Any]:
+        return completion_logprobs(tokenizer, tokens, scores, offsets, top)
 
 
-async def prompt_ids(service: Service, body: CompletionRequest) -> list[list[int]]:
+async def prompts_of(service: Service, body: CompletionRequest, sampling: SamplingParams) -> list[Prompt]:
+    context = service.client.card.context_length
     prompts = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
             ids = await service.encode(prompt, "prompt", special=body.add_special_tokens is not False)
         else:
             ids = prompt
-            service.check_ids(ids[: service.client.card.context_length], "prompt")
+            service.check_ids(ids[:context], "prompt")
         service.check_length(ids, body.max_tokens, "prompt")
-        prompts.append(ids)
+        max_tokens = min(DEFAULT_MAX_TOKENS, context - len(ids)) if body.max_tokens is None else max(body.max_tokens, 1)
+        echo = None
+        if body.echo:  # a text as the client wrote it, not as it comes back from the tokenizer
+            decode = service.tokenizer.decode
+            echo = prompt if isinstance(prompt, str) else decode(ids, skip_special_tokens=sampling.skip_special_tokens)
+        prompts.append(Prompt(ids, replace(sampling, max_tokens=max_tokens), echo))
     return prompts
 
 
 async def completions(request: Request, body: CompletionRequest) -> Response:
+    arrival = perf_counter()
     service: Service = request.app.state.service
     service.admit(body.model)
     body.check()
@@ -58,10 +69,6 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     if body.echo and body.logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     service.check_sampling(sampling)
-    answer = Answer(service, CompletionShape(), [], [], body, echo=bool(body.echo), scores_only=body.max_tokens == 0)
-    answer.prompts = await prompt_ids(service, body)
-    context = service.client.card.context_length
-    for prompt in answer.prompts:
-        max_tokens = min(DEFAULT_MAX_TOKENS, context - len(prompt)) if body.max_tokens is None else max(body.max_tokens, 1)
-        answer.sampling.append(replace(sampling, max_tokens=max_tokens))
-    return await answer.respond(request, body)
+    spelling = await service.spelling(sampling)
+    prompts = await prompts_of(service, body, sampling)
+    return await Answer(service, CompletionShape(), prompts, spelling, body, arrival, scores_only=body.max_tokens == 0).respond(request)

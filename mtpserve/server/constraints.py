@@ -1,4 +1,7 @@
-"""What a body says about the form of the output, in OpenAI's, SGLang's and vLLM's spellings, as one GrammarSpec."""
+"""What a body says about the form of the output, in OpenAI's, SGLang's and vLLM's spellings, as one GrammarSpec.
+
+Whether a schema or a grammar can be compiled is the engine's to say; here is looked at what is given, and how often.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import GrammarKind, GrammarSpec
+from mtpserve.text.requests import check_text
 
 # Fields that each hold a constraint by themselves.
 NATIVE: dict[str, GrammarKind] = {
@@ -26,52 +30,84 @@ STRUCTURED: dict[str, GrammarKind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
+EXPECTED: dict[GrammarKind, tuple[tuple[type, ...], str]] = {
+    "json_object": ((bool,), "true or false"),
+    "json_schema": ((str, dict), "a schema, as an object or as a string"),
+    "structural_tag": ((str, dict), "a structural tag, as an object or as a string"),
+    "choice": ((list,), "a list of strings"),
+    "regex": ((str,), "a string"),
+    "ebnf": ((str,), "a string"),
+}
 
 
 def constraint(fields: dict[str, Any]) -> GrammarSpec | None:
     """`fields`: response_format, structured_outputs and those of NATIVE. Raises InvalidRequest, also where there are two."""
     found: dict[str, GrammarSpec] = {}
     for name, kind in NATIVE.items():
-        if fields.get(name) not in (None, "", [], {}):
-            found[name] = spec(kind, fields[name])
+        if given(fields.get(name)):
+            found[name] = spec(kind, fields[name], name, name)
     if (format := fields.get("response_format")) is not None and (made := response_format(format)) is not None:
         found["response_format"] = made
     for name, value in structured(fields.get("structured_outputs")).items():
-        found[f"structured_outputs.{name}"] = spec(STRUCTURED[name], value)
+        found[f"structured_outputs.{name}"] = spec(STRUCTURED[name], value, "structured_outputs", f"structured_outputs.{name}")
     if len(found) > 1:
-        raise InvalidRequest(f"{' and '.join(found)} both constrain the output: give one of them", list(found)[1])
+        raise InvalidRequest(f"{' and '.join(found)} each constrain the output: give one of them", list(found)[1].split(".")[0])
     return next(iter(found.values()), None)
+
+
+def given(value: Any) -> bool:
+    """An empty object is a schema: it asks for any JSON."""
+    return value is not None and value is not False and value not in ("", [])
 
 
 def structured(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    given = {name: part for name, part in value.items() if part not in (None, False, "", [], {})} if isinstance(value, dict) else None
-    if given is None or not given.keys() <= STRUCTURED.keys():
+    if not isinstance(value, dict) or not value.keys() <= STRUCTURED.keys():
         raise InvalidRequest(f"structured_outputs must be an object with one of {', '.join(STRUCTURED)}", "structured_outputs")
-    return given
+    return {name: part for name, part in value.items() if given(part)}
 
 
-def spec(kind: GrammarKind, value: Any) -> GrammarSpec:
+def spec(kind: GrammarKind, value: object, field: str, place: str) -> GrammarSpec:
+    """`place` is where in the body the value stands, `field` the body's own field."""
+    types, expected = EXPECTED[kind]
+    if not isinstance(value, types) or (isinstance(value, list) and not all(isinstance(choice, str) for choice in value)):
+        raise InvalidRequest(f"{place} must be {expected}, got {type(value).__name__}", field)
     if kind == "json_object":
         return GrammarSpec(kind)
-    return GrammarSpec(kind, value if isinstance(value, str) else json.dumps(value))
+    try:
+        # Spelled out, so that half a surrogate pair does not hide behind its escape until the engine reads it.
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise InvalidRequest(f"{place} is nested too deeply", field) from error
+    check_text(text, field)
+    return GrammarSpec(kind, text)
 
 
 def response_format(value: Any) -> GrammarSpec | None:
     kind = value.get("type") if isinstance(value, dict) else None
     match kind:
         case "text":
+            only(value, {"type"}, "response_format")
             return None
         case "json_object":
+            only(value, {"type"}, "response_format")
             return GrammarSpec("json_object")
         case "json_schema":
+            only(value, {"type", "json_schema"}, "response_format")
             wrapped = value.get("json_schema")
             schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
             if not isinstance(schema, dict):
                 raise InvalidRequest("response_format.json_schema.schema must be an object", "response_format")
-            return spec("json_schema", schema)
+            only(wrapped, {"name", "description", "schema", "strict"}, "response_format.json_schema")
+            return spec("json_schema", schema, "response_format", "response_format.json_schema.schema")
         case "structural_tag":
-            return spec("structural_tag", value)
+            return spec("structural_tag", value, "response_format", "response_format")
     known = "text, json_object, json_schema and structural_tag"
     raise InvalidRequest(f"response_format.type {str(kind)[:50]!r} is not supported; {known} are", "response_format")
+
+
+def only(value: Any, known: set[str], place: str) -> None:
+    """A schema beside json_object, as some servers take it, must not be lost in silence."""
+    for name in sorted(value.keys() - known):
+        raise InvalidRequest(f"{place}.{name[:50]}: unknown field", "response_format")

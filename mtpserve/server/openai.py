@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFun
 from pydantic_core import PydanticCustomError
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.core.sampling import MAX_LOGPROBS, SamplingParams, Speculation
 from mtpserve.server.constraints import NATIVE, constraint
+from mtpserve.server.fields import biases, custom, predicted, texts
 
 MAX_PROMPTS = 128
 MAX_CHOICES = 128
@@ -145,10 +146,7 @@ class GenerationRequest(Strict):
             raise InvalidRequest(f"n must be in [1, {MAX_CHOICES}], got {self.choices}", "n")
         if self.best_of not in (None, 1, self.choices):
             raise InvalidRequest(f"best_of must equal n = {self.choices}, got {self.best_of}: leave it out", "best_of")
-        options = self.stream_options
-        if options is None:
-            return
-        if not self.stream:
+        if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
 
     @property
@@ -188,18 +186,18 @@ class GenerationRequest(Strict):
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self.seed,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop=texts("stop", [self.stop] if isinstance(self.stop, str) else self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
             logit_bias=biases(self.logit_bias or {}),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            bad_words=tuple(self.bad_words or ()),
+            bad_words=texts("bad_words", self.bad_words or ()),
             logprobs=self.top_logprobs_wanted,
             prompt_logprobs=self.prompt_logprobs,
             grammar=constraint({name: getattr(self, name) for name in (*NATIVE, "response_format", "structured_outputs")}),
-            custom_params=self.custom_params or {},
+            custom_params=custom(self.custom_params or {}),
             speculation=self.speculation(),
             **chosen,
         )
@@ -209,28 +207,6 @@ class GenerationRequest(Strict):
 GIVEN = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens",
 )  # fmt: skip
-
-
-def biases(given: dict[str, float]) -> dict[int, float]:
-    found = {}
-    for token, bias in given.items():
-        if not token.isascii() or not token.isdigit():
-            raise InvalidRequest(f"logit_bias must have token ids as keys, got {token[:50]!r}", "logit_bias")
-        found[int(token)] = bias
-    return found
-
-
-def predicted(prediction: dict[str, Any] | None) -> str:
-    """OpenAI's Predicted Outputs: {"type": "content", "content": a string or parts of text}."""
-    if prediction is None:
-        return ""
-    content = prediction.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        content = None if None in texts else "".join(map(str, texts))
-    if prediction.get("type") != "content" or not isinstance(content, str):
-        raise InvalidRequest("prediction must be {'type': 'content', 'content': a string or a list of text parts}", "prediction")
-    return content
 
 
 class CompletionRequest(GenerationRequest):
@@ -317,13 +293,18 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    @property
-    def top_logprobs_wanted(self) -> int | None:
+    add_generation_prompt: bool | None = None
+
+    def check(self) -> None:
+        GenerationRequest.check(self)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}", "top_logprobs")
 
-    add_generation_prompt: bool | None = None
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -15,6 +15,7 @@ from mtpserve.core.sequence import Finish
 from mtpserve.server.errors import ContextLengthExceeded, ModelNotFound
 from mtpserve.server.metrics import Metrics, RequestClock
 from mtpserve.text.detokenizer import Detokenizer
+from mtpserve.text.requests import Spelling, check_text, spelling_of
 from mtpserve.text.tokenizer import Tokenizer
 
 MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
@@ -61,17 +62,26 @@ class Service:
     # -- prompts --------------------------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, field: str, *, special: bool) -> list[int]:
-        try:
-            size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * self.client.card.context_length
-        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which is no character
-            raise InvalidRequest(f"{field} is not valid Unicode", field) from error
+        if self.size(text, field) <= INLINE_BYTES:
+            return self.tokenizer.encode(text, special=special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
+
+    async def spelling(self, sampling: SamplingParams) -> Spelling:
+        """Once for all choices of an answer."""
+        size = self.size(sampling.speculation.prediction, "prediction") + sum(self.size(word, "bad_words") for word in sampling.bad_words)
+        if size <= INLINE_BYTES:
+            return spelling_of(self.tokenizer, sampling)
+        return await asyncio.to_thread(spelling_of, self.tokenizer, sampling)
+
+    def size(self, text: str, field: str) -> int:
+        """In bytes; raises InvalidRequest for more than any context takes."""
+        check_text(text, field)
+        size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * self.client.card.context_length
         if size > limit:
             raise ContextLengthExceeded(
                 f"{field} has {size} bytes; a context of {self.client.card.context_length} tokens takes at most {limit}", field
             )
-        if size <= INLINE_BYTES:
-            return self.tokenizer.encode(text, special=special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
+        return size
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         vocab = self.client.card.vocab

@@ -5,25 +5,36 @@ matcher takes tokens back one by one, which is what a rejected draft needs.
 
 JSON is written on one line, with a space behind each colon and comma: with the free whitespace that JSON allows, a model that samples
 can fill its whole budget with blanks, and no token between two values is ever forced.
+
+Clients write grammars, and llguidance trusts them in two ways that its limits do not cover: it recurses, so that a chain of a
+thousand `$ref`s overflows an ordinary stack and ends the process, and a few characters (`multipleOf`) can compile for minutes. So a
+grammar is compiled in a thread of its own, with a stack for any chain that the bounds on its length let through, and with a deadline.
+Compiled grammars are not cached: copies of a matcher share its lexer, and with it each other's exhausted limits.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from mtpserve.core.errors import InvalidRequest, LoadError
+from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.text.structural import JSON_LAYOUT, structural_grammar
+from mtpserve.text.grammar_source import source
 
 FIELDS = {"json_object": "response_format", "json_schema": "response_format", "structural_tag": "response_format"}
 # Compiling is milliseconds; these bound what one request can make it cost.
 LIMITS = LLParserLimits(max_grammar_size=200_000, max_lexer_states=100_000, verbose_errors=False)
+COMPILE_SECONDS = 2.0
+MAX_ABANDONED = 2  # threads that still compile behind their deadline: nothing can stop them
+STACK_BYTES = 512 << 20  # reserved, not used: enough for the deepest chain that fits into MAX_SOURCE
+MAX_SOURCE = {"regex": 64 << 10, "ebnf": 64 << 10}
+MAX_JSON_SOURCE = 256 << 10
 
 Row = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -38,46 +49,52 @@ class GrammarCompiler:
         except Exception as error:
             raise LoadError(f"{path}: not usable for grammars: {error}") from error
         self._vocab, self._eos = vocab, tuple(eos_ids)
+        self._abandoned: list[threading.Thread] = []
 
     def compile(self, spec: GrammarSpec) -> GrammarMatcher:
-        """Raises InvalidRequest that names the field and the reason."""
+        """Raises InvalidRequest that names the field and the reason; EngineBusy while grammars of others hold up the compiler."""
         field = FIELDS.get(spec.kind, spec.kind)
+        longest = MAX_SOURCE.get(spec.kind, MAX_JSON_SOURCE)
+        if len(spec.text) > longest and spec.kind != "choice":  # choices are as flat as they are long
+            raise InvalidRequest(f"{field}: {spec.kind} has {len(spec.text)} characters, at most {longest} are compiled", field)
+        found: list[LLMatcher | str] = []
+        self._run(lambda: found.append(self._made(spec)))
+        # Copied once: an abandoned thread may still append.
+        result = found[0] if found else f"it takes longer than {COMPILE_SECONDS:g} s to compile"
+        if isinstance(result, str):
+            raise InvalidRequest(f"{field}: {spec.kind} is not usable: {one_line(result)[:500]}", field)
+        return GrammarMatcher(result, self._vocab, self._eos)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """In a thread with a large stack, until the deadline; llguidance compiles without holding Python's lock."""
+        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+        if len(self._abandoned) >= MAX_ABANDONED:
+            raise EngineBusy("earlier grammars are still being compiled: try again later")
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=work, name="grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        thread.join(COMPILE_SECONDS)
+        if thread.is_alive():
+            self._abandoned.append(thread)
+
+    def _made(self, spec: GrammarSpec) -> LLMatcher | str:
+        """A matcher, or why there is none."""
         try:
             matcher = LLMatcher(self._tokenizer, source(spec), log_level=0, limits=LIMITS)
-            reason = matcher.get_error() if matcher.is_error() else ""
-        except Exception as error:  # whatever the library thinks of it, it is the request's fault and no one else's
-            reason = str(error) or type(error).__name__
-        if reason:
-            raise InvalidRequest(f"{field}: {spec.kind} is not usable: {' '.join(reason.split())[:500]}", field)
-        return GrammarMatcher(matcher, self._vocab, self._eos)
+            # Some grammars are found to fit nothing, or to be beyond the limits, when they are first asked.
+            starts = b"" if matcher.is_error() else matcher.compute_bitmask()
+            if matcher.is_error() and not str(matcher.stop_reason()).startswith("NoExtension"):
+                return str(matcher.get_error())
+            return matcher if any(starts) and not matcher.is_error() else "nothing fits it"
+        except BaseException as error:  # a panic is no Exception; whatever it is, it is the request's fault and no one else's
+            return str(error) or type(error).__name__
 
 
-def source(spec: GrammarSpec) -> str:
-    """In llguidance's own language. Raises ValueError."""
-    if spec.kind == "json_object":
-        return json_grammar({"type": "object"})
-    if spec.kind == "json_schema":
-        schema = json.loads(spec.text)
-        if not isinstance(schema, dict | bool):
-            raise ValueError(f"a schema is an object, got {spec.text[:50]}")
-        return json_grammar(schema if isinstance(schema, dict) else {} if schema else {"not": {}})
-    if spec.kind == "choice":
-        choices = json.loads(spec.text)
-        if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
-            raise ValueError("choices are a list of strings, none of them empty, at least one")
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
-    if spec.kind == "structural_tag":
-        return structural_grammar(json.loads(spec.text))
-    if not spec.text.strip():
-        raise ValueError("it is empty")
-    if spec.kind == "regex":
-        # \d is a digit of ASCII, as every client means it.
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.text, use_ascii='d')}/")
-    return grammar_from("ebnf", spec.text)
-
-
-def json_grammar(schema: dict[str, Any]) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT)
+def one_line(text: str) -> str:
+    return " ".join(text.split("<backtrace>")[0].replace("<non-verbose/>", "").split())
 
 
 class GrammarMatcher:
@@ -88,35 +105,43 @@ class GrammarMatcher:
         self._eos = frozenset(eos_ids)
         self._ended = False  # an end-of-text token is committed: nothing but another one may follow
 
+    @property
+    def failure(self) -> str | None:
+        """Why this grammar ran into the library's limits. Then only the end of the text is allowed, and every commit is taken: what a
+        step shares with other requests must not fail."""
+        return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
+
     def commit(self, tokens: Sequence[int]) -> None:
-        """The output grew. Raises ValueError for tokens that are not allowed."""
+        """The output grew. Raises ValueError for tokens that are not allowed, and stays where it was."""
         taken = self._take(tokens)
-        if taken is None:
+        if taken is None and not self._matcher.is_error():
             raise ValueError(f"the grammar does not allow {list(tokens)} here")
         self._ended = self._ended or any(token in self._eos for token in tokens)
 
     @property
     def complete(self) -> bool:
         """The output may end here."""
-        return self._ended or bool(self._matcher.is_accepting())
+        return not self._matcher.is_error() and (self._ended or bool(self._matcher.is_accepting()))
 
     def masks(self, paths: Sequence[Sequence[int]], rows: Row) -> list[bool]:
-        """See core.protocols.Grammar."""
+        """See core.protocols.Grammar. One by one: walking a path is cheap beside filling its row."""
         return [self.mask(path, row) for path, row in zip(paths, rows, strict=True)]
 
     def mask(self, path: Sequence[int], row: Row) -> bool:
-        taken = self._take(path)
+        assert row.flags.c_contiguous  # the library writes through a pointer
+        taken = 0 if self._matcher.is_error() and not path else self._take(path)
         if taken is None:
             row[:] = -1
             return False
-        if self._ended or any(token in self._eos for token in path) or self._matcher.is_stopped():
+        stopped = self._stopped(path)
+        if not stopped:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if stopped or self._matcher.is_error():
             row[:] = 0
             self._allow(row, self._eos)
-        else:
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if self._matcher.is_accepting():
-                self._allow(row, self._eos)
-        self._matcher.rollback(taken)
+        elif self._matcher.is_accepting():
+            self._allow(row, self._eos)
+        self._back(taken)
         return True
 
     def forced(self, path: Sequence[int], limit: int) -> list[int]:
@@ -124,31 +149,30 @@ class GrammarMatcher:
         taken = self._take(path)
         if taken is None:
             return []
-        stopped = self._ended or any(token in self._eos for token in path) or self._matcher.is_stopped()
-        found = [] if stopped or self._matcher.is_accepting() else self._matcher.compute_ff_tokens()[:limit]
-        self._matcher.rollback(taken)
+        found = [] if self._stopped(path) or self._matcher.is_accepting() else self._matcher.compute_ff_tokens()[:limit]
+        self._back(taken)
         return found
+
+    def _stopped(self, path: Sequence[int]) -> bool:
+        return self._ended or self._matcher.is_stopped() or any(token in self._eos for token in path)
 
     def _take(self, tokens: Sequence[int]) -> int | None:
         """Move on by `tokens` → how many the matcher itself took; None, and nothing moved: they are not allowed."""
-        body = list(tokens)
-        ended = self._ended
-        for place, token in enumerate(tokens):
-            if token in self._eos:
-                body = body[:place]
-                ended = True
-                break
+        body = list(takewhile(lambda token: token not in self._eos, tokens))
         rest = tokens[len(body) :]
-        if (self._ended and body) or any(token not in self._eos for token in rest):
+        if self._matcher.is_error() or (self._ended and body) or any(token not in self._eos for token in rest):
             return None
-        if self._matcher.validate_tokens(body) < len(body):
+        taken = self._matcher.try_consume_tokens(body)
+        if self._matcher.is_error():
             return None
-        if body and not self._matcher.consume_tokens(body):
-            return None
-        if ended and not self._ended and not self._matcher.is_accepting():
-            self._matcher.rollback(len(body))
-            return None
-        return len(body)
+        if taken == len(body) and (not rest or self._ended or self._matcher.is_accepting()):
+            return taken
+        self._back(taken)
+        return None
+
+    def _back(self, taken: int) -> None:
+        if not self._matcher.is_error():
+            self._matcher.rollback(taken)
 
     def _allow(self, row: Row, tokens: frozenset[int]) -> None:
         words = row.view(np.uint32)

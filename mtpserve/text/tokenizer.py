@@ -43,6 +43,11 @@ class Tokenizer:
             raise LoadError(f"{self.directory / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
         self.fast: FastTokenizer = self._tokenizer.backend_tokenizer
         self.defaults = sampling_defaults(self.directory)
+        added = self.fast.get_added_tokens_decoder()
+        self._added: dict[int, bytes] = {id: token.content.encode() for id, token in added.items()}
+        self.hidden_ids = frozenset(id for id, token in added.items() if token.special)  # not shown where special tokens are skipped
+        space = self.fast.token_to_id("Ġ")  # in byte-level vocabularies all bytes are tokens, and a space is spelled so
+        self._byte_level = space is not None and self.decode([space]) == " "
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -62,17 +67,17 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token writes, which need not be whole characters."""
-        if token in self.special_ids:
-            return self.decode([token], skip_special_tokens=False).encode()
-        spelled = self.fast.id_to_token(token)
-        if spelled is None:
+        """What one token writes, which need not be whole characters. Added tokens stand for themselves, in no vocabulary's spelling."""
+        if token in self._added:
+            return self._added[token]
+        spelled: str | None = self.fast.id_to_token(token)
+        if spelled is None:  # models pad their vocabulary
             return b""
+        if self._byte_level:
+            return bytes(BYTES[letter] for letter in spelled) if BYTES.keys() >= set(spelled) else spelled.encode()
         if len(spelled) == 6 and spelled.startswith("<0x"):
             return bytes([int(spelled[3:5], 16)])
-        if all(letter in BYTES for letter in spelled):
-            return bytes(BYTES[letter] for letter in spelled)
-        return str(spelled).replace("▁", " ").encode()
+        return spelled.replace("▁", " ").encode()
 
     def token_text(self, token: int) -> str:
         """As OpenAI shows tokens: those that are no whole characters as bytes:\\x…"""

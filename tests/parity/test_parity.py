@@ -202,6 +202,10 @@ def test_rules_left_out_on_the_path_are_seen(monkeypatch: pytest.MonkeyPatch, mu
     if mutation is without_path and feature in ("logit_bias", "allowed"):
         pytest.skip("does not look at the path")
     fields, words = FEATURES[feature]
+    if feature == "repetition" and shape in CHAINS:
+        fields = {"repetition_penalty": 0.2}  # strong enough to show in three tokens
+    if feature == "min_tokens" and mutation is only_at_the_root:
+        fields = {"min_tokens": 3}  # a step begins with the second token: the third is the first one on a path
     asked = [Request(str(i), PROMPTS[1], SamplingParams(max_tokens=20, seed=i, **fields), bad_words=words) for i in range(60)]
     plain = run(engine(PLAIN, 60), asked)
     assert shape in CHAINS or run(engine(SHAPES[shape], 60), asked) == plain

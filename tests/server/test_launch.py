@@ -147,7 +147,7 @@ def test_openais_client(checkpoint: Path) -> None:
         assert missing.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as bad:
             api.chat.completions.create(model="fake", messages=messages, logprobs=True, top_logprobs=21)
-        assert bad.value.param == "logprobs"
+        assert bad.value.param == "top_logprobs"
         with pytest.raises(openai.InternalServerError):  # 503
             api.completions.create(model="fake", prompt="a", seed=503)
         with pytest.raises(openai.APIError, match="finite"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from typing import Any
 
 import jsonschema
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 
 from mtpserve.config import ModelConfig
-from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
 from mtpserve.core.sampling import GrammarKind, GrammarSpec
+from mtpserve.text import grammar
 from mtpserve.text.grammar import GrammarCompiler, GrammarMatcher
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -46,6 +48,11 @@ def walk(compiler: GrammarCompiler, tokenizer: Tokenizer, spec: GrammarSpec, see
         forced = matcher.forced([], 6)
         for place, token in enumerate(forced):
             assert token in (allowed(matcher, forced[:place]) or []), "a forced token is an allowed one"
+        ahead = [[], [dice.choice(choices)], [dice.randrange(VOCAB), dice.choice(choices)], [dice.randrange(VOCAB) for _ in range(3)]]
+        rows = np.zeros((len(ahead), VOCAB // 32), dtype=np.int32)
+        fit, alone = matcher.masks(ahead, rows), np.zeros(VOCAB // 32, dtype=np.int32)
+        assert [matcher.mask(path, alone) for path in ahead] == fit and fit[:2] == [True, True]
+        assert allowed(matcher, []) == choices, "paths leave no trace"
         if EOS in choices and dice.random() < 0.5:
             assert matcher.complete
             return tokenizer.decode(output)
@@ -71,6 +78,12 @@ SCHEMAS: list[dict[str, Any]] = [
     {**OBJECT, "properties": {"o": {**OBJECT, "properties": {"p": {"type": "integer"}}, "required": ["p"]}}, "required": ["o"]},
     {"$defs": {"n": {**OBJECT, **NODE}}, "$ref": "#/$defs/n"},
     {"type": "string", "minLength": 2, "maxLength": 5},
+    {"type": "integer", "minimum": -3, "maximum": 12},
+    {"type": "number", "minimum": 0, "maximum": 1},
+    {"prefixItems": [{"type": "boolean"}, {"const": "é"}], "items": False, "minItems": 2},
+    {"oneOf": [{"type": "null"}, {"type": "array", "items": {"enum": ["a", 1]}, "minItems": 2, "maxItems": 2}]},
+    {**OBJECT, "patternProperties": {"^[ab]$": {"type": "boolean"}}, "maxProperties": 2},
+    {"allOf": [{"type": "integer", "minimum": 5}, {"type": "integer", "maximum": 9}]},
 ]  # fmt: skip
 
 
@@ -94,6 +107,8 @@ def test_regular_expressions(compiler: GrammarCompiler, tokenizer: Tokenizer, ex
     ("kind", "text", "wanted"),
     [
         ("choice", '["yes", "no", "may\\"be"]', 'yes|no|may"be'),
+        ("choice", json.dumps(["a/b", "é😀", "\x00\x7f", "c\\d", "e\nf", "(.*)"]), "a/b|é😀|\x00\x7f|c\\\\d|e\nf|\\(\\.\\*\\)"),
+        ("json_object", "", "\\{.*\\}"),
         ("ebnf", 'root ::= "x" [0-9]+ ("," [0-9]+)*', "x[0-9]+(,[0-9]+)*"),
         ("ebnf", 'start: "a" /b{1,3}/', "ab{1,3}"),
         ("structural_tag", json.dumps({"format": {"type": "sequence", "elements": [
@@ -155,7 +170,9 @@ def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
         ("json_schema", "{"), ("json_schema", "3"), ("json_schema", '{"type":"nonsense"}'), ("json_schema", '{"$ref":"#/definitions/x"}'),
         ("json_schema", '{"type":"string","pattern":"("}'), ("json_schema", '{"allOf":[{"type":"string"},{"type":"integer"}]}'),
         ("json_schema", '{"type":"object","propertyNames":{"pattern":"a"}}'), ("regex", "(("), ("regex", ""), ("choice", "[]"),
-        ("choice", '["a",""]'), ("ebnf", "zzz"), ("ebnf", 'root ::= "a" b'), ("structural_tag", "{}"), ("structural_tag", "[]"),
+        ("choice", '["a",""]'), ("choice", '["\\ud800"]'), ("choice", '{"a":1}'), ("json_schema", "false"), ("ebnf", 'start ::= "a"'),
+        ("json_schema", '{"type":"integer","minimum":5,"maximum":1}'), ("ebnf", "root ::= a\na ::= b\nb ::= a"), ("regex", "(?=a)b"),
+        ("ebnf", "zzz"), ("ebnf", 'root ::= "a" b'), ("structural_tag", "{}"), ("structural_tag", "[]"),
         ("structural_tag", '{"format":{"type":"yaml"}}'),
         ("structural_tag", '{"structures":[{"begin":"<a>","schema":{}}],"triggers":["<b"]}'),
     ],
@@ -163,7 +180,79 @@ def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
 def test_bad_grammars_are_the_requests_fault(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
     with pytest.raises(InvalidRequest, match=kind) as error:
         compiler.compile(GrammarSpec(kind, text))
-    assert error.value.param in (kind, "response_format") and "\n" not in str(error.value)
+    field = "response_format" if kind in ("json_object", "json_schema", "structural_tag") else kind
+    assert error.value.param == field and "\n" not in str(error.value) and "backtrace" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", json.dumps({"$ref": "#/d/0", "d": {**{str(i): {"$ref": f"#/d/{i + 1}"} for i in range(8000)}, "8000": {}}})),
+        ("ebnf", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"'),
+        ("ebnf", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+        ("regex", "(" * 5000 + "a" + ")" * 5000),
+        ("regex", "a" * 70_000),
+        ("json_schema", '{"items":' * 20_000 + "{}" + "}" * 20_000),
+    ],
+    ids=["refs", "rules", "lark", "regex", "long", "nested"],
+)
+def test_deep_grammars_end_no_process(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
+    try:
+        matcher = compiler.compile(GrammarSpec(kind, text))
+    except InvalidRequest as error:
+        refused = str(error)
+    else:
+        refused = ""
+        assert allowed(matcher, [])
+    assert len(refused) < 700
+
+
+def test_a_grammar_that_compiles_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(GrammarCompiler, "_made", lambda self, spec: release.wait(30) and "given up")
+    compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
+    for _ in range(grammar.MAX_ABANDONED):
+        with pytest.raises(InvalidRequest, match="longer than"):
+            compiler.compile(GrammarSpec("regex", "a"))
+    with pytest.raises(EngineBusy):
+        compiler.compile(GrammarSpec("regex", "a"))
+    release.set()
+    for thread in compiler._abandoned:
+        thread.join(10)
+    with pytest.raises(InvalidRequest, match="given up"):
+        compiler.compile(GrammarSpec("regex", "a"))
+
+
+def test_a_grammar_beyond_the_limits_ends_its_text_and_raises_nothing(compiler: GrammarCompiler) -> None:
+    spec = GrammarSpec("regex", "((a{1,1000}){1,1000}){1,1000}")
+    matcher, other, token = compiler.compile(spec), compiler.compile(spec), 0
+    for _ in range(200):
+        token = max(choice for choice in allowed(matcher, []) or [])
+        if matcher.failure:
+            break
+        matcher.commit([token])
+    assert matcher.failure and "\n" not in matcher.failure and not matcher.complete
+    assert allowed(matcher, []) == [EOS] and allowed(matcher, [5]) is None and matcher.forced([], 4) == []
+    matcher.commit([5])
+    matcher.commit([EOS])
+    assert other.failure is None and len(allowed(other, []) or []) >= 1, "limits are each request's own"
+
+
+def test_many_choices(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = compiler.compile(GrammarSpec("choice", json.dumps([f"w{i} word" for i in range(5000)])))
+    matcher.commit(tokenizer.encode("w4321 word", special=False))
+    assert matcher.complete and allowed(matcher, []) == [EOS]
+
+
+def test_ids_behind_the_tokenizers_are_never_allowed() -> None:
+    wide, row = GrammarCompiler(DEMO, VOCAB + 70, [EOS, 0]), np.full(67, -1, dtype=np.int32)
+    matcher = wide.compile(GrammarSpec("regex", "(.|\n)*"))
+    assert matcher.mask([], row)
+    found = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+    assert max(found) < VOCAB and {EOS, 0} <= found
+    with pytest.raises(LoadError, match=r"tokenizer\.json"):
+        GrammarCompiler(DEMO / "nowhere", VOCAB, [EOS])
 
 
 def test_grammar_needs_no_torch() -> None:

@@ -1,0 +1,109 @@
+"""One choice of an answer while it grows: pieces in, OpenAI's fields out. What differs between the endpoints is the Shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mtpserve.core.errors import RequestFailed
+from mtpserve.core.request import TokenLogprob
+from mtpserve.server.logprobs import Offsets, prompt_scores
+from mtpserve.server.service import Piece
+from mtpserve.server.usage import trace_of
+from mtpserve.text.tokenizer import Tokenizer
+
+
+class Shape(Protocol):
+    """How one endpoint spells a choice."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def choice(self, text: str) -> dict[str, Any]: ...
+    def opening(self) -> dict[str, Any] | None:
+        """What a choice's first chunk holds before any text."""
+        ...
+
+    def delta(self, text: str) -> dict[str, Any]: ...
+    def logprobs(
+        self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the body asks for beside the text. Of the log-probabilities: how many alternatives, None for none at all."""
+
+    logprobs: int | None
+    prompt_logprobs: int | None
+    trace: bool
+
+
+@dataclass(slots=True)
+class Choice:
+    """`delta` gives what came since the last one, `whole` all of it; a choice is asked for one of the two.
+
+    `echo` is the prompt's text where it goes in front of the output, with the prompt's scores if log-probabilities are wanted.
+    """
+
+    shape: Shape
+    tokenizer: Tokenizer
+    prompt: list[int]
+    wanted: Wanted
+    offsets: Offsets
+    echo: str | None = None
+    opened: bool = False
+    _pieces: list[Piece] = field(default_factory=list)  # not shown yet
+    _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
+    _begun: bool = False  # the prompt's part was shown
+
+    def add(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._scored += piece.prompt_logprobs or []
+
+    def delta(self) -> dict[str, Any] | None:
+        """None while there is nothing to show: scores of the prompt alone, or tokens that end inside a character."""
+        ends = any(piece.finish is not None for piece in self._pieces)
+        said = any(piece.text or piece.logprobs for piece in self._pieces)
+        told = self.wanted.trace and any(piece.tokens for piece in self._pieces)
+        fronted = self._begins() and (self.echo is not None or self.wanted.prompt_logprobs is not None)
+        if not (ends or said or told or fronted):
+            return None
+        text, beside = self._take()
+        return {**self.shape.delta(text), **beside}
+
+    def whole(self) -> dict[str, Any]:
+        finish = self._pieces[-1].finish if self._pieces else None
+        text, beside = self._take()
+        return {**self.shape.choice(text), "logprobs": None, **beside, "finish_reason": finish}
+
+    def _begins(self) -> bool:
+        """The prompt's part goes with the first tokens: its scores are complete by then."""
+        return not self._begun and any(piece.tokens or piece.finish is not None for piece in self._pieces)
+
+    def _take(self) -> tuple[str, dict[str, Any]]:
+        begins = self._begins()
+        pieces, self._pieces = self._pieces, []
+        self._begun = self._begun or begins
+        text = "".join(piece.text for piece in pieces)
+        beside: dict[str, Any] = {}
+        if self.wanted.logprobs is not None:
+            tokens = [token for piece in pieces for token in piece.tokens]
+            scores: list[TokenLogprob | None] = [score for piece in pieces for score in piece.logprobs or []]
+            if begins and self.echo is not None:
+                tokens, scores = [*self.prompt, *tokens], [None, *self._prompt_scored(), *scores]
+            if tokens:
+                places = self.offsets.take(tokens)
+                beside["logprobs"] = self.shape.logprobs(self.tokenizer, tokens, scores, places, self.wanted.logprobs)
+        if self.wanted.prompt_logprobs is not None and begins:
+            beside["prompt_logprobs"] = prompt_scores(self.tokenizer, self.prompt, self._prompt_scored(), self.wanted.prompt_logprobs)
+        if self.wanted.trace:
+            beside["spec_trace"] = [trace_of(piece) for piece in pieces if piece.tokens]
+        return (self.echo or "") + text if begins else text, beside
+
+    def _prompt_scored(self) -> list[TokenLogprob]:
+        if len(self._scored) != len(self.prompt) - 1:
+            raise RequestFailed(f"the engine scored {len(self._scored)} of {len(self.prompt) - 1} tokens of the prompt")
+        return self._scored

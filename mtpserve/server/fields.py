@@ -1,0 +1,56 @@
+"""Single fields of a body that need a closer look than their type. No defaults and no bodies here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.text.requests import check_text
+
+MAX_BIAS = 100
+MAX_ID_DIGITS = 20  # longer ones are no token ids, and Python refuses to read some thousands of digits
+
+
+def texts(field: str, given: Sequence[str]) -> tuple[str, ...]:
+    for text in given:
+        check_text(text, field)
+    return tuple(given)
+
+
+def biases(given: dict[str, float]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for token, bias in given.items():
+        if not token.isascii() or not token.isdigit() or len(token) > MAX_ID_DIGITS:
+            raise InvalidRequest(f"logit_bias must have token ids as keys, got {token[:50]!r}", "logit_bias")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidRequest(f"logit_bias must be in [-{MAX_BIAS}, {MAX_BIAS}], got {bias} for token {token}", "logit_bias")
+        if int(token) in found:  # "7" and "07"
+            raise InvalidRequest(f"logit_bias names token {int(token)} twice", "logit_bias")
+        found[int(token)] = bias
+    return found
+
+
+def predicted(prediction: dict[str, Any] | None) -> str:
+    """OpenAI's Predicted Outputs: {"type": "content", "content": a string or parts of text}."""
+    if prediction is None:
+        return ""
+    content = prediction.get("content")
+    if isinstance(content, list):
+        parts = [part["text"] if isinstance(part, dict) and part.get("type") == "text" and "text" in part else None for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    if prediction.get("type") != "content" or not isinstance(content, str) or prediction.keys() > {"type", "content"}:
+        raise InvalidRequest("prediction must be {'type': 'content', 'content': a string or a list of text parts}", "prediction")
+    check_text(content, "prediction")
+    return content
+
+
+def custom(given: dict[str, Any]) -> dict[str, Any]:
+    """They travel to the engine's process as msgpack, which has no numbers beyond 64 bits and no broken Unicode."""
+    try:
+        msgspec.msgpack.encode(given)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidRequest(f"custom_params cannot be handed on: {str(error)[:200]}", "custom_params") from error
+    return given

@@ -1,0 +1,51 @@
+"""What clients write to constrain an output, in llguidance's own language. Whether it makes sense there is found when it is compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from mtpserve.core.sampling import GrammarSpec
+from mtpserve.text.structural import JSON_LAYOUT, structural_grammar
+
+IS_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark's rules have one colon
+
+
+def source(spec: GrammarSpec) -> str:
+    """Raises ValueError, and whatever else the converters raise."""
+    if spec.kind == "json_object":
+        return json_grammar({"type": "object"})
+    if spec.kind == "json_schema":
+        schema = json.loads(spec.text)
+        if not isinstance(schema, dict | bool):
+            raise ValueError(f"a schema is an object, got {spec.text[:50]}")
+        if schema is False:
+            raise ValueError("nothing fits it")
+        return json_grammar(schema if isinstance(schema, dict) else {})
+    if spec.kind == "choice":
+        choices = json.loads(spec.text)
+        if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise ValueError("choices are a list of strings, none of them empty, at least one")
+        # One terminal, not a rule for each: those run into the parser's limits at two thousand. Escaped, for Lark and for the regex.
+        return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: /" + "|".join(map(literal, choices)) + "/")
+    if spec.kind == "structural_tag":
+        return structural_grammar(json.loads(spec.text))
+    if not spec.text.strip():
+        raise ValueError("it is empty")
+    if spec.kind == "regex":
+        # \d is a digit of ASCII, as every client means it.
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.text, use_ascii='d')}/")
+    return LLMatcher.grammar_from_lark(gbnf_to_lark(spec.text) if IS_GBNF.search(spec.text) else spec.text)
+
+
+def literal(text: str) -> str:
+    """As a regular expression."""
+    return "".join(letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_LAYOUT)
