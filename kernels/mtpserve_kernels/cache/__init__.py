@@ -1,0 +1,1 @@
+"""Work on the KV pool itself."""

@@ -1,0 +1,1 @@
+"""Small operations around the matrix products, each one launch."""

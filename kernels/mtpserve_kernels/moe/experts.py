@@ -1,0 +1,128 @@
+"""The experts' products without a sort: gate and up with silu, down, and the sum over a row's experts; three launches.
+
+A program has one expert and some of its output columns. It looks up itself which rows chose its expert, and leaves at once if none
+did, so that the weights that are read are those of the experts that were hit, once per tile of rows. The shared expert is as many
+more experts as it is wide, which every row has chosen.
+
+    inner [T, K + shared, S]     what row t gave to its k-th expert
+    parts [T, K + shared, H]     what came back, float32, weighted; summed over k in this order, always
+
+Moves the hit experts' 3 S H numbers, 6 S H FLOPs per row and expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Which rows of the tile chose this expert, and as which of theirs. All chose a shared one."""
+    o_k = tl.arange(0, BK)
+    m = (o_t < rows)[:, None] & (o_k < K)[None, :]
+    b_match = tl.load(p_chosen + o_t[:, None] * K + o_k[None, :], mask=m, other=-1) == expert
+    beyond = tl.where(expert >= E, 1, 0)
+    b_hits = tl.sum(b_match.to(tl.int32), 1) + beyond
+    b_place = tl.sum(tl.where(b_match, o_k[None, :], 0), 1)
+    return (b_hits > 0) & (o_t < rows), b_place + beyond * (K + expert - E)
+
+
+@triton.jit
+def gate_up_kernel(
+    p_x, p_chosen, p_w, p_shared, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    expert, i_n, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_t, o_n, o_h = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BH)
+    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
+    if tl.sum(b_hit.to(tl.int32)) > 0:
+        m_n = o_n < S
+        p_gate, p_up = p_w + expert.to(tl.int64) * 2 * S * H, p_w + (expert.to(tl.int64) * 2 + 1) * S * H
+        if SHARED > 0:
+            if expert >= E:
+                p_gate = p_shared + (expert - E).to(tl.int64) * S * H
+                p_up = p_gate + SHARED * S * H
+        o_w = o_n.to(tl.int64)[:, None] * H + o_h[None, :]
+        b_gate, b_up = tl.zeros([BN, BT], tl.float32), tl.zeros([BN, BT], tl.float32)
+        for i in range(0, tl.cdiv(H, BH)):
+            m_h = i * BH + o_h < H
+            b_x = tl.load(p_x + o_t[:, None] * stride_x + i * BH + o_h[None, :], mask=b_hit[:, None] & m_h[None, :], other=0.0)
+            m_w = m_n[:, None] & m_h[None, :]
+            b_x = tl.trans(b_x)
+            b_gate = tl.dot(tl.load(p_gate + o_w + i * BH, mask=m_w, other=0.0), b_x, b_gate)
+            b_up = tl.dot(tl.load(p_up + o_w + i * BH, mask=m_w, other=0.0), b_x, b_up)
+        b_inner = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+        o_out = (o_t * (K + SHARED) + b_place).to(tl.int64)[None, :] * S + o_n[:, None]
+        tl.store(p_inner + o_out, b_inner.to(p_inner.dtype.element_ty), mask=m_n[:, None] & b_hit[None, :])
+
+
+@triton.jit
+def down_kernel(
+    p_inner, p_chosen, p_weights, p_w, p_shared, p_parts, rows, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    expert, i_n, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_t, o_n, o_s = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BS)
+    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
+    if tl.sum(b_hit.to(tl.int32)) > 0:
+        m_n = o_n < H
+        p_down = p_w + expert.to(tl.int64) * H * S
+        stride = S
+        if SHARED > 0:
+            if expert >= E:
+                p_down = p_shared + (expert - E) * S
+                stride = SHARED * S
+        o_row = (o_t * (K + SHARED) + b_place).to(tl.int64)
+        b_acc = tl.zeros([BN, BT], tl.float32)
+        for i in range(0, tl.cdiv(S, BS)):
+            m_s = i * BS + o_s < S
+            b_x = tl.load(p_inner + o_row[:, None] * S + i * BS + o_s[None, :], mask=b_hit[:, None] & m_s[None, :], other=0.0)
+            o_w = o_n.to(tl.int64)[:, None] * stride + i * BS + o_s[None, :]
+            b_acc = tl.dot(tl.load(p_down + o_w, mask=m_n[:, None] & m_s[None, :], other=0.0), tl.trans(b_x), b_acc)
+        b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit & (b_place < K), other=1.0)
+        tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
+
+
+@triton.jit
+def sum_kernel(p_parts, p_out, H: tl.constexpr, PARTS: tl.constexpr, B: tl.constexpr):
+    i_row, o = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    b_sum = tl.zeros([B], tl.float32)
+    for k in tl.static_range(PARTS):
+        b_sum += tl.load(p_parts + (i_row * PARTS + k) * H + o, mask=o < H, other=0.0)
+    tl.store(p_out + i_row * H + o, b_sum.to(p_out.dtype.element_ty), mask=o < H)
+
+
+def experts(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None
+) -> Tensor:
+    """See reference.experts. The shared expert's width is a multiple of an expert's."""
+    (rows, hidden), (number, _, size), top = x.shape, down.shape, chosen.shape[1]
+    assert gate_up.shape == (number, 2 * size, hidden) and down.shape[1] == hidden and x.stride(1) == 1, (x.shape, gate_up.shape)
+    assert gate_up.is_contiguous() and down.is_contiguous() and chosen.is_contiguous() and weights.is_contiguous()
+    shared = 0
+    if shared_gate_up is not None and shared_down is not None:
+        shared = shared_down.shape[1] // size
+        assert shared_down.shape == (hidden, shared * size) and shared_gate_up.shape == (2 * shared * size, hidden), shared_down.shape
+        assert shared_gate_up.is_contiguous() and shared_down.is_contiguous()
+    parts = top + shared
+    inner = torch.empty(rows, parts, size, dtype=x.dtype, device=x.device)
+    found = torch.empty(rows, parts, hidden, dtype=torch.float32, device=x.device)
+    out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    BT = min(64, max(16, triton.next_power_of_2(rows)))
+    BN, stages = 64, 3 if torch.version.hip is None else 1
+    tiles, BK = triton.cdiv(rows, BT), triton.next_power_of_2(top)
+    gate_up_kernel[(number + shared, triton.cdiv(size, BN), tiles)](
+        x, chosen, gate_up, shared_gate_up, inner, rows, x.stride(0), H=hidden, S=size, E=number, SHARED=shared, K=top, BK=BK,
+        BT=BT, BN=BN, BH=64, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    down_kernel[(number + shared, triton.cdiv(hidden, BN), tiles)](
+        inner, chosen, weights, down, shared_down, found, rows, H=hidden, S=size, E=number, SHARED=shared, K=top, BK=BK,
+        BT=BT, BN=BN, BS=64, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+    sum_kernel[(rows, triton.cdiv(hidden, 1024))](found, out, H=hidden, PARTS=parts, B=1024)
+    return out

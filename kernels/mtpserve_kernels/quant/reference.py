@@ -1,0 +1,35 @@
+"""What the float8 products compute, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+LARGEST = 448.0  # of e4m3
+
+
+def widen(weight: Tensor, scale: Tensor) -> Tensor:
+    """weight [N, K] float8, scale [N / 128, K / 128] rounded up → float32"""
+    wide = scale.repeat_interleave(BLOCK, 0)[: weight.shape[0]].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+    return weight.float() * wide
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """W8A16: x [T, K] as it is."""
+    out = x.float() @ widen(weight, scale).T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K], K a multiple of 128 → float8 [T, K] and one scale per row and 128 columns [T, K / 128]; each group's largest at 448."""
+    groups = x.float().unflatten(1, (-1, BLOCK))
+    scale = groups.abs().amax(-1).clamp_(min=1e-10) / LARGEST
+    return (groups / scale.unsqueeze(-1)).clamp_(-LARGEST, LARGEST).flatten(1).to(torch.float8_e4m3fn), scale
+
+
+def linear_fp8_both(x8: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """W8A8: what `quantize_rows` gave."""
+    x = (x8.float().unflatten(1, (-1, BLOCK)) * x_scale.unsqueeze(-1)).flatten(1)
+    out = x @ widen(weight, scale).T
+    return (out if bias is None else out + bias.float()).to(dtype)

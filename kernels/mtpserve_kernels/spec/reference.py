@@ -1,0 +1,97 @@
+"""What the acceptance kernels compute, in plain torch, one node after the other: the laws of `accept.py` written down plainly."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+STREAMS, COIN, DRAW = 3, 1, 2
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+FIRST, SECOND = -4658895280553007687, -7723592293110705685  # SplitMix64's
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def finalise(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele et al. 2014)."""
+    x = (x ^ shifted(x, 30)) * FIRST
+    x = (x ^ shifted(x, 27)) * SECOND
+    return x ^ shifted(x, 31)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    return (shifted(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def key(seed: Tensor, index: Tensor, stream: int) -> Tensor:
+    return finalise(finalise((index * STREAMS + stream) * GOLDEN) ^ seed)
+
+
+def law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """logits [V] → float32 [V]: temperature, then the top_k, of those the top_p, of those what has min_p of the largest."""
+    scaled = (logits - logits.max()) / temperature
+    if top_k > 0:
+        scaled = scaled.masked_fill(scaled < scaled.topk(min(top_k, len(scaled))).values[-1], -torch.inf)
+    p = scaled.softmax(-1)
+    if top_p < 1:
+        ordered = p.sort(descending=True).values
+        least = ordered[ordered.cumsum(-1) - ordered < top_p][-1]
+        p = p.masked_fill(p < least, 0)
+        p = p / p.sum()
+    if min_p > 0:
+        p = p.masked_fill(p < min_p * p.max(), 0)
+        p = p / p.sum()
+    return p
+
+
+def race(weights: Tensor, base: Tensor) -> int:
+    """The token with the largest weight over exponential noise: drawn in proportion to the weights (Gumbel's trick)."""
+    noise = -torch.log1p(-uniform(finalise(base + torch.arange(1, len(weights) + 1, device=weights.device) * GOLDEN)))
+    return int((weights.double() / noise).argmax())
+
+
+def accept(
+    logits: Tensor, drafts: Tensor, draft_count: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
+    temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, coupled: Tensor, draft_probs: Tensor | None,
+    depth: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See accept.accept."""
+    requests, nodes, _ = logits.shape
+    tokens = torch.zeros(requests, depth + 1, dtype=torch.int64, device=logits.device)
+    path = torch.zeros_like(tokens)
+    accepted, failed = torch.zeros_like(draft_count), torch.zeros(requests, dtype=torch.bool, device=logits.device)
+    for r, seat in enumerate(seats.tolist()):
+        warm = float(temperature[seat]) > 0
+        drawn = warm and not bool(coupled[seat]) and draft_probs is not None
+        node, at = 0, 0
+        while True:
+            row = logits[r, node]
+            path[r, at] = node
+            finite = bool(row.max().isfinite()) and not bool(row.isnan().any())
+            if not finite:
+                failed[r] = True
+                break
+            index = length[seat] + at
+            p = law(row, float(temperature[seat]), int(top_k[seat]), float(top_p[seat]), float(min_p[seat])) if warm else None
+            chosen = int(row.argmax()) if p is None else race(p, key(seed[seat], index, DRAW))
+            count = min(int(draft_count[r]), nodes - 1)
+            children = [c for c in range(count) if (c if parents is None else int(parents[r, c])) == node]
+            kept = [c for c in children if int(drafts[r, c]) == chosen]
+            if drawn and p is not None and draft_probs is not None:
+                kept = []
+                if children and at < depth:
+                    draft, q = int(drafts[r, node]), draft_probs[seat, node]
+                    if uniform(key(seed[seat], index, COIN)) * q[draft].double() < p[draft].double():
+                        kept, chosen = [node], draft
+                    else:
+                        rest = (p - q).clamp(min=0)
+                        chosen = race(rest if rest.sum() > 0 else p, key(seed[seat], index, DRAW))
+            tokens[r, at] = chosen
+            if not kept or at == depth:
+                break
+            node, at = kept[0] + 1, at + 1
+        accepted[r] = at
+        path[r, at:] = node
+    return tokens, accepted, path, failed

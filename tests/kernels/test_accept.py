@@ -1,0 +1,149 @@
+"""The verdict's kernels against the laws written down plainly: chains drawn from q, point masses, trees, every cut, broken rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mtpserve_kernels.spec import reference
+from mtpserve_kernels.spec.accept import accept
+from scipy.stats import chisquare
+from torch import Tensor
+
+
+def settings(seats: int, dice: torch.Generator, **given: Any) -> dict[str, Tensor]:
+    """Per seat, drawn at random; a value that is given holds for all."""
+
+    def choice(name: str, options: list[float], dtype: torch.dtype) -> Tensor:
+        if name in given:
+            return torch.full((seats,), given[name], dtype=dtype)
+        return torch.tensor(options)[torch.randint(len(options), (seats,), generator=dice)].to(dtype)
+
+    return {
+        "length": torch.randint(1, 1000, (seats,), generator=dice),
+        "temperature": choice("temperature", [0.0, 0.3, 1.0, 2.0], torch.float32),
+        "top_k": choice("top_k", [0, 1, 3, 20], torch.int64),
+        "top_p": choice("top_p", [1.0, 0.9, 0.5, 1e-6], torch.float32),
+        "min_p": choice("min_p", [0.0, 0.05, 0.6], torch.float32),
+        "seed": torch.randint(-(1 << 62), 1 << 62, (seats,), generator=dice),
+        "coupled": choice("coupled", [0, 1], torch.bool),
+    }
+
+
+def tree_of(requests: int, nodes: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
+    parents = torch.stack([(torch.rand(requests, generator=dice) * (i + 1)).long() for i in range(nodes - 1)], 1)
+    depths = torch.zeros(requests, nodes, dtype=torch.int64)
+    for i in range(nodes - 1):
+        depths[:, i + 1] = depths.gather(1, parents[:, i : i + 1]).squeeze(1) + 1
+    return parents, depths
+
+
+def case(requests: int, nodes: int, vocab: int, seed: int, tree: bool, drawn: bool, **given: Any) -> tuple[Any, ...]:
+    """Logits of few likely tokens and drafts among them, so that drafts are accepted and refused."""
+    dice = torch.Generator().manual_seed(seed)
+    seats = torch.randperm(requests + 2, generator=dice)[:requests]
+    logits = torch.randn(requests, nodes, vocab, generator=dice) * 2
+    likely = logits.topk(min(3, vocab), -1).indices
+    drafts = likely[:, :-1].gather(2, torch.randint(likely.shape[2], (requests, nodes - 1, 1), generator=dice)).squeeze(2)
+    parents, depths = tree_of(requests, nodes, dice) if tree else (None, None)
+    if parents is not None:
+        own = logits.argmax(-1)
+        follow = torch.rand(requests, nodes - 1, generator=dice) < 0.6
+        drafts = torch.where(follow, own.gather(1, parents), drafts)
+        # Siblings differ: a repeated one is taken out.
+        for i in range(nodes - 1):
+            twin = ((parents[:, :i] == parents[:, i : i + 1]) & (drafts[:, :i] == drafts[:, i : i + 1])).any(1)
+            drafts[twin, i] = -1
+    per_seat = settings(requests + 2, dice, **given)
+    q = torch.full((requests + 2, nodes - 1, vocab), torch.nan)
+    q[seats] = (logits[:, :-1] + torch.randn(requests, nodes - 1, vocab, generator=dice)).softmax(-1)
+    count = torch.randint(nodes, (requests,), generator=dice)
+    depth = nodes - 1 if depths is None else int(depths.max())
+    return (logits, drafts, count, parents, depths, seats, *per_seat.values(), q if drawn and nodes > 1 else None, depth)
+
+
+def rounds(device: torch.device) -> range:
+    """The interpreter takes a tenth of a second for a node."""
+    return range(1 if device.type == "cpu" else 10)
+
+
+def compare(device: torch.device, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = accept(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
+    tokens, accepted, path, failed = (x.cpu() for x in found)
+    wanted_tokens, wanted_accepted, wanted_path, wanted_failed = reference.accept(*arguments)
+    assert torch.equal(failed, wanted_failed)
+    fine = ~failed
+    assert torch.equal(accepted[fine], wanted_accepted[fine])
+    counts = torch.arange(tokens.shape[1]) <= accepted.unsqueeze(1)
+    assert torch.equal(tokens[fine & True][counts[fine]], wanted_tokens[fine][counts[fine]])
+    assert torch.equal(path[fine], wanted_path[fine])
+    return tokens, accepted, path, failed
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["coupled", "drawn"])
+@pytest.mark.parametrize(("requests", "nodes", "vocab"), [(5, 4, 100), (3, 1, 7), (3, 8, 257), (1, 3, 5000)])
+def test_chains(device: torch.device, requests: int, nodes: int, vocab: int, drawn: bool) -> None:
+    for seed in rounds(device):
+        compare(device, case(requests, nodes, vocab, seed, tree=False, drawn=drawn))
+
+
+@pytest.mark.parametrize(("requests", "nodes", "vocab"), [(3, 7, 100), (1, 32, 64), (1, 56, 33)])
+def test_trees(device: torch.device, requests: int, nodes: int, vocab: int) -> None:
+    lengths = []
+    for seed in rounds(device):
+        arguments = case(requests, nodes, vocab, seed, tree=True, drawn=False, coupled=1)
+        lengths += compare(device, arguments)[1].tolist()
+    assert max(lengths) > 0
+
+
+@pytest.mark.parametrize("given", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 1}, {"top_p": 1e-6}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}])
+def test_each_cut_alone(device: torch.device, given: dict[str, Any]) -> None:
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "coupled": 0} | given
+    compare(device, case(4, 3, 300, 3, tree=False, drawn=True, **off))
+
+
+def test_ties_stay_together(device: torch.device) -> None:
+    """As many equal logits as you like: all of them are kept, or none."""
+    logits = torch.zeros(1, 1, 50)
+    logits[0, 0, 10:] = -1.0
+    off = {"top_k": 4, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "coupled": 1}
+    seen = set()
+    for seed in range(20):
+        arguments = list(case(1, 1, 50, seed, tree=False, drawn=False, **off))
+        arguments[0] = logits
+        seen.add(int(compare(device, tuple(arguments))[0][0, 0]))
+    assert seen <= set(range(10)) and len(seen) > 3
+
+
+def test_rows_that_are_not_finite(device: torch.device) -> None:
+    arguments = list(case(6, 3, 40, 1, tree=False, drawn=True))
+    logits, drafts, count = arguments[0], arguments[1], arguments[2]
+    count[:] = 2
+    arguments[6] = arguments[6].clone()
+    logits[0, 0, 3], logits[1, 0, 5], logits[2, 0] = torch.nan, torch.inf, -torch.inf
+    drafts[3, 0] = 39 - int(logits[3, 0].argmax())  # refused or not, node 1 of request 4 counts only if it is reached
+    logits[4, 2] = torch.nan
+    logits[5, 0, :20] = -torch.inf
+    failed = compare(device, tuple(arguments))[3]
+    assert failed[:3].all() and not failed[3] and not failed[5]
+
+
+def test_the_law_of_a_chain(device: torch.device) -> None:
+    """Drafts drawn from q, one step of many requests: the first token's law is the target's."""
+    vocab, requests = 4, 4000 if device.type == "cuda" else 400
+    dice = torch.Generator().manual_seed(2)
+    p_logits, q = torch.randn(vocab, generator=dice), torch.randn(vocab, generator=dice).softmax(-1)
+    logits = p_logits.expand(requests, 2, vocab).contiguous()
+    drafts = torch.multinomial(q, requests, replacement=True, generator=dice).unsqueeze(1)
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 0.8, "coupled": 0}
+    per_seat = settings(requests, dice, **off)
+    arguments = (logits, drafts, torch.ones(requests, dtype=torch.int64), None, None, torch.arange(requests), *per_seat.values(),
+                 q.expand(requests, 1, vocab).contiguous(), 1)  # fmt: skip
+    off = {f"any_{cut}": False for cut in ("top_k", "top_p", "min_p")}
+    tokens, accepted, _, _ = accept(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments), **off)
+    law = reference.law(p_logits, 0.8, 0, 1.0, 0.0)
+    counts = torch.bincount(tokens[:, 0].cpu(), minlength=vocab)
+    assert 0.2 < accepted.float().mean() < 1
+    assert chisquare(counts.numpy(), (law * requests).numpy(), sum_check=False).pvalue > 1e-4
+    assert chisquare(counts.numpy(), (q * requests).numpy(), sum_check=False).pvalue < 1e-6, "and not the drafts' law"

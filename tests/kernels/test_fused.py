@@ -1,0 +1,102 @@
+"""Small kernels against their references: odd sizes, strided input, outputs of which every number must have been written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mtpserve_kernels.fused import reference
+from mtpserve_kernels.fused.linear import skinny_linear
+from mtpserve_kernels.fused.norm import add_rms_norm
+from mtpserve_kernels.fused.rope import latent_store, rope_store
+from mtpserve_kernels.fused.silu import silu_mul
+from torch import Tensor
+
+
+def numbers(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device, dtype)
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[wanted.dtype]
+    torch.testing.assert_close(found.float(), wanted.float(), atol=tolerance, rtol=tolerance)
+
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 256), (5, 1000), (2, 4096), (0, 64)])
+def test_add_rms_norm(device: torch.device, rows: int, size: int, dtype: torch.dtype) -> None:
+    wide = numbers(device, rows, size + 3, dtype=dtype)
+    x, weight = wide[:, :size], numbers(device, size, dtype=dtype)
+    for residual in (None, numbers(device, rows, size, dtype=dtype, seed=5)):
+        for found, wanted in zip(add_rms_norm(x, residual, weight, 1e-6), reference.add_rms_norm(x, residual, weight, 1e-6), strict=True):
+            same(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "size"), [(1, 96), (4, 1), (3, 1025), (0, 8)])
+def test_silu_mul(device: torch.device, rows: int, size: int, dtype: torch.dtype) -> None:
+    x = numbers(device, rows, 2 * size + 5, dtype=dtype)[:, : 2 * size] * 4
+    same(silu_mul(x), reference.silu_mul(x))
+
+
+def tables(device: torch.device, rope: int, positions: int = 50) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(positions).float(), 10000.0 ** -(torch.arange(0, rope, 2).float() / rope)).to(device)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rope"), [(4, 2, 64, 64), (3, 1, 80, 32), (2, 2, 128, 128), (1, 1, 96, 96)])
+def test_rope_store(device: torch.device, heads: int, kv_heads: int, dim: int, rope: int, norm: bool, interleaved: bool) -> None:
+    rows, (cos, sin) = 5, tables(device, rope)
+    qkv = numbers(device, rows, (heads + 2 * kv_heads) * dim + 8)[:, : (heads + 2 * kv_heads) * dim].unflatten(1, (-1, dim))
+    positions, slots = torch.tensor([0, 49, 7, 7, 3], device=device), torch.tensor([9, 2, 0, 31, 5], device=device)
+    norms = (numbers(device, dim), numbers(device, dim, seed=1)) if norm else (None, None)
+    for dtype, scale in ((torch.float32, 1.0), (torch.float8_e4m3fn, 0.5)):
+        caches = [[torch.full((32, kv_heads, dim), torch.nan, device=device).to(dtype) for _ in range(2)] for _ in range(2)]
+        both = [
+            kernel(qkv, positions, cos, sin, slots, *mine, heads, *norms, 1e-5, interleaved, scale)
+            for kernel, mine in zip((rope_store, reference.rope_store), caches, strict=True)
+        ]
+        same(*both)
+        for found, wanted in zip(*caches, strict=True):
+            if dtype == torch.float32:
+                same(found[slots], wanted[slots])
+            else:  # the interpreter loses the carry where a mantissa rounds up to the next power of two
+                assert (found[slots].float() != wanted[slots].float()).float().mean() <= (0.01 if device.type == "cuda" else 0.1)
+            assert found.float().isnan().all((1, 2)).sum() == 32 - rows, "no other slot is touched"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "rank", "rope", "nope"), [(2, 512, 64, 128), (5, 96, 32, 16)])
+def test_latent_store(device: torch.device, heads: int, rank: int, rope: int, nope: int, interleaved: bool) -> None:
+    rows, (cos, sin) = 4, tables(device, rope)
+    q, down = numbers(device, rows, heads, nope + rope), numbers(device, rows, rank + rope + 40)[:, 40:]
+    positions, slots, norm = torch.tensor([0, 11, 12, 49], device=device), torch.tensor([3, 1, 7, 6], device=device), numbers(device, rank)
+    caches = [torch.full((8, 1, rank + rope), torch.nan, device=device) for _ in range(2)]
+    both = [
+        kernel(q, down, positions, cos, sin, slots, cache, norm, 1e-6, nope, interleaved)
+        for kernel, cache in zip((latent_store, reference.latent_store), caches, strict=True)
+    ]
+    same(*both)
+    torch.testing.assert_close(*caches, equal_nan=True, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 64, 128), (4, 100, 300), (16, 130, 64), (33, 7, 1000), (64, 256, 256)])
+def test_skinny_linear(device: torch.device, rows: int, outputs: int, inputs: int, bias: bool) -> None:
+    for dtype in (torch.float32, torch.float16):
+        x, weight = numbers(device, rows, inputs + 8, dtype=dtype)[:, :inputs] / 8, numbers(device, outputs, inputs, dtype=dtype) / 4
+        b = numbers(device, outputs, dtype=dtype) if bias else None
+        for splits in (None, 1, 3):
+            found, wanted = skinny_linear(x, weight, b, splits=splits), reference.linear(x, weight, b)
+            tolerance = 5e-3 if device.type == "cuda" else 1e-4  # float32 products are tf32 there
+            torch.testing.assert_close(found, wanted, atol=max(tolerance, 4e-3 if dtype == torch.float16 else 0), rtol=4e-3)
+
+
+def test_the_sum_over_parts_has_one_order(device: torch.device) -> None:
+    x, weight = numbers(device, 3, 2048), numbers(device, 70, 2048)
+    alone = torch.cat([skinny_linear(row, weight, splits=4) for row in x.split(1)])
+    assert torch.equal(alone, skinny_linear(x, weight, splits=4))

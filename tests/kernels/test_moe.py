@@ -1,0 +1,65 @@
+"""The router and the experts against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mtpserve_kernels.moe import reference
+from mtpserve_kernels.moe.experts import experts
+from mtpserve_kernels.moe.route import route
+from torch import Tensor
+
+
+def numbers(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    ("number", "top", "groups", "top_groups"), [(8, 2, 4, 2), (8, 2, 1, 1), (64, 6, 8, 3), (160, 6, 8, 3), (20, 20, 1, 1), (33, 3, 11, 1)]
+)
+@pytest.mark.parametrize("rows", [1, 5, 37])
+def test_route(device: torch.device, rows: int, number: int, top: int, groups: int, top_groups: int, renormalise: bool) -> None:
+    x, weight, bias = numbers(device, rows, 100), numbers(device, number, 100) / 10, numbers(device, number, seed=1) / 5
+    arguments = (x, weight, bias, top, groups, top_groups, renormalise, 2.5)
+    for _ in range(2):  # the counters are as the second launch wants them
+        (found, chosen), (wanted, best) = route(*arguments), reference.route(*arguments)
+        assert torch.equal(chosen.sort(1).values, best.sort(1).values)
+        torch.testing.assert_close(found.gather(1, chosen.argsort(1)), wanted.gather(1, best.argsort(1)), rtol=1e-4, atol=1e-5)
+
+
+def test_nan_leads_nowhere(device: torch.device) -> None:
+    x = numbers(device, 3, 64)
+    x[1] = torch.nan
+    weight, bias = numbers(device, 16, 64), torch.zeros(16, device=device)
+    weights, chosen = route(x, weight, bias, 4, 1, 1, True, 1.0)
+    assert ((chosen >= 0) & (chosen < 16)).all() and weights[[0, 2]].isfinite().all()
+    assert torch.equal(chosen[[0, 2]].sort(1).values, reference.route(x[[0, 2]], weight, bias, 4, 1, 1, True, 1.0)[1].sort(1).values)
+
+
+@pytest.mark.parametrize("shared", [0, 1, 2])
+@pytest.mark.parametrize(("rows", "hidden", "size", "number", "top"), [(1, 64, 96, 8, 2), (5, 100, 40, 7, 3), (64, 130, 64, 4, 1), (70, 64, 16, 5, 2)])
+def test_experts(device: torch.device, rows: int, hidden: int, size: int, number: int, top: int, shared: int) -> None:
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)]).to(device)
+    weights = torch.rand(rows, top, generator=dice).to(device)
+    for dtype in (torch.float32, torch.float16):
+        gate_up, down = numbers(device, number, 2 * size, hidden).to(dtype) / 8, numbers(device, number, hidden, size).to(dtype) / 8
+        beside = (None, None)
+        if shared:
+            beside = (numbers(device, 2 * shared * size, hidden).to(dtype) / 8, numbers(device, hidden, shared * size).to(dtype) / 8)
+        unused = [expert for expert in range(number) if not (chosen == expert).any()]
+        gate_up[unused], down[unused] = torch.nan, torch.nan  # an expert that nobody chose is not read
+        x = numbers(device, rows, hidden + 8).to(dtype)[:, :hidden]
+        found, wanted = experts(x, weights, chosen, gate_up, down, *beside), reference.experts(x, weights, chosen, gate_up, down, *beside)
+        tolerance = 1e-2 if dtype == torch.float16 or device.type == "cuda" else 1e-4
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    x, gate_up, down = numbers(device, 9, 64), numbers(device, 6, 32, 64), numbers(device, 6, 64, 16)
+    chosen = torch.tensor([[i % 6, (i + 2) % 6] for i in range(9)], device=device)
+    weights = torch.rand(9, 2, device=device)
+    whole = experts(x, weights, chosen, gate_up, down, None, None)
+    for i in range(9):
+        assert torch.equal(experts(x[i : i + 1], weights[i : i + 1], chosen[i : i + 1], gate_up, down, None, None), whole[i : i + 1])

@@ -1,0 +1,158 @@
+"""Attention kernels against the reference: ragged spans, trees, odd sizes; everything that must not be read is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from mtpserve_kernels.attention import reference
+from mtpserve_kernels.attention.span import Tiling, span_gqa, span_mla
+from torch import Tensor
+
+Span = tuple[int, int]  # tokens in the cache before the step, rows of the step
+
+
+@dataclass
+class Case:
+    """Pages are dealt at random; what no row may read is NaN."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    page_size: int
+    latent: bool = False
+    dtype: torch.dtype = torch.float32
+    tree: bool = False
+
+    def make(self, spans: list[Span], heads: int, device: torch.device, seed: int = 0) -> dict[str, Any]:
+        dice = torch.Generator().manual_seed(seed)
+        page, lengths = self.page_size, [before + rows for before, rows in spans]
+        per = [-(-n // page) for n in lengths]
+        order = torch.randperm(sum(per) + 3, generator=dice)
+        table = torch.full((len(spans) + 2, max(per) + 1), 1 << 40)  # an unused entry must not be followed
+        seats = torch.randperm(len(spans) + 2, generator=dice)[: len(spans)]
+        slots = (sum(per) + 3) * page
+        k = torch.full((slots, self.kv_heads, self.key_dim), torch.nan)
+        v = torch.full((slots, self.kv_heads, self.value_dim), torch.nan)
+        first, index, bits, starts, ends = 0, [], [], [], [0]
+        for (before, rows), seat, pages, n in zip(spans, seats.tolist(), per, lengths, strict=True):
+            mine = order[first : first + pages]
+            first += pages
+            table[seat, :pages] = mine
+            written = (mine.unsqueeze(1) * page + torch.arange(page)).flatten()[:n]
+            k[written] = torch.randn(n, self.kv_heads, self.key_dim, generator=dice)
+            v[written] = torch.randn(n, self.kv_heads, self.value_dim, generator=dice)
+            index += range(before, n)
+            nodes = min(rows, 64)  # the last rows are a tree's: its root, and drafts
+            ancestors = [1]
+            for node in range(1, nodes):
+                ancestors.append(ancestors[int(torch.randint(node, (1,), generator=dice))] | 1 << node)
+            bits += [-1] * (rows - nodes + 1) + [a - (1 << 64) if a >> 63 else a for a in ancestors[1:]]
+            starts.append(n - nodes)
+            ends.append(ends[-1] + rows)
+        q = torch.randn(ends[-1], heads, self.key_dim, generator=dice)
+
+        def on(values: Any) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+        k, v, q = (x.to(device, self.dtype) for x in (k, v, q))
+        caches = (k,) if self.latent else (k, v)
+        common = (
+            on(table), on(seats), on(ends), on(lengths), on(index), on(bits) if self.tree else None, on(starts) if self.tree else None,
+            page, self.key_dim**-0.5,
+        )  # fmt: skip
+        return {"q": q, "caches": caches, "common": common, "width": max(rows for _, rows in spans)}
+
+    def run(self, made: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+        """→ the kernel's and the reference's."""
+        arguments = (made["q"], *made["caches"], *made["common"])
+        if self.latent:
+            return span_mla(*arguments, self.value_dim, width=made["width"], **options), reference.span_mla(*arguments, self.value_dim)
+        return span_gqa(*arguments, width=made["width"], **options), reference.span_gqa(*arguments)
+
+
+def check(found: Tensor, wanted: Tensor) -> None:
+    assert found.isfinite().all()
+    tolerance = 2e-5 if wanted.dtype == torch.float32 else 2e-2 if wanted.dtype == torch.bfloat16 else 4e-3
+    torch.testing.assert_close(found.float(), wanted.float(), atol=tolerance, rtol=tolerance)
+
+
+RAGGED: list[Span] = [(0, 5), (37, 1), (130, 4), (3, 8), (64, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"),
+    [(1, 1, 64, 16), (4, 4, 64, 64), (6, 2, 80, 16), (7, 1, 128, 32), (16, 1, 64, 128), (10, 2, 96, 16), (4, 2, 256, 16)],
+)
+def test_grouped_heads(device: torch.device, heads: int, kv_heads: int, dim: int, page: int, splits: int, tree: bool) -> None:
+    case = Case(kv_heads, dim, dim, page, tree=tree)
+    check(*case.run(case.make(RAGGED, heads, device), splits=splits))
+
+
+def test_values_narrower_than_keys(device: torch.device) -> None:
+    case = Case(2, 192, 128, 16)
+    check(*case.run(case.make(RAGGED, 4, device), splits=2))
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(("heads", "splits"), [(2, 1), (16, 4), (5, 2), (40, 3)])
+def test_latent(device: torch.device, heads: int, splits: int, tree: bool) -> None:
+    case = Case(1, 576, 512, 16, latent=True, tree=tree)
+    check(*case.run(case.make([(0, 3), (70, 4), (9, 1)], heads, device), splits=splits))
+
+
+@pytest.mark.parametrize("widest", [32, 64])
+def test_wide_trees(device: torch.device, widest: int) -> None:
+    """All 64 bits are used."""
+    case = Case(2, 64, 64, 16, tree=True)
+    check(*case.run(case.make([(50, widest), (1, 29)], 4, device), splits=4))
+
+
+def test_prompt_chunks_beside_decoding(device: torch.device) -> None:
+    for tree in (False, True):
+        case = Case(2, 64, 64, 16, tree=tree)
+        check(*case.run(case.make([(0, 70), (90, 1), (40, 33), (17, 4)], 6, device), splits=2))
+
+
+@pytest.mark.parametrize("tile", [Tiling(16, 16, 4, 1), Tiling(32, 64, 4, 1), Tiling(64, 32, 8, 2), Tiling(128, 64, 8, 2)])
+def test_any_tiling_gives_the_same(device: torch.device, tile: Tiling) -> None:
+    case = Case(1, 64, 64, 16, tree=True)
+    check(*case.run(case.make([(11, 9), (300, 1), (33, 16)], 3, device), splits=3, tile=tile))
+
+
+def test_half_precision(device: torch.device) -> None:
+    kinds = [torch.float16, torch.bfloat16] if device.type == "cuda" else [torch.float16]  # the interpreter's bf16 products are wrong
+    for dtype in kinds:
+        for case in (Case(2, 128, 128, 16, dtype=dtype, tree=True), Case(1, 576, 512, 64, latent=True, dtype=dtype)):
+            check(*case.run(case.make(RAGGED, 8, device), splits=4))
+
+
+def test_float8_cache(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no e4m3 before sm_89")
+    for case in (Case(2, 64, 64, 16, tree=True), Case(1, 576, 512, 16, latent=True)):
+        made = case.make([(30, 4), (99, 1)], 4, device)
+        made["q"] = made["q"].half()
+        made["caches"] = tuple((cache * 8).to(torch.float8_e4m3fn) for cache in made["caches"])
+        arguments = (made["q"], *made["caches"], *made["common"], *([512] if case.latent else []), 1 / 8)
+        found = (span_mla if case.latent else span_gqa)(*arguments, width=4, splits=2)
+        check(found, (reference.span_mla if case.latent else reference.span_gqa)(*arguments))
+
+
+def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
+    """Bitwise, for one tiling and split count: other requests, and how many there are."""
+    case = Case(2, 64, 64, 16)
+    made = case.make(RAGGED, 4, device)
+    tile = Tiling(16, 32, 4, 1)
+    whole, _ = case.run(made, splits=4, tile=tile)
+    q, common = made["q"], list(made["common"])
+    table, seats, ends, lengths, index = common[:5]
+    for r in range(len(RAGGED)):
+        start, stop = int(ends[r]), int(ends[r + 1])
+        one = [table, seats[r : r + 1], ends[r : r + 2] - start, lengths[r : r + 1], index[start:stop], *common[5:]]
+        alone = span_gqa(q[start:stop].contiguous(), *made["caches"], *one, width=8, splits=4, tile=tile)
+        assert torch.equal(alone, whole[start:stop])
