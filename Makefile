@@ -18,7 +18,7 @@ BENCH_ARGS ?=
 help:
 	@echo "make serve     install, then serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
 	@echo "make test      install, then run the tests (PYTEST_ARGS adds options)"
-	@echo "make check     ruff, mypy, import-linter and the house tests, as CI runs them"
+	@echo "make check     ruff, mypy, import-linter, the house tests; compiles all kernels for all chips"
 	@echo "make bench     the benchmarks (BENCH_ARGS adds options)"
 	@echo "make format    let ruff format and fix"
 	@echo "make snapshot  write the command line's and the package's surface into tests/house/cli_options.txt"
@@ -46,6 +46,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest --quiet tests/house
+	$(BIN)/python -m tests.kernels.matrix
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -38,6 +38,11 @@ class ModelConfig:
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     device: str = option("auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
+    attention_backend: str = option(
+        "auto",
+        "triton (auto on a GPU): the Triton kernels, of attention and of all around it; reference (auto on a CPU): plain torch",
+        choices=("auto", "triton", "reference"),
+    )
     context_length: int | None = option(None, "tokens of prompt and output together (default: the model's)", "max-model-len")
 
     def __post_init__(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
+from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.exact import ExactAttention
-from mtpserve.attention.reference import ReferenceAttention
+from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.cache.pool import KVPool
 from mtpserve.config import SchedulerConfig, SpecConfig
@@ -15,9 +18,10 @@ from mtpserve.core.arch import KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, R
 from mtpserve.core.protocols import Drafter, GrammarCompiler, LogitsProcessor
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import make_drafter
+from mtpserve.engine.build import KERNELS, make_drafter
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import triton_kernels, use_kernels
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.exact import ExactModel
@@ -72,7 +76,7 @@ def tiny_model(family: str = "deepseek", seed: int = 0, dtype: torch.dtype = tor
     return model.eval()
 
 
-def tiny_drafter(model: DecoderModel, attention: ReferenceAttention, drafts: int | SpecConfig, budget: int) -> Drafter:
+def tiny_drafter(model: DecoderModel, attention: Any, drafts: int | SpecConfig, budget: int) -> Drafter:
     """`drafts` is the depth of a chain, or any configuration."""
     if isinstance(drafts, int):
         drafts = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
@@ -93,11 +97,18 @@ def tiny_engine(
     processed_logprobs: bool = False,
     grammars: GrammarCompiler | None = None,
     exact: bool = False,
+    kernels: bool = False,
 ) -> Engine:
     """The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     arch = model.arch
-    pool = KVPool(arch.kv, arch.kv_layers, pages, page_size, model.embed.weight.dtype, CPU, poison=True)
-    attention = ReferenceAttention(pool, arch.heads, arch.scale)
+    compact: Any = reference.compact
+    decide, backend = None, "reference"
+    if kernels:
+        use_kernels(model, triton_kernels())
+        compact, decide = (getattr(import_module(KERNELS[name]), name) for name in ("compact", "decide"))
+        backend = "triton"
+    pool = KVPool(arch.kv, arch.kv_layers, pages, page_size, model.embed.weight.dtype, CPU, poison=True, compact=compact)
+    attention = BACKENDS.get(backend)(pool, arch.heads, arch.scale)
     drafter = tiny_drafter(model, attention, drafts, budget)
     state = SeatTensors(seats, CONTEXT, drafter, arch.vocab, page_size, CPU)
     sampling = SeatSampling(seats, LogitRules(state, seats, arch.vocab, eos, processors, CPU), CPU)
@@ -111,6 +122,7 @@ def tiny_engine(
             sampling,
             thresholds,
             processed_logprobs,
+            decide,
         ),
         SchedulerConfig(chunked_prefill_size=budget),
         allocator=PageAllocator(pages),

@@ -4,5 +4,9 @@ from mtpserve.core.registry import Registry
 
 BACKENDS = Registry(
     "attention backend",
-    {"reference": "mtpserve.attention.reference:ReferenceAttention", "exact": "mtpserve.attention.exact:ExactAttention"},
+    {
+        "reference": "mtpserve.attention.reference:ReferenceAttention",
+        "exact": "mtpserve.attention.exact:ExactAttention",
+        "triton": "mtpserve.attention.triton:TritonAttention",
+    },
 )

@@ -7,10 +7,15 @@ Every layer uses the same pages: what holds one layer's token holds all layers'.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from mtpserve_kernels.cache import reference
 from torch import Tensor
 
 from mtpserve.core.arch import KVLayout
+
+Compact = Callable[[Tensor, Tensor, Tensor], None]
 
 
 class KVPool:
@@ -20,9 +25,10 @@ class KVPool:
     """
 
     def __init__(
-        self, layout: KVLayout, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, poison: bool = False
-    ) -> None:
-        self.layout, self.page_size, self.pages = layout, page_size, pages
+        self, layout: KVLayout, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, poison: bool = False,
+        compact: Compact = reference.compact,
+    ) -> None:  # fmt: skip
+        self.layout, self.page_size, self.pages, self._compact = layout, page_size, pages, compact
         slots = pages * page_size
         self.k = torch.empty(layers, slots, layout.heads, layout.key_dim, dtype=dtype, device=device)
         gqa = layout.kind == "gqa"
@@ -40,10 +46,10 @@ class KVPool:
             self.v[layer].index_copy_(0, slots, v)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole slots [n] to others [n], in all layers at once; the two may overlap, targets are distinct."""
+        """Copy whole slots [R, D] to others, in all layers at once: see mtpserve_kernels.cache. The paths of trees move so."""
         for part in (self.k, self.v):
             if part is not None:
-                part[:, target] = part[:, source]
+                self._compact(part, source, target)
 
     def keys(self, layer: int) -> Tensor:
         """[slots, heads, key_dim]"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mtpserve.core.arch import KVLayout, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Span, StepResult, Verdict
@@ -23,6 +23,20 @@ class Attend(Protocol):
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor | None, layer: int) -> Tensor: ...
+
+
+class PagedAttend(Attend, Protocol):
+    """One that lets the kernel that rotates k store it too."""
+
+    slots: Tensor  # [T], where the rows are stored
+
+    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer [slots, heads, dim]; the latent layout's values are a part of its keys."""
+        ...
+
+    def stored(self, q: Tensor, layer: int) -> Tensor:
+        """As a call, after k and v were stored."""
+        ...
 
 
 class AttentionBackend(Protocol):
@@ -82,6 +96,20 @@ class Seats(Protocol):
         ...
 
 
+class SeatParameters(NamedTuple):
+    """What the sampling kernels read, each [seats]; and whether any request of the batch uses the cut at all."""
+
+    temperature: Tensor  # float32, 0 is greedy
+    top_k: Tensor  # int64, 0 is off
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    seed: Tensor  # int64
+    coupled: Tensor  # bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+
+
 class Sampler(Protocol):
     """Logits to tokens, by what each request of the batch asks for.
 
@@ -105,6 +133,9 @@ class Sampler(Protocol):
     def top_logprobs(self) -> int | None:
         """The largest number of alternatives whose log-probabilities are asked for; None: nobody asks for any."""
         ...
+
+    @property
+    def parameters(self) -> SeatParameters: ...
 
     def greedy(self, seat_ids: Tensor) -> Tensor:
         """[rows] bool"""

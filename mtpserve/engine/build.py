@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import cast
 
 import torch
+from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.pages import PageAllocator
@@ -20,6 +22,7 @@ from mtpserve.core.protocols import AttentionBackend, Drafter, Grammar, GrammarC
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import triton_kernels, use_kernels
 from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
 from mtpserve.quant.registry import METHODS
@@ -39,6 +42,8 @@ from mtpserve.weights.plan import Source
 from mtpserve.weights.rules import Rule
 
 log = logging.getLogger(__name__)
+
+KERNELS = {"compact": "mtpserve_kernels.cache.compact", "decide": "mtpserve.spec.triton"}  # imported only where they run
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,13 @@ def dtype_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tor
     if device.type == "cpu" and (arch.dtype == "float16" or not has_bfloat16_units()):
         return torch.float32
     return cast(torch.dtype, getattr(torch, arch.dtype))
+
+
+def backend_of(config: EngineConfig, device: torch.device) -> str:
+    name = config.model.attention_backend
+    if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("--attention-backend triton needs a GPU; on a CPU set TRITON_INTERPRET=1, for tests: it is very slow")
+    return ("triton" if device.type == "cuda" else "reference") if name == "auto" else name
 
 
 def has_bfloat16_units() -> bool:
@@ -203,13 +215,18 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     for what, size in memory.rows:
         log.info("memory: %-28s %10.1f MiB", what, size / 2**20)
     model = load_model(found, dtype, device, memory.context_length + 2 * (spec.reach + 1), progress)
-    pool = KVPool(arch.kv, arch.kv_layers, memory.pages, page_size, dtype, device, poison)
-    attention = cast(AttentionBackend, BACKENDS.get("reference")(pool, arch.heads, arch.scale))
+    exact, backend = spec.speculative_exact, backend_of(config, device)
+    kernels = {} if backend == "reference" else {name: getattr(import_module(module), name) for name, module in KERNELS.items()}
+    if kernels and not exact:
+        use_kernels(model, triton_kernels())
+    pool = KVPool(arch.kv, arch.kv_layers, memory.pages, page_size, dtype, device, poison, kernels.get("compact", reference.compact))
+    attention = cast(AttentionBackend, BACKENDS.get(backend)(pool, arch.heads, arch.scale))
+    if not attention.supports(arch.kv, device.type):
+        raise ConfigError(f"--attention-backend {backend} does not support {arch.kv}; reference does")
     drafter = make_drafter(spec, model, attention, config.scheduler.chunked_prefill_size)
     seats = SeatTensors(memory.max_running, memory.context_length, drafter, arch.vocab, page_size, device)
     rules = LogitRules(seats, memory.max_running, arch.vocab, arch.eos_ids, processors, device)
     thresholds = Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc)
-    exact = spec.speculative_exact
     runner = Runner(
         ExactModel(model) if exact else model,
         cast(AttentionBackend, BACKENDS.get("exact")(pool, arch.heads, arch.scale)) if exact else attention,
@@ -219,6 +236,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
         SeatSampling(memory.max_running, rules, device),
         thresholds,
         config.sampling.logprobs_mode == "processed_logprobs",
+        kernels.get("decide"),
     )
     if spec.lossy:
         log.warning("LOSSY: acceptance thresholds below 1; the output is not what the model alone would give")

@@ -25,9 +25,11 @@ class DecoderLayer(nn.Module):
         self.attention_norm, self.attention = RMSNorm(arch.hidden, arch.norm_eps), attention
         self.mlp_norm, self.mlp = RMSNorm(arch.hidden, arch.norm_eps), mlp
 
-    def forward(self, x: Tensor, rope: Rope, turned: Tensor, attend: Attend, layer: int) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, turned, attend, layer)
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, residual: Tensor | None, rope: Rope, turned: Tensor, attend: Attend, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's input is residual + x, its output the sum of the two that it gives: a sum is always taken where it is normed."""
+        normed, residual = self.attention_norm.add(x, residual)
+        normed, residual = self.mlp_norm.add(self.attention(normed, rope, turned, attend, layer), residual)
+        return self.mlp(normed), residual
 
 
 class MTPHead(nn.Module):
@@ -55,18 +57,18 @@ class DecoderModel(nn.Module):
         self.rope = Rope(arch.rope, positions, dtype)
 
     def trunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden:
-        x, turned = self.embed(ids), self.rope(positions)
+        x, residual, turned = self.embed(ids), None, self.rope(positions)
         for i, layer in enumerate(self.layers):
-            x = layer(x, self.rope, turned, attend, i)
-        normed = self.norm(x)
+            x, residual = layer(x, residual, self.rope, turned, attend, i)
+        normed, x = self.norm.add(x, residual)
         feeds_raw = self.arch.mtp is not None and self.arch.mtp.hidden_in == "pre"
         return Hidden(normed, x if feeds_raw else normed)
 
     def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> Hidden:
         assert self.mtp_head is not None and self.arch.mtp is not None
         head, turned = self.mtp_head, self.rope(positions)
-        x = head.layer(head.fusion(self.embed(ids), hidden), self.rope, turned, attend, self.arch.num_layers)
-        normed = head.norm(x)
+        x, residual = head.layer(head.fusion(self.embed(ids), hidden), None, self.rope, turned, attend, self.arch.num_layers)
+        normed, x = head.norm.add(x, residual)
         return Hidden(normed, x if self.arch.mtp.recycle == "pre" else normed)
 
     def logits(self, head: Tensor) -> Tensor:

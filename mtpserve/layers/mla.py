@@ -8,11 +8,14 @@ and value never touch the cache: W_uk is multiplied into the query, W_uv into th
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from mtpserve.core.arch import ModelArch
-from mtpserve.core.protocols import Attend, LinearMethod
+from mtpserve.core.protocols import Attend, LinearMethod, PagedAttend
+from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope
@@ -22,6 +25,8 @@ LATENT_EPS = 1e-6  # the latent norms of every published DeepSeek use this, what
 
 class MLA(nn.Module):
     """`down` holds q_a (or the whole q projection where there is no q_rank) and kv_a side by side: one product for both."""
+
+    kernels: Kernels | None = None
 
     def __init__(self, arch: ModelArch, method: LinearMethod) -> None:
         super().__init__()
@@ -45,12 +50,24 @@ class MLA(nn.Module):
     def forward(self, x: Tensor, rope: Rope, turned: Tensor, attend: Attend, layer: int) -> Tensor:
         """x [T, hidden]; `turned` is what `rope` gave for the rows' positions."""
         mla = self.mla
-        q, latent, k_rope = self.down(x).split([self.down.parts[0], mla.kv_rank, mla.rope], -1)
+        q, row = self.down(x).split([self.down.parts[0], mla.kv_rank + mla.rope], -1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q = q.unflatten(-1, (self.heads, -1))  # [T, heads, nope + rope]
-        rotated = rope.rotate(torch.cat([q[..., mla.nope :], k_rope.unsqueeze(1)], 1), turned)  # [T, heads + 1, rope]
         absorbed = torch.bmm(q[..., : mla.nope].transpose(0, 1), self.k_up).transpose(0, 1)  # [T, heads, kv_rank]
+        if self.kernels is not None:
+            paged = cast(PagedAttend, attend)
+            cache, _ = paged.caches(layer)
+            norm, tables = self.kv_norm, (turned, rope.cos, rope.sin)
+            turned_q = self.kernels.latent_store(q, row, *tables, paged.slots, cache, norm.weight, norm.eps, mla.nope, rope.interleaved)
+            seen = paged.stored(torch.cat([absorbed, turned_q], -1), layer)
+            return self.project(seen)
+        latent, k_rope = row.split([mla.kv_rank, mla.rope], -1)
+        rotated = rope.rotate(torch.cat([q[..., mla.nope :], k_rope.unsqueeze(1)], 1), turned)  # [T, heads + 1, rope]
         key = torch.cat([self.kv_norm(latent).unsqueeze(1), rotated[:, self.heads :]], -1)  # [T, 1, kv_rank + rope]
         seen = attend(torch.cat([absorbed, rotated[:, : self.heads]], -1), key, None, layer)  # [T, heads, kv_rank]
+        return self.project(seen)
+
+    def project(self, seen: Tensor) -> Tensor:
+        """[T, heads, kv_rank] → [T, hidden]"""
         return self.out(torch.bmm(seen.transpose(0, 1), self.v_up).transpose(0, 1).flatten(1))  # type: ignore[no-any-return]

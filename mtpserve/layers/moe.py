@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import LinearMethod
+from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mlp import MLP, silu_mul
 
 # A few small experts over a few rows: multiplying all of them is one call and cheaper than finding out which ones are hit.
@@ -75,12 +76,25 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
+    kernels: Kernels | None = None
+
     def __init__(self, hidden: int, arch: MoEArch, method: LinearMethod) -> None:
         super().__init__()
         self.router, self.experts = Router(hidden, arch), Experts(hidden, arch)
         self.shared = MLP(hidden, arch.size * arch.shared, method) if arch.shared else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kernels is not None:
+            return self.with_kernels(x, self.kernels)
         weights, experts = self.router(x)
         out: Tensor = self.experts(x, weights, experts)
         return out if self.shared is None else out + self.shared(x)
+
+    def with_kernels(self, x: Tensor, kernels: Kernels) -> Tensor:
+        router, experts, shared = self.router, self.experts, self.shared
+        arch = router.arch
+        weights, chosen = kernels.route(
+            x, router.weight, router.bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
+        )
+        beside = (None, None) if shared is None else (shared.gate_up.weight, shared.down.weight)
+        return kernels.experts(x, weights, chosen, experts.gate_up, experts.down, *beside)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from mtpserve.core.arch import RopeArch, YarnArch
+from mtpserve.layers.kernels import Kernels
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -41,7 +43,12 @@ def rope_gain(yarn: YarnArch | None) -> float:
 
 
 class Rope(nn.Module):
-    """Tables for all positions. `forward(positions)` is called once per pass, `rotate` in every layer with what it returned."""
+    """Tables for all positions. `forward(positions)` is called once per pass, `rotate` in every layer with what it returned.
+
+    With kernels there is nothing to prepare: they are handed the positions and the tables `cos` and `sin`.
+    """
+
+    kernels: Kernels | None = None
 
     def __init__(self, arch: RopeArch, length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,8 +63,20 @@ class Rope(nn.Module):
         self.register_buffer("table", table, persistent=False)
         self.table: Tensor
 
+    @cached_property
+    def cos(self) -> Tensor:
+        """[length, dim / 2] float32"""
+        return (self.table[..., 0] if self.interleaved else self.table[:, 0, : self.table.shape[2] // 2]).float().contiguous()
+
+    @cached_property
+    def sin(self) -> Tensor:
+        """[length, dim / 2] float32"""
+        return (self.table[..., 1] if self.interleaved else self.table[:, 1, self.table.shape[2] // 2 :]).float().contiguous()
+
     def forward(self, positions: Tensor) -> Tensor:
         """[T] → what `rotate` needs, for any number of heads."""
+        if self.kernels is not None:
+            return positions
         rows = self.table[positions]
         return torch.view_as_complex(rows).unsqueeze(1) if self.interleaved else rows.unsqueeze(2)
 

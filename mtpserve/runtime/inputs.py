@@ -120,8 +120,13 @@ def compact(spans: Seq[Span], batch: Batch, hidden: Hidden, verdict: Verdict, se
     chained = place(rows, seats, batch.seat_ids, start, batch.sampler, batch.draft_spans)
     node = verdict.path[rows.row_span, rows.node]
     old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)
-    moved = rows.node > 0
-    pool.move(batch.slots[old][moved], chained.slots[moved])
+    # Node j was stored j slots behind the root, and so will be the path's j-th.
+    deep = torch.arange(1, depth + 1, device=seats.device)
+    moved = deep <= verdict.accepted.unsqueeze(1)
+    root = batch.last_row.unsqueeze(1)
+    source = batch.slots[torch.where(moved, root + verdict.path[:, 1:], root)]
+    target = batch.slots[torch.where(moved, root + deep, root)]
+    pool.move(source, target)
     return chained, Hidden(hidden.head[old], hidden.recycle[old])
 
 

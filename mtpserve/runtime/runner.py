@@ -17,7 +17,7 @@ from mtpserve.runtime.inputs import build, compact, seat_of
 from mtpserve.runtime.publish import prompt_logprobs, publish
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.spec.accept import LOSSLESS, accept
+from mtpserve.spec.accept import LOSSLESS, Decide, accept
 from mtpserve.spec.thresholds import Thresholds
 
 
@@ -34,10 +34,11 @@ class Runner:
         sampling: SeatSampling,
         thresholds: Thresholds = LOSSLESS,
         processed_logprobs: bool = False,
+        accept_kernel: Decide | None = None,
     ) -> None:
         self.model, self.attention, self.pool, self.drafter = model, attention, pool, drafter
         self.seats, self.sampling = seats, sampling
-        self.thresholds, self.processed_logprobs = thresholds, processed_logprobs
+        self.thresholds, self.processed_logprobs, self.accept_kernel = thresholds, processed_logprobs, accept_kernel
 
     @property
     def max_drafts(self) -> int:
@@ -65,7 +66,10 @@ class Runner:
         batch = build(spans, self.seats, sampler)
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch))
         logits = self.model.logits(hidden.head[batch.sample_rows.flatten()])
-        verdict = accept(logits.unflatten(0, batch.sample_rows.shape), batch, self.drafter.depth, self.thresholds, self.processed_logprobs)
+        verdict = accept(
+            logits.unflatten(0, batch.sample_rows.shape), batch, self.drafter.depth, self.thresholds, self.processed_logprobs,
+            self.accept_kernel,
+        )  # fmt: skip
         scored = prompt_logprobs(spans, batch, hidden, self.model)
         sources = self.seats.draft_sources[batch.seat_ids, : batch.sample_rows.shape[1] - 1]
         sampler.advance(batch, verdict)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Verdict
+from mtpserve.core.protocols import SeatParameters
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.rules import LogitRules
@@ -29,11 +30,11 @@ class SeatSampling:
 
     def __init__(self, seats: int, rules: LogitRules, device: torch.device) -> None:
         self.device, self.rules = device, rules
-        # One row of each is written at admission; every column has its name.
-        self.numbers = torch.zeros(seats, 3, device=device)
-        self.integers = torch.zeros(seats, 2, dtype=torch.int64, device=device)
-        self.temperature, self.top_p, self.min_p = self.numbers.unbind(1)
-        self.top_k, self.seed = self.integers.unbind(1)
+        # One column of each is written at admission; every row has its name.
+        self.numbers = torch.zeros(3, seats, device=device)
+        self.integers = torch.zeros(2, seats, dtype=torch.int64, device=device)
+        self.temperature, self.top_p, self.min_p = self.numbers.unbind(0)
+        self.top_k, self.seed = self.integers.unbind(0)
         self.coupled = torch.zeros(seats, dtype=torch.bool, device=device)
         self.params = [SamplingParams()] * seats
         self.couples = [False] * seats
@@ -42,8 +43,8 @@ class SeatSampling:
         seat, params = seq.seat, seq.sampling
         assert seat is not None
         self.params[seat] = params
-        self.numbers[seat] = torch.tensor((0.0 if params.greedy else params.temperature, params.top_p, params.min_p))
-        self.integers[seat] = torch.tensor((max(params.top_k, 0), seq.seed))
+        self.numbers[:, seat] = torch.tensor((0.0 if params.greedy else params.temperature, params.top_p, params.min_p))
+        self.integers[:, seat] = torch.tensor((max(params.top_k, 0), seq.seed))
         # Their drafts come from several sources, of which only one could say from which distribution it drew.
         self.coupled[seat] = self.couples[seat] = seq.grammar is not None or bool(seq.prediction)
         self.rules.admit(seq)
@@ -70,6 +71,11 @@ class BatchSampler:
     @property
     def has_rules(self) -> bool:
         return self.rules is not None
+
+    @property
+    def parameters(self) -> SeatParameters:
+        seats, cuts = self.seats, (self.largest_k > 0, self.any_top_p, self.any_min_p)
+        return SeatParameters(seats.temperature, seats.top_k, seats.top_p, seats.min_p, seats.seed, seats.coupled, *cuts)
 
     def processed(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
         return logits if self.rules is None else self.rules.apply(logits, seat_ids, path, count)

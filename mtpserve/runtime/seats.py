@@ -41,9 +41,9 @@ class SeatTensors:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self.tokens = integers(seats, whole)
-        # One row is written at admission; each has its name.
-        self.counts = integers(seats, 3)
-        self.length, self.computed, self.prompt = self.counts.unbind(1)
+        # One column is written at admission; each row has its name.
+        self.counts = integers(3, seats)
+        self.length, self.computed, self.prompt = self.counts.unbind(0)
         self.page_table = integers(seats, -(-whole // page_size))
         chained = 0 if drafter.coupled else drafter.depth
         self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
@@ -56,7 +56,7 @@ class SeatTensors:
     def admit(self, seq: Sequence) -> None:
         assert seq.seat is not None
         self.tokens[seq.seat, : len(seq.tokens)] = torch.tensor(seq.tokens, dtype=torch.int64)
-        self.counts[seq.seat] = torch.tensor((len(seq.tokens), seq.computed, seq.prompt_len))
+        self.counts[:, seq.seat] = torch.tensor((len(seq.tokens), seq.computed, seq.prompt_len))
         self.pages_written[seq.seat] = 0
         self.predictions.pop(seq.seat, None)
         if seq.prediction:

@@ -12,6 +12,9 @@ A greedy request's choice is its argmax, under both rules.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -25,8 +28,27 @@ from mtpserve.spec.thresholds import Thresholds, lenient
 LOSSLESS = Thresholds()
 
 
-def accept(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False) -> Verdict:
-    """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`."""
+@dataclass(frozen=True, slots=True)
+class Decision:
+    tokens: Tensor  # [R, D+1], as in the Verdict
+    accepted: Tensor  # [R]
+    path: Tensor | None  # [R, D+1]
+    failed: Tensor  # [R]
+
+
+Decide = Callable[[Tensor, Batch, int, Thresholds], Decision]
+
+
+def accept(
+    logits: Tensor,
+    batch: Batch,
+    depth: int,
+    thresholds: Thresholds = LOSSLESS,
+    processed_logprobs: bool = False,
+    kernel: Decide | None = None,
+) -> Verdict:
+    """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`. `kernel` decides where all is
+    lossless."""
     sampler, nodes = batch.sampler, logits.shape[1]
     depth = min(depth, nodes - 1)
     ids = batch.seat_ids.repeat_interleave(nodes)
@@ -34,6 +56,24 @@ def accept(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds = LO
     if sampler.has_rules:
         path, count = node_paths(batch.drafts, batch.tree)
         logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(logits)
+    made = (kernel if kernel is not None and thresholds.lossless else decide)(logits, batch, depth, thresholds)
+    found = None
+    if sampler.top_logprobs is not None:
+        rows = path_rows(made.path, made.tokens, made.accepted)
+        p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits) if processed_logprobs and not sampler.all_greedy else None
+        found = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, made.tokens)
+    return Verdict(made.tokens, made.accepted, made.path, made.failed, found)
+
+
+def path_rows(path: Tensor | None, tokens: Tensor, accepted: Tensor) -> Tensor:
+    """[R, D+1], the nodes of which the tokens were chosen."""
+    return torch.minimum(torch.arange(tokens.shape[1], device=tokens.device), accepted.unsqueeze(1)) if path is None else path
+
+
+def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
+    """Processed logits → the verdict without log-probabilities."""
+    sampler, nodes = batch.sampler, logits.shape[1]
+    ids = batch.seat_ids.repeat_interleave(nodes)
     best = logits.max(-1)
     p: Tensor | None = None
     drawn: Tensor | None = None  # [R], requests whose drafts were drawn from q
@@ -58,13 +98,8 @@ def accept(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds = LO
             surviving = torch.where(drawn.unsqueeze(1), chain, surviving)
     # NaN and infinity show in a row's maximum. Rows off the path that survived decided nothing and may be anything.
     along = torch.arange(tokens.shape[1], device=logits.device)
-    path_rows = torch.minimum(along, accepted.unsqueeze(1)) if surviving is None else surviving
-    broken = ~torch.isfinite(best.values.gather(1, path_rows))
-    failed = (broken & (along <= accepted.unsqueeze(1))).any(1)
-    found = None
-    if sampler.top_logprobs is not None:
-        found = logprobs_of(p if processed_logprobs else None, logits if processed_logprobs else raw, batch, path_rows, tokens)
-    return Verdict(tokens, accepted, surviving, failed, found)
+    broken = ~torch.isfinite(best.values.gather(1, path_rows(surviving, tokens, accepted)))
+    return Decision(tokens, accepted, surviving, (broken & (along <= accepted.unsqueeze(1))).any(1))
 
 
 def depths_of(tree: Tree | None, nodes: int, device: torch.device) -> Tensor:

@@ -38,7 +38,9 @@ def test_nan_leads_nowhere(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shared", [0, 1, 2])
-@pytest.mark.parametrize(("rows", "hidden", "size", "number", "top"), [(1, 64, 96, 8, 2), (5, 100, 40, 7, 3), (64, 130, 64, 4, 1), (70, 64, 16, 5, 2)])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "size", "number", "top"), [(1, 64, 96, 8, 2), (5, 100, 40, 7, 3), (64, 130, 64, 4, 1), (70, 64, 16, 5, 2)]
+)
 def test_experts(device: torch.device, rows: int, hidden: int, size: int, number: int, top: int, shared: int) -> None:
     dice = torch.Generator().manual_seed(rows)
     chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)]).to(device)

@@ -126,7 +126,7 @@ def span_kernel(
             b_sum = tl.zeros([BM], tl.float32)
             p_kh, p_vh = p_k + i_head * (D + ROPE), p_v + i_head * E
             # From 0: with a lower bound that is computed, Triton 3.9 loses the pointers' alignment and copies number by number.
-            for i in range(0, high - low):
+            for i in range(high - low):
                 b_acc, b_max, b_sum = _attend(
                     b_q, b_qr, b_acc, b_max, b_sum, p_kh, p_vh, p_pages, low + i, columns, b_index, b_bits, tree_start, factor,
                     stride_k, stride_v, D, E, ROPE, BD, BE, BR, BN, PAGE, TREE,
@@ -174,14 +174,15 @@ class Tiling:
     stages: int
 
 
-def tiling(heads_per_key: int, width: int, key_dim: int, latent: bool, hip: bool = False) -> Tiling:
-    """`width`: rows of the widest span. The latent layout's accumulator is 512 wide: few rows, many warps."""
+def tiling(heads_per_key: int, width: int, key_dim: int, latent: bool, fp8: bool = False, hip: bool = False) -> Tiling:
+    """`width`: rows of the widest span. What does not spill registers on any chip, as tests/kernels/matrix.py sees it: the latent
+    layout's accumulator is 512 wide, and 64 rows of it fit nowhere, so that two tiles read the same keys, the second from the cache."""
     rows = max(heads_per_key * width, 1)
     if latent:
         if hip:
             return Tiling(16 if rows <= 16 else 32, 16, 4, 1)
-        return Tiling(16, 64, 4, 2) if rows <= 16 else Tiling(32, 32, 4, 2) if rows <= 32 else Tiling(64, 32, 8, 2)
-    largest = 64 if key_dim <= 128 else 32
+        return Tiling(16, 64, 8, 2) if rows <= 16 else Tiling(32, 16 if fp8 else 32, 8, 2)
+    largest = 64 if key_dim <= 128 and not hip else 32
     BM = min(max(16, triton.next_power_of_2(rows)), largest)
     if hip:
         return Tiling(BM, 32, 4, 1)
@@ -212,7 +213,7 @@ def span_gqa(
     assert not rope or (kv_heads == 1 and value_dim == dim - rope)
     assert page_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None)
     group, requests = heads // kv_heads, len(seats)
-    cut = tile or tiling(group, width, dim, rope > 0, torch.version.hip is not None)
+    cut = tile or tiling(group, width, dim, rope > 0, k.element_size() == 1, torch.version.hip is not None)
     tiles = rows * group // cut.BM + requests
     if splits is None:
         splits = splits_for(tiles * kv_heads, processors_of(q.device))
@@ -220,12 +221,12 @@ def span_gqa(
     partial = torch.empty(rows * heads * splits * value_dim if splits > 1 else 1, dtype=torch.float32, device=q.device)
     lse = torch.empty(rows * heads * splits if splits > 1 else 1, dtype=torch.float32, device=q.device)
     key_part = dim - rope
-    BE = triton.next_power_of_2(value_dim)
+    BD, BE, BR = (max(triton.next_power_of_2(size), 16) for size in (key_part, value_dim, rope))
     span_kernel[(tiles, kv_heads, splits)](
         q, k, v, out, partial, lse, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start,
         requests, k.stride(0), v.stride(0), page_table.stride(0), scale * kv_scale * LOG2_E.value, kv_scale,
         HEADS=heads, GROUP=group, D=key_part, E=value_dim, ROPE=rope,
-        BM=cut.BM, BN=cut.BN, BD=triton.next_power_of_2(key_part), BE=BE, BR=max(triton.next_power_of_2(rope), 16),
+        BM=cut.BM, BN=cut.BN, BD=BD, BE=BE, BR=BR,
         PAGE=page_size, SPLITS=splits, TREE=tree_bits is not None, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:

@@ -28,7 +28,7 @@ def compact_kernel(p_pool, p_source, p_target, depth, stride_layer, stride_slot,
 def compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
     """See reference.compact; along a request's row, targets come before what is still to be read: source[r, j] ≥ target[r, j], and
     target[r, j] is no later source."""
-    layers, slots, heads, dim = pool.shape
+    layers, _, heads, dim = pool.shape
     assert source.shape == target.shape and source.is_contiguous() and target.is_contiguous(), (source.shape, target.shape)
     assert pool.stride(3) == 1 and pool.stride(2) == dim
     requests, depth = source.shape

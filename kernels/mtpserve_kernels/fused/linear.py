@@ -32,7 +32,7 @@ def skinny_kernel(
     blocks = tl.cdiv(K, BK)
     per = tl.cdiv(blocks, SPLITS)
     start = i_split * per
-    for i in range(0, tl.maximum(tl.minimum(per, blocks - start), 0)):
+    for i in range(tl.maximum(tl.minimum(per, blocks - start), 0)):
         k = (start + i) * BK
         m_k = k + o_k < K
         b_x = tl.load(p_cols + k, mask=m_t[:, None] & m_k[None, :], other=0.0)

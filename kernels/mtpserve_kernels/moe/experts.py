@@ -47,7 +47,7 @@ def gate_up_kernel(
                 p_up = p_gate + SHARED * S * H
         o_w = o_n.to(tl.int64)[:, None] * H + o_h[None, :]
         b_gate, b_up = tl.zeros([BN, BT], tl.float32), tl.zeros([BN, BT], tl.float32)
-        for i in range(0, tl.cdiv(H, BH)):
+        for i in range(tl.cdiv(H, BH)):
             m_h = i * BH + o_h < H
             b_x = tl.load(p_x + o_t[:, None] * stride_x + i * BH + o_h[None, :], mask=b_hit[:, None] & m_h[None, :], other=0.0)
             m_w = m_n[:, None] & m_h[None, :]
@@ -77,7 +77,7 @@ def down_kernel(
                 stride = SHARED * S
         o_row = (o_t * (K + SHARED) + b_place).to(tl.int64)
         b_acc = tl.zeros([BN, BT], tl.float32)
-        for i in range(0, tl.cdiv(S, BS)):
+        for i in range(tl.cdiv(S, BS)):
             m_s = i * BS + o_s < S
             b_x = tl.load(p_inner + o_row[:, None] * S + i * BS + o_s[None, :], mask=b_hit[:, None] & m_s[None, :], other=0.0)
             o_w = o_n.to(tl.int64)[:, None] * stride + i * BS + o_s[None, :]

@@ -24,7 +24,7 @@ def route_kernel(
     o_t, o_e, o_h = i_t * BT + tl.arange(0, BT), i_e * BE + tl.arange(0, BE), tl.arange(0, BH)
     m_t, m_e = o_t < rows, o_e < E
     b_acc = tl.zeros([BE, BT], tl.float32)
-    for i in range(0, tl.cdiv(H, BH)):
+    for i in range(tl.cdiv(H, BH)):
         m_h = i * BH + o_h < H
         b_x = tl.load(p_x + o_t[:, None] * stride_x + i * BH + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
         b_w = tl.load(p_w + o_e[:, None] * H + i * BH + o_h[None, :], mask=m_e[:, None] & m_h[None, :], other=0.0)

@@ -38,7 +38,7 @@ def linear_fp8_kernel(
     m_t, m_n = o_t < rows, o_n < N
     p_rows, p_cols = p_x + o_t[:, None] * K + o_k[None, :], p_w + o_n.to(tl.int64)[:, None] * K + o_k[None, :]
     b_acc = tl.zeros([BT, BN], tl.float32)
-    for i in range(0, K // BK):
+    for i in range(K // BK):
         b_x = tl.load(p_rows + i * BK, mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_cols + i * BK, mask=m_n[:, None], other=0.0)
         b_x_scale = tl.load(p_x_scale + o_t * (K // BK) + i, mask=m_t, other=0.0)

@@ -31,5 +31,5 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def linear_fp8_both(x8: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """W8A8: what `quantize_rows` gave."""
     x = (x8.float().unflatten(1, (-1, BLOCK)) * x_scale.unsqueeze(-1)).flatten(1)
-    out = x @ widen(weight, scale).T
+    out: Tensor = x @ widen(weight, scale).T
     return (out if bias is None else out + bias.float()).to(dtype)

@@ -71,7 +71,7 @@ def _cut(p_row, top, inverse, least, limit, BY_MASS: tl.constexpr, V: tl.constex
         o_pivot = tl.arange(0, 8)
         b_pivot = tl.minimum(low + o_pivot * step, high)
         b_above = tl.zeros([8], tl.float32)
-        for i in range(0, tl.cdiv(V, BV)):
+        for i in range(tl.cdiv(V, BV)):
             b_s = _scaled(p_row, i * BV + tl.arange(0, BV), V, top, inverse)
             b_o = _ordered(b_s).to(tl.int64)
             if BY_MASS:
@@ -91,7 +91,7 @@ def _cut(p_row, top, inverse, least, limit, BY_MASS: tl.constexpr, V: tl.constex
 @triton.jit
 def choose_kernel(
     p_logits, p_drafts, p_depths, p_seats, p_length, p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_coupled, p_q,
-    p_chosen, p_rest, p_kept, p_fine, stride_drafts, stride_q, stride_q_node, last_q,
+    p_chosen, p_rest, p_kept, p_fine, stride_drafts, stride_depths, stride_q, stride_q_node, last_q,
     NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TREE: tl.constexpr, DRAWN: tl.constexpr,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
 ):  # fmt: skip
@@ -102,10 +102,10 @@ def choose_kernel(
     temperature = tl.load(p_temperature + seat)
     at = node.to(tl.int64)
     if TREE:
-        at = tl.load(p_depths + r * NODES + node)
+        at = tl.load(p_depths + r * stride_depths + node)
     # The largest and its first place; whether there is a NaN.
     b_top, b_where, b_nan = tl.full([BV], float("-inf"), tl.float32), tl.zeros([BV], tl.int32), tl.zeros([BV], tl.int32)
-    for i in range(0, tl.cdiv(V, BV)):
+    for i in range(tl.cdiv(V, BV)):
         o = i * BV + tl.arange(0, BV)
         b_x = tl.load(p_row + o, mask=o < V, other=float("-inf"))
         b_nan = tl.where(b_x != b_x, 1, b_nan)
@@ -128,7 +128,7 @@ def choose_kernel(
                 cut = _cut(p_row, top, inverse, cut, top_k.to(tl.float32), False, V, BV)
         # All sums take the same passes, so that what is not asked for does not change them.
         b_mass = tl.zeros([BV], tl.float32)
-        for i in range(0, tl.cdiv(V, BV)):
+        for i in range(tl.cdiv(V, BV)):
             b_s = _scaled(p_row, i * BV + tl.arange(0, BV), V, top, inverse)
             b_mass += tl.where(_ordered(b_s) >= cut, tl.exp(b_s), 0.0)
         if TOP_P:
@@ -140,7 +140,7 @@ def choose_kernel(
             if min_p > 0:
                 cut = tl.maximum(cut, _ordered(tl.log(min_p)))
         b_mass = tl.zeros([BV], tl.float32)
-        for i in range(0, tl.cdiv(V, BV)):
+        for i in range(tl.cdiv(V, BV)):
             b_s = _scaled(p_row, i * BV + tl.arange(0, BV), V, top, inverse)
             b_mass += tl.where(_ordered(b_s) >= cut, tl.exp(b_s), 0.0)
         mass = tl.sum(b_mass)
@@ -151,7 +151,7 @@ def choose_kernel(
             drawn = (tl.load(p_coupled + seat) == 0) & (node < last_q)
         b_best, b_token = tl.full([BV], -1.0, tl.float64), tl.zeros([BV], tl.int32)
         b_best_rest, b_token_rest = tl.full([BV], -1.0, tl.float64), tl.zeros([BV], tl.int32)
-        for i in range(0, tl.cdiv(V, BV)):
+        for i in range(tl.cdiv(V, BV)):
             o = i * BV + tl.arange(0, BV)
             b_s = _scaled(p_row, o, V, top, inverse)
             b_p = tl.where((_ordered(b_s) >= cut) & (o < V), tl.exp(b_s), 0.0) / mass
@@ -246,16 +246,19 @@ def accept(
     assert logits.is_contiguous() and logits.dtype == torch.float32 and drafts.shape == (requests, nodes - 1), (logits.shape, drafts.shape)
     assert draft_probs is None or draft_probs.stride(2) == 1
     device = logits.device
-    chosen, rest, kept, fine = (torch.empty(requests, nodes, dtype=d, device=device) for d in (torch.int64, torch.int64, torch.int32, torch.int32))
+    chosen, rest = (torch.empty(requests, nodes, dtype=torch.int64, device=device) for _ in range(2))
+    kept, fine = (torch.empty(requests, nodes, dtype=torch.int32, device=device) for _ in range(2))
     tokens = torch.empty(requests, depth + 1, dtype=torch.int64, device=device)
     path, accepted = torch.empty_like(tokens), torch.empty(requests, dtype=torch.int64, device=device)
     failed = torch.empty(requests, dtype=torch.int32, device=device)
     drawn = draft_probs is not None and nodes > 1
-    block = min(4096, triton.next_power_of_2(vocab))
+    block = min(4096 if torch.version.hip is None else 1024, triton.next_power_of_2(vocab))
+    q_stride, q_node_stride, drawn_nodes = 0, 0, 0
+    if draft_probs is not None:
+        q_stride, q_node_stride, drawn_nodes = draft_probs.stride(0), draft_probs.stride(1), min(draft_probs.shape[1], nodes - 1)
     choose_kernel[(requests * nodes,)](
         logits, drafts, depths, seats, length, temperature, top_k, top_p, min_p, seed, coupled, draft_probs,
-        chosen, rest, kept, fine, drafts.stride(0), draft_probs.stride(0) if draft_probs is not None else 0,
-        draft_probs.stride(1) if draft_probs is not None else 0, min(draft_probs.shape[1], nodes - 1) if draft_probs is not None else 0,
+        chosen, rest, kept, fine, drafts.stride(0), 0 if depths is None else depths.stride(0), q_stride, q_node_stride, drawn_nodes,
         NODES=nodes, V=vocab, BV=block, TREE=depths is not None, DRAWN=drawn, TOP_K=any_top_k, TOP_P=any_top_p, MIN_P=any_min_p,
         num_warps=8,
     )  # fmt: skip

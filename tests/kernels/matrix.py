@@ -1,0 +1,247 @@
+"""Compiles every configuration of every kernel that we ship, for every chip, without a GPU; `make check` runs it.
+
+    python -m tests.kernels.matrix [--targets sm_90 …]
+
+The wrappers are called with tensors on the CPU while launching is replaced by writing down what would be launched, so that what is
+compiled is what ships. A kernel must not spill registers where the compiler says how many it spilled, and its shared memory must fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64",
+    torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64",
+}  # fmt: skip
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def spans(
+    heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype, tree: bool, splits: int, page: int, latent: bool = False
+) -> None:
+    from mtpserve_kernels.attention.span import span_gqa, span_mla
+
+    rows, requests = 2 * width, 2
+    q = torch.zeros(rows, heads, dim, dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
+    cache = torch.zeros(4 * page, kv_heads, dim, dtype=dtype)
+    common = (ints(4, 16), ints(requests), ints(requests + 1), ints(requests), ints(rows), ints(rows) if tree else None,
+              ints(requests) if tree else None, page, 0.1)  # fmt: skip
+    if latent:
+        span_mla(q, cache, *common, 512, width=width, splits=splits)
+    else:
+        span_gqa(q, cache, cache.clone(), *common, width=width, splits=splits)
+
+
+def attention(fp8: bool) -> None:
+    bf16 = torch.bfloat16
+    spans(32, 8, 128, 1, bf16, False, 8, 64)
+    spans(32, 8, 128, 4, bf16, False, 8, 16)
+    spans(32, 8, 128, 32, torch.float16, True, 1, 64)
+    spans(16, 1, 64, 8, bf16, True, 4, 128)
+    spans(8, 8, 256, 4, bf16, False, 4, 16)
+    spans(16, 1, 576, 1, bf16, False, 8, 64, latent=True)
+    spans(16, 1, 576, 4, bf16, True, 8, 64, latent=True)
+    if fp8:
+        spans(32, 8, 128, 4, torch.float8_e4m3fn, False, 8, 64)
+        spans(16, 1, 576, 4, torch.float8_e4m3fn, False, 8, 64, latent=True)
+
+
+def around(fp8: bool) -> None:
+    from mtpserve_kernels.cache.compact import compact
+    from mtpserve_kernels.fused.linear import skinny_linear
+    from mtpserve_kernels.fused.norm import add_rms_norm
+    from mtpserve_kernels.fused.rope import latent_store, rope_store
+    from mtpserve_kernels.fused.silu import silu_mul
+    from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+
+    bf16 = torch.bfloat16
+    x = torch.zeros(4, 4096, dtype=bf16)
+    add_rms_norm(x, x, x[0], 1e-6)
+    add_rms_norm(x.half(), None, x[0].half(), 1e-6)
+    silu_mul(x)
+    cos = torch.zeros(64, 64)
+    for dtype in (bf16, torch.float8_e4m3fn) if fp8 else (bf16,):
+        cache = torch.zeros(64, 8, 128, dtype=dtype)
+        norm = x[0, :128]
+        rope_store(x.new_zeros(4, 48, 128), ints(4), cos, cos, ints(4), cache, cache, 32, norm, norm)
+        latent = torch.zeros(64, 1, 576, dtype=dtype)
+        half = torch.zeros(64, 32)
+        latent_store(x.new_zeros(4, 16, 192), x[:, :576], ints(4), half, half, ints(4), latent, x[0, :512], 1e-6, 128)
+    rope_store(
+        x.new_zeros(4, 48, 128), ints(4), cos, cos, ints(4), torch.zeros(64, 8, 128, dtype=bf16), torch.zeros(64, 8, 128, dtype=bf16), 32
+    )
+    compact(torch.zeros(2, 64, 8, 128, dtype=bf16), ints(2, 7), ints(2, 7))
+    weight = torch.zeros(512, 4096, dtype=bf16)
+    skinny_linear(x, weight, weight[0, :512], splits=4)
+    skinny_linear(x[:1].expand(16, -1).contiguous(), weight, None, splits=1)
+    if fp8:
+        linear_fp8(x, weight.to(torch.float8_e4m3fn), torch.zeros(4, 32))
+        linear_fp8(x.new_zeros(200, 4096), weight.to(torch.float8_e4m3fn), torch.zeros(4, 32))
+
+
+def mixtures_and_verdicts(fp8: bool) -> None:
+    from mtpserve_kernels.moe.experts import experts
+    from mtpserve_kernels.moe.route import route
+    from mtpserve_kernels.spec.accept import accept
+
+    x = torch.zeros(4, 2048, dtype=torch.bfloat16)
+    route(x, torch.zeros(256, 2048), torch.zeros(256), 8, 8, 4, True, 2.5)
+    route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, False, 1.0)
+    for rows in (4, 64):
+        wide, down = torch.zeros(8, 2816, 2048, dtype=x.dtype), torch.zeros(8, 2048, 1408, dtype=x.dtype)
+        beside = (torch.zeros(2 * 2816, 2048, dtype=x.dtype), torch.zeros(2048, 2816, dtype=x.dtype))
+        experts(x.new_zeros(rows, 2048), torch.zeros(rows, 6), ints(rows, 6), wide, down, *beside)
+    seats = [torch.zeros(4) if real else ints(4) for real in (True, False, True, True, False)]
+    for nodes, tree in ((4, False), (32, True)):
+        parents, depths = (ints(2, nodes - 1), ints(2, nodes)) if tree else (None, None)
+        q = None if tree else torch.zeros(4, nodes - 1, 32000)
+        coupled = torch.zeros(4, dtype=torch.bool)
+        accept(torch.zeros(2, nodes, 32000), ints(2, nodes - 1), ints(2), parents, depths, ints(2), ints(4), *seats, coupled, q, 3)
+
+
+GROUPS = {"attention": attention, "around": around, "mixtures and verdicts": mixtures_and_verdicts}
+
+
+@contextmanager
+def writing_down(hip: bool) -> Iterator[list[Launch]]:
+    from triton.runtime.jit import JITFunction
+
+    found: list[Launch] = []
+    run, version = JITFunction.run, torch.version.hip
+
+    def write(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        found.append((self, args, kwargs))
+
+    JITFunction.run, torch.version.hip = write, "6" if hip else None
+    try:
+        yield found
+    finally:
+        JITFunction.run, torch.version.hip = run, version
+
+
+@dataclass
+class Source:
+    """A launch as `triton.compile` wants it: constants, and what is known to be a multiple of 16, as at run time."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, int]
+
+    @classmethod
+    def of(cls, launch: Launch) -> Source:
+        kernel, args, kwargs = launch
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        made = cls(kernel, {}, {}, {}, options)
+        for i, parameter in enumerate(kernel.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+                made.signature[parameter.name] = "constexpr"
+                made.constants[(i,)] = value
+                continue
+            made.signature[parameter.name] = (
+                f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
+            )
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                made.attributes[(i,)] = [["tt.divisibility", 16]]
+        return made
+
+    @property
+    def name(self) -> str:
+        constants = [(name, self.constants.get((i,))) for i, name in enumerate(self.kernel.arg_names)]
+        return f"{self.kernel.__name__}({', '.join(f'{name}={value}' for name, value in constants if value is not None)})"
+
+
+def spilled(kernel: Any, hip: bool) -> int | None:
+    """Registers, or bytes of stack, that did not fit. None: the compiler does not say."""
+    if hip:
+        return sum(map(int, re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", kernel.asm["amdgcn"])))
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    if not tool.is_file():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", said)))
+
+
+def compile_group(target: str, group: str) -> list[str]:
+    """→ what is wrong, one line each; the first line is a summary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kind, arch, warp = TARGETS[target]
+    hip = kind == "hip"
+    with writing_down(hip) as launches:
+        GROUPS[group](target != "sm_80")
+    wrong, seen = [], set()
+    for source in map(Source.of, launches):
+        if (key := (source.name, str(source.signature), str(source.options))) in seen:
+            continue
+        seen.add(key)
+        made = ASTSource(source.kernel, source.signature, source.constants, source.attributes)
+        try:
+            kernel = triton.compile(made, target=GPUTarget(kind, arch, warp), options=source.options)
+        except Exception as error:
+            wrong.append(f"{target}: {source.name}: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
+            continue
+        if kernel.metadata.shared > SHARED[target]:
+            wrong.append(f"{target}: {source.name} needs {kernel.metadata.shared} bytes of shared memory, there are {SHARED[target]}")
+        if spilled(kernel, hip):
+            wrong.append(f"{target}: {source.name} spills {spilled(kernel, hip)}")
+        if (
+            not hip
+            and source.kernel.__name__ == "span_kernel"
+            and "fp8" not in source.signature["p_k"]
+            and "cp.async" not in kernel.asm["ptx"]
+        ):
+            wrong.append(f"{target}: {source.name} does not copy ahead: the loop is not pipelined")
+    return [f"{target}, {group}: {len(seen)} configurations", *wrong]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    options = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    wrong = 0
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), mp_context=get_context("spawn")) as pool:
+        work = [(target, group) for group in options.groups for target in options.targets]
+        for lines in pool.map(compile_group, *zip(*work, strict=True)):
+            print("\n".join(lines), flush=True)
+            wrong += len(lines) - 1
+    print(f"{wrong} wrong" if wrong else "all compile, none spills")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

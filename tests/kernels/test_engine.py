@@ -1,0 +1,54 @@
+"""The whole engine with the kernels, interpreted where there is no GPU: the tokens are those of plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import build_engine
+from tests.tiny import prompts, run, tiny_engine, tiny_model
+
+CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
+TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2, speculative_eagle_topk=2, speculative_num_draft_tokens=5)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny engine lives on the CPU: interpreted alone")
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig) -> None:
+    asked = prompts(4, longest=8)
+    params = [
+        SamplingParams(max_tokens=5, temperature=0),
+        SamplingParams(max_tokens=5, temperature=0.7, seed=5, top_p=0.9),
+        SamplingParams(max_tokens=5, temperature=1.0, seed=6, top_k=5, frequency_penalty=0.5, logprobs=2),
+        SamplingParams(max_tokens=5, temperature=0, min_tokens=3, logit_bias={3: 4.0}),
+    ]
+    wanted = run(tiny_engine(tiny_model(family), shape, page_size=16), asked, params)
+    engine = tiny_engine(tiny_model(family), shape, page_size=16, kernels=True)
+    assert run(engine, asked, params) == wanted
+    assert engine.stats.accepted_tokens_total > 0
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_the_demo_model(shape: SpecConfig) -> None:
+    """Real weights through attention, experts, acceptance and compaction; greedy."""
+    texts = []
+    for backend in ("reference", "triton"):
+        model = ModelConfig(dtype="float32", attention_backend=backend)
+        engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=1024), spec=shape), poison=True)
+        texts.append(run_one(engine, [40, 41, 300], 7))
+    assert texts[0] == texts[1]
+
+
+def run_one(engine: object, prompt: list[int], tokens: int) -> list[int]:
+    return run(engine, [prompt], SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))[0]  # type: ignore[arg-type]
+
+
+def test_without_gpu_or_interpreter_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="--attention-backend triton needs a GPU"):
+        build_engine(EngineConfig(model=ModelConfig(attention_backend="triton")))
