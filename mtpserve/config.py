@@ -238,6 +238,12 @@ class SchedulerConfig:
         None, "requests that run at once (default: what the KV pool and one step's tokens allow)", "max-num-seqs"
     )
     chunked_prefill_size: int = option(512, "tokens per step, prompts and decoding together", "max-num-batched-tokens")
+    scheduling_policy: str = option(
+        "fcfs",
+        "fcfs: requests are served as they came; priority: those with a lower `priority` first, and they are preempted last",
+        "schedule-policy",
+        choices=("fcfs", "priority"),
+    )
     max_queued_requests: int | None = option(None, "requests that may wait; more are refused with 429", "max-num-queued-reqs")
     disable_cuda_graph: bool = option(False, "on a GPU: launch every kernel by itself instead of replaying captured steps", "enforce-eager")
     cuda_graph_max_bs: int | None = option(

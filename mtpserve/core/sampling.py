@@ -1,4 +1,4 @@
-"""What a request asks of sampling and of stopping. Validated here once, for the HTTP server and the offline engine alike."""
+"""What a request asks of sampling, of stopping and of the scheduler. Validated here once, for the HTTP server and the offline engine alike."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
     grammar: GrammarSpec | None = None
     custom_params: Mapping[str, object] = field(default_factory=dict)  # handed to the processors named at launch
+    priority: int = 0  # lower ones go first, where the scheduling policy is by priority; no text depends on it
     speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
@@ -116,8 +117,14 @@ class SamplingParams:
         )
         require(self.min_tokens >= 0, "min_tokens", "at least 0")
         require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens = {self.max_tokens}")
+        require(-(2**31) <= self.priority < 2**31, "priority", "a 32-bit signed integer")
         for name in ("logprobs", "prompt_logprobs"):
             require(getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
+
+    def check_policy(self, policy: str) -> None:
+        """Raises InvalidRequest for a priority that the scheduling policy knows nothing of."""
+        if self.priority and policy != "priority":
+            raise InvalidRequest(f"priority must be 0 unless --scheduling-policy is priority, got {self.priority}", "priority")
 
     @property
     def greedy(self) -> bool:

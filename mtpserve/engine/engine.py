@@ -74,6 +74,7 @@ class Engine:
         self._runner = runner
         self._want = want
         self._max_queued = config.max_queued_requests
+        self._policy = config.scheduling_policy
         self._allocator = allocator
         self._overlap, self._plain_above = overlap, plain_above
         self._in_flight: deque[tuple[list[Span], Launched]] = deque()
@@ -225,6 +226,7 @@ class Engine:
         if prompt >= context:
             raise InvalidRequest(f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt")
         _require_fit(prompt, request.sampling, context)
+        sampling.check_policy(self._policy)
 
     def _require_known(self, ids: Iterable[int], param: str) -> None:
         for token in ids:

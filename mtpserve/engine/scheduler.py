@@ -4,7 +4,7 @@ Pure Python over sequences and page counts. It is not the loop (engine.py) and h
 
 * A request's text depends on the request alone. Its drafts are verified whole or not yet, never trimmed to fit a budget, and
   one that was preempted goes on from the very token and drafts where it stood.
-* The oldest request always makes progress: pages run out at the expense of the youngest, and every decoding request gets
+* The first in order always makes progress: pages run out at the expense of the last, and every decoding request gets
   its turn within a bounded number of steps.
 
 A step may be planned while others are in flight, from what is certain about them: see core/sequence. `must_wait` says when that is
@@ -15,9 +15,11 @@ works in order, pages that were released in the meantime are written by their ne
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.core.batch import Source, Span, SpanResult, StepResult
@@ -25,6 +27,7 @@ from mtpserve.core.request import Proposal, TokenLogprob
 from mtpserve.core.sequence import Finish, Sequence
 from mtpserve.engine.stopping import until_stop
 
+RANK = attrgetter("rank")
 NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
 
 
@@ -46,11 +49,12 @@ class Outcome:
 
 
 class Scheduler:
-    """First come, first served. `running` followed by `waiting` is the order of arrival, always:
+    """First come, first served: `running` and `waiting` are in the order of arrival, always, and of arrival within a priority where
+    requests have one. A seat, once given, is lost for want of pages alone.
 
     running | a b c d |  waiting | e f g |
                     d ←──────── admission takes the first that waits, and skips nobody
-                    └─────────→ preemption takes the youngest that runs, and puts it first in line
+                    └─────────→ preemption takes the last that runs, and puts it in its place in line: the first, without priorities
     """
 
     def __init__(
@@ -70,7 +74,8 @@ class Scheduler:
         self._turns: dict[str, int] = {}  # decoding requests → their place in the next step's budget
         self.live: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
+        self._arrivals = 0
         self.admitted: list[Sequence] = []  # seated by the last plan; the runner does not know them yet
         self.preemptions = 0
 
@@ -82,7 +87,9 @@ class Scheduler:
         """The caller has checked that a pool without other requests holds `max_len` tokens and the lookahead."""
         assert seq.id not in self.live
         self.live[seq.id] = seq
-        self.waiting.append(seq)
+        seq.rank = (seq.sampling.priority, self._arrivals)
+        self._arrivals += 1
+        insort(self.waiting, seq, key=RANK)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a live request, also between plan and commit: the result of its span is then ignored. None: no such request."""
@@ -161,7 +168,7 @@ class Scheduler:
         seq.pages = shared + self._allocator.allocate(pages)
         seq.computed = seq.launched = len(shared) * self._page_size
         seq.seat = heapq.heappop(self._free_seats)
-        self.running.append(self.waiting.popleft())
+        insort(self.running, self.waiting.pop(0), key=RANK)
         self.admitted.append(seq)
         return seq
 
@@ -190,7 +197,7 @@ class Scheduler:
         return None
 
     def _reserve(self) -> None:
-        """Give every decoding request the pages of its next span, the oldest first. Prompt chunks need none: admission took theirs."""
+        """Give every decoding request the pages of its next span, in order. Prompt chunks need none: admission took theirs."""
         index = 0
         while index < len(self.running):  # shrinks from the end
             seq = self.running[index]
@@ -201,19 +208,19 @@ class Scheduler:
     def _extend(self, seq: Sequence) -> None:
         missing = self._missing(seq)
         while missing > self._allocator.free_count:
-            # Ends: the pool holds the oldest request alone, and a request that turns out to be the youngest gives way itself.
-            if self._preempt_youngest() is seq:
+            # Ends: the pool holds the first request alone, and a request that turns out to be the last gives way itself.
+            if self._preempt_last() is seq:
                 return
         if missing > 0:
             seq.pages += self._allocator.allocate(missing)
 
-    def _preempt_youngest(self) -> Sequence:
+    def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
         assert not seq.in_flight, "what it is getting would be lost"
         self._unseat(seq)
         seq.computed = seq.launched = 0
         seq.drafts = 0
-        self.waiting.appendleft(seq)
+        insort(self.waiting, seq, key=RANK)
         self.preemptions += 1
         return seq
 
@@ -273,7 +280,7 @@ class Scheduler:
 
     def _end(self, seq: Sequence, finish: Finish, error: str | None = None) -> None:
         if seq.seat is None:
-            self.waiting = deque(other for other in self.waiting if other is not seq)
+            self.waiting = [other for other in self.waiting if other is not seq]
         else:
             self.running = [other for other in self.running if other is not seq]
         self._unseat(seq)
@@ -290,8 +297,10 @@ class Scheduler:
         seats = [seq.seat for seq in self.running if seq.seat is not None]
         if sorted(seats + self._free_seats) != list(range(self._max_running)) or len(seats) != len(self.running):
             raise RuntimeError(f"{len(self.running)} requests run in seats {sorted(seats)} while {sorted(self._free_seats)} are free")
-        if [seq.id for seq in (*self.running, *self.waiting)] != list(self.live):
-            raise RuntimeError("running and waiting requests are not the live ones in the order of arrival")
+        if {seq.id for seq in (*self.running, *self.waiting)} != self.live.keys() or len(self.running) + len(self.waiting) != len(self.live):
+            raise RuntimeError("running and waiting requests are not the live ones")
+        if any(queue != sorted(queue, key=RANK) for queue in (self.running, self.waiting)):
+            raise RuntimeError("running or waiting requests are out of order")
         for seq in self.running:
             if not seq.computed < len(seq.tokens) < seq.max_len or seq.launched > len(seq.pages) * self._page_size:
                 raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, {len(seq.pages)} pages")

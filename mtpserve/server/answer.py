@@ -33,10 +33,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Answer:
-    """`prompts`, `n` times each, become the choices 0, 1, …: first all of the first prompt's.
-
-    With a seed, a prompt's choice j is sampled with seed + j.
-    """
+    """`prompts`, `n` times each, become the choices 0, 1, …: first all of the first prompt's."""
 
     service: Service
     shape: Shape

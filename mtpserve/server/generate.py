@@ -159,7 +159,7 @@ async def generate(request: Request, body: NativeRequest) -> Response:
     body.check()
     with renamed(RENAMED):
         params = (body.sampling_params or NativeSampling()).params(service.tokenizer.defaults)
-        params = replace(params, logprobs=body.top_logprobs_num if body.return_logprob else None)
+        params = replace(params, logprobs=body.top_logprobs_num if body.return_logprob else None, priority=body.priority or 0)
         service.check_sampling(params)
         spelling = await service.spelling(params)
         made = await outputs(service, body, params, arrival)

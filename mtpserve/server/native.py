@@ -100,6 +100,7 @@ class NativeRequest(Strict):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
+    priority: int | None = None
     timeout: Timeout | None = None  # ours
 
     @model_validator(mode="before")

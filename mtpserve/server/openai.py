@@ -45,7 +45,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
     "no_stop_trim": (None, False),
-    "priority": (None, 0),
     "prompt_embeds": (None,),
     "repetition_detection": (None,),
     "return_hidden_states": (None, False),
@@ -146,6 +145,7 @@ class GenerationRequest(Strict):
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
     custom_params: dict[str, Any] | None = None
+    priority: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     json_schema: str | dict[str, Any] | None = None
@@ -238,7 +238,7 @@ class GenerationRequest(Strict):
 
 # Fields of SamplingParams whose own default stands where nothing is given.
 GIVEN = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens", "priority",
 )  # fmt: skip
 
 

@@ -78,6 +78,7 @@ class ResponsesRequest(Strict):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    priority: int | None = None
     timeout: Timeout | None = None
 
     @model_validator(mode="before")
@@ -105,6 +106,7 @@ class ResponsesRequest(Strict):
             tools=[function(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
+            priority=self.priority,
             timeout=self.timeout,
         )
 

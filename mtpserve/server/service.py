@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from time import perf_counter
 
 from mtpserve.config import EngineConfig, ServerConfig
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
 INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
 MERGED_PIECES = 64  # of several prompts' streams, waiting to be written
-SEEDS = 1 << 63
 MATCHED_TOKENS = 256  # the last ones, in which the stop string is looked for: no token is shorter than a byte
 LOGGED_TOKENS = 256  # of a prompt, where prompts are logged
 
@@ -111,8 +111,9 @@ class Service:
                 raise InvalidRequest(f"{field}: token {str(id)[:50]} is not in the vocabulary of {vocab}", field)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Before anything is tokenized: what cannot fit, and token ids that are not the model's. The engine checks the ids too, but a
+        """Before anything is tokenized: what cannot fit, and token ids that are not the model's. The engine checks them too, but a
         stream would have begun by then."""
+        sampling.check_policy(self.engine_config.scheduler.scheduling_policy)
         context = self.client.card.context_length
         if (sampling.max_tokens or 0) >= context:
             asked = str(sampling.max_tokens)[:50]
@@ -143,10 +144,11 @@ class Service:
     # -- generation -----------------------------------------------------------------------------------------------------------
 
     def for_choice(self, sampling: SamplingParams, choice: int) -> SamplingParams:
-        """With a seed, a prompt's choice j is sampled with seed + j; a 64-bit number goes round."""
+        """With a seed, a prompt's choice j > 0 has one of its own, hashed from both: requests with the seeds 1, 2, 3 share no choice."""
         if sampling.seed is None or choice == 0:
             return sampling
-        return replace(sampling, seed=(sampling.seed + choice + SEEDS) % (2 * SEEDS) - SEEDS)
+        digest = blake2b(b"%d %d" % (sampling.seed, choice), digest_size=8).digest()
+        return replace(sampling, seed=int.from_bytes(digest, "little", signed=True))
 
     def abort(self, rid: str | None) -> int:
         """End what runs or waits under the id that the client knows, or all of it; returns how many choices that were.

@@ -30,6 +30,7 @@ class Bench:
         budget: int = 32,
         running: int = 4,
         queued: int | None = None,
+        policy: str = "fcfs",
         context: int = 200,
         eos: tuple[int, ...] = (),
         accuracy: float = 0.7,
@@ -40,7 +41,7 @@ class Bench:
         self.runner = FakeRunner(max_drafts=drafts, num_pages=pages, page_size=page_size, accuracy=accuracy, noisy=noisy)
         self.engine = Engine(
             self.runner,
-            SchedulerConfig(chunked_prefill_size=budget, max_queued_requests=queued),
+            SchedulerConfig(chunked_prefill_size=budget, max_queued_requests=queued, scheduling_policy=policy),
             allocator=PageAllocator(pages),
             page_size=page_size,
             max_running=running,

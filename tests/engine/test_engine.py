@@ -74,6 +74,17 @@ def test_a_seeded_text_depends_on_the_request_alone(drafts: int) -> None:
     assert preemptions > 0
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(0, 3), st.sampled_from([18, 24, 200]), st.integers(0, 2))
+def test_no_text_depends_on_priorities(data: st.DataObject, drafts: int, pages: int, overlap: int) -> None:
+    bench = Bench(drafts=drafts, pages=pages, budget=8, policy="priority", overlap=overlap)
+    for name in PROMPTS:
+        bench.add(name, priority=data.draw(st.integers(-2, 2)))
+        bench.step()
+    bench.drain()
+    assert bench.texts == REFERENCE
+
+
 def test_a_shorter_limit_gives_a_prefix() -> None:
     for limit in range(1, OUTPUT):
         bench = Bench(accuracy=0.9)
@@ -138,6 +149,15 @@ def test_first_tokens_come_in_the_order_of_arrival() -> None:
         bench.add(name)
     bench.drain()
     assert list(bench.texts) == list(PROMPTS)
+
+
+def test_lower_priorities_come_first() -> None:
+    bench = Bench(budget=8, running=1, policy="priority")
+    order = {name: (i * 5) % 8 for i, name in enumerate(PROMPTS)}
+    for name, priority in order.items():
+        bench.add(name, priority=priority)
+    bench.drain()
+    assert list(bench.texts) == sorted(PROMPTS, key=order.__getitem__)
 
 
 def test_nobody_starves_with_the_smallest_budget() -> None:
@@ -311,6 +331,7 @@ def test_a_step_that_raises_ends_its_own_requests_only(step: int) -> None:
         ([1] * 30, {"max_tokens": 11}, "max_tokens", "at most 10 for a prompt of 30 tokens and a context of 40, got 11"),
         ([1], {"max_tokens": 10**9}, "max_tokens", "got 1000000000"),
         ([1], {"stop_token_ids": (3, VOCAB)}, "stop_token_ids", "got 50"),
+        ([1], {"priority": 3}, "priority", "must be 0 unless --scheduling-policy is priority, got 3"),
     ],
 )
 def test_invalid_requests(prompt: list[int], sampling: dict[str, object], param: str, message: str) -> None:

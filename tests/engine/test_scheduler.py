@@ -118,6 +118,20 @@ def test_seats_limit_and_are_given_back() -> None:
     assert scheduler.abort("nobody") is None
 
 
+def test_priorities_order_the_line_and_take_nobodys_seat() -> None:
+    scheduler = make(seats=2)
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -3), ("e", 5), ("f", -3)):
+        scheduler.add(request(name, 1, priority=priority))
+    run(scheduler, scheduler.plan())
+    assert [seq.id for seq in scheduler.running] == ["d", "f"] and [seq.id for seq in scheduler.waiting] == ["a", "c", "b", "e"]
+    scheduler.add(request("g", 1, priority=-9))
+    run(scheduler, scheduler.plan())
+    assert [seq.id for seq in scheduler.running] == ["d", "f"] and [seq.id for seq in scheduler.waiting] == ["g", "a", "c", "b", "e"]
+    scheduler.abort("d")
+    run(scheduler, scheduler.plan())
+    assert [seq.id for seq in scheduler.running] == ["g", "f"]
+
+
 def test_pages_cover_the_span_and_the_lookahead() -> None:
     scheduler = make(page_size=1, budget=100)
     scheduler.add(request("a", 5))
@@ -128,11 +142,11 @@ def test_pages_cover_the_span_and_the_lookahead() -> None:
         run(scheduler, spans, accept=3)
 
 
-def preempting() -> Scheduler:
-    """a, b and c run in a full pool; the next verification of a needs a page."""
+def preempting(**priorities: int) -> Scheduler:
+    """a, b and c run in a full pool; the next verification of the first needs a page."""
     scheduler = make(pages=9, page_size=8, budget=100)
     for name in "abc":
-        scheduler.add(request(name, 12, output=40))
+        scheduler.add(request(name, 12, output=40, priority=priorities.get(name, 0)))
     run(scheduler, scheduler.plan())
     run(scheduler, scheduler.plan())
     assert [len(seq.pages) for seq in scheduler.running] == [3, 3, 3]
@@ -147,6 +161,15 @@ def test_the_youngest_gives_way_and_is_first_in_line() -> None:
     assert rows(spans) == [("a", 13, 1, 3), ("b", 13, 1, 3)]
     assert [seq.id for seq in scheduler.waiting] == ["c", "d"] and scheduler.preemptions == 1
     assert (youngest.computed, youngest.drafts, youngest.pages, youngest.seat) == (0, 0, [], None)
+    scheduler.check_integrity()
+
+
+def test_the_least_urgent_gives_way_and_waits_behind_the_more_urgent() -> None:
+    scheduler = preempting(a=2)
+    scheduler.add(request("d", 1, priority=1))
+    assert [seq.id for seq in scheduler.running] == ["b", "c", "a"]
+    assert [span.seq.id for span in scheduler.plan()] == ["b", "c"]  # d needs as many pages as are free, and one more
+    assert [seq.id for seq in scheduler.waiting] == ["d", "a"] and scheduler.preemptions == 1
     scheduler.check_integrity()
 
 

@@ -151,12 +151,17 @@ def test_several_choices_share_a_prompt(http: httpx.AsyncClient, client: FakeCli
     answer = asyncio.run(http.post(COMPLETIONS, json={"model": "fake", "prompt": ["a", "bc"], "n": 3, "max_tokens": 4, "seed": 5})).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     by_id = {request.id: request for request in client.submitted}
-    assert len(by_id) == 6 and [r.sampling.seed for r in client.submitted] == [5, 6, 7] * 2
+    assert len(by_id) == 6 and len({r.sampling.seed for r in client.submitted}) == 3
+    seeds = [r.sampling.seed for r in client.submitted[:3]]
+    assert seeds[0] == 5 and [r.sampling.seed for r in client.submitted] == seeds * 2
     leaders = [r for r in client.submitted if r.same_prompt_as is None]
     assert len(leaders) == 2
     for request in client.submitted:
         assert request.same_prompt_as is None or by_id[request.same_prompt_as].prompt == request.prompt
     assert answer["usage"]["prompt_tokens"] == sum(len(r.prompt) for r in leaders) and answer["usage"]["completion_tokens"] == 24
+    client.submitted.clear()
+    post(http, COMPLETIONS, n=3, seed=6)  # whoever counts seeds up gets no choice twice
+    assert not {r.sampling.seed for r in client.submitted} & set(seeds)
 
 
 def test_usage_counts_predictions_and_drafts(http: httpx.AsyncClient) -> None:
