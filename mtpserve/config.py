@@ -6,6 +6,7 @@ a field's own value rules out is checked here; what depends on the model is chec
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -42,8 +43,17 @@ def check(good: bool, name: str, value: object, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    model: str = option("demo", "directory of the checkpoint, or 'demo' for the bundled model", "model-path")
-    tokenizer: str | None = option(None, "directory of the tokenizer (default: the model's)", "tokenizer-path")
+    model: str = option("demo", "directory of the checkpoint, its id on Hugging Face's hub, or 'demo' for the bundled model", "model-path")
+    tokenizer: str | None = option(None, "directory or id of the tokenizer (default: the model's)", "tokenizer-path")
+    revision: str | None = option(None, "branch, tag or commit of the model on the hub (default: main)")
+    download_dir: str | None = option(None, "where models from the hub are kept (default: the hub's own cache, see HF_HOME)")
+    chat_template: str | None = option(None, "file of a Jinja template that replaces the model's own")
+    sampling_defaults: str = option(
+        "model",
+        "what a request leaves open: model (or auto): as the model's generation_config.json recommends; openai (or vllm): temperature 1",
+        "generation-config",
+        choices=("model", "openai", "auto", "vllm"),
+    )
     served_model_name: str | None = option(None, "name under which the API offers the model (default: --model as given)")
     load_format: str = option(
         "auto",
@@ -80,6 +90,11 @@ class ModelConfig:
     @property
     def tokenizer_directory(self) -> Path:
         return self.directory if self.tokenizer is None else Path(self.tokenizer)
+
+    @property
+    def recommends(self) -> bool:
+        """The model's own sampling parameters hold where a request has none."""
+        return self.sampling_defaults in ("model", "auto")
 
     @property
     def numbers_for_text(self) -> bool:
@@ -131,7 +146,7 @@ class SpecConfig:
         "max-concurrency",
     )  # fmt: skip
     speculative_draft_model_path: str | None = option(
-        None, "directory of a separately published NextN layer (default: the model's own)", "speculative-draft-model", "spec-model"
+        None, "directory or id of a separately published NextN layer (default: the model's own)", "speculative-draft-model", "spec-model"
     )
     speculative_token_map: str | None = option(
         None, "file of the tokens that drafting looks at, made by `mtpserve inspect --token-map`: a smaller draft head (default: all)"
@@ -238,12 +253,14 @@ class SchedulerConfig:
         None, "requests that run at once (default: what the KV pool and one step's tokens allow)", "max-num-seqs"
     )
     chunked_prefill_size: int = option(512, "tokens per step, prompts and decoding together", "max-num-batched-tokens")
+    enable_chunked_prefill: bool = option(True, "prompts are computed in pieces, beside decoding: always", "enable-mixed-chunk")
     scheduling_policy: str = option(
         "fcfs",
         "fcfs: requests are served as they came; priority: those with a lower `priority` first, and they are preempted last",
         "schedule-policy",
         choices=("fcfs", "priority"),
     )
+    random_seed: int | None = option(None, "where the seeds of requests without one come from (default: the system)")
     max_queued_requests: int | None = option(None, "requests that may wait; more are refused with 429", "max-num-queued-reqs")
     disable_cuda_graph: bool = option(False, "on a GPU: launch every kernel by itself instead of replaying captured steps", "enforce-eager")
     cuda_graph_max_bs: int | None = option(
@@ -256,6 +273,7 @@ class SchedulerConfig:
         running, queued = self.max_running_requests, self.max_queued_requests
         check(running is None or running >= 1, "max_running_requests", running, "at least 1")
         check(self.chunked_prefill_size >= 1, "chunked_prefill_size", self.chunked_prefill_size, "at least 1")
+        check(self.enable_chunked_prefill, "enable_chunked_prefill", False, "true: prompts are always computed in pieces")
         check(queued is None or queued >= 0, "max_queued_requests", queued, "at least 0")
         most = self.cuda_graph_max_bs
         check(most is None or 1 <= most <= 256, "cuda_graph_max_bs", most, "in [1, 256]")
@@ -296,13 +314,17 @@ class ServerConfig:
     read_timeout: float = option(60.0, "seconds in which a client must have sent its whole request")
     write_timeout: float = option(60.0, "seconds for which a client may leave its answer unread before it is cut off")
     sse_keep_alive_interval: float = option(0.0, "seconds of silence after which a stream gets a comment; 0: never")
-    log_requests: bool = option(False, "log what is asked, prompts included")
+    log_requests: bool = option(False, "log what is asked, prompts included", "enable-log-requests")
     log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
     log_interval: float = option(5.0, "seconds between two lines of statistics while requests run; 0: none", "decode-log-interval-seconds")
     drain_timeout: float = option(30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout")
     enable_metrics: bool = option(False, "offer /metrics: as it is anyway")
     metrics_compat: str | None = option(None, "offer the metrics under these peers' names too: sglang, vllm, or both with a comma")
     tool_call_parser: str | None = option(None, "how the model writes tool calls, for tool_choice auto", choices=TOOL_CALL_PARSERS)
+    enable_auto_tool_choice: bool = option(False, "what --tool-call-parser says already, without which it is refused")
+    default_chat_template_kwargs: str | None = option(
+        None, 'variables of the chat template that hold unless a request sets them: JSON, like {"enable_thinking": false}'
+    )
     reasoning_parser: str | None = option(None, "how the model marks its reasoning, for reasoning_content", choices=REASONING_PARSERS)
 
     def __post_init__(self) -> None:
@@ -313,10 +335,24 @@ class ServerConfig:
         check(known, "metrics_compat", self.metrics_compat, "sglang, vllm or sglang,vllm")
         check(self.max_request_bytes >= 1, "max_request_bytes", self.max_request_bytes, "at least 1")
         check(self.sse_keep_alive_interval >= 0, "sse_keep_alive_interval", self.sse_keep_alive_interval, "at least 0")
+        _ = self.template_kwargs
+        needed = self.tool_call_parser is not None or not self.enable_auto_tool_choice
+        check(needed, "enable_auto_tool_choice", True, "given with --tool-call-parser")
         for name in ("queue_timeout", "request_timeout", "read_timeout", "write_timeout"):
             check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
         check((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_keyfile", self.ssl_keyfile, "given with --ssl-certfile")
         check(self.ssl_ca_certs is None or self.ssl_certfile is not None, "ssl_ca_certs", self.ssl_ca_certs, "given with --ssl-certfile")
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Raises ConfigError for text that is no JSON object."""
+        text = self.default_chat_template_kwargs or "{}"
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        check(isinstance(values, dict), "default_chat_template_kwargs", text, "a JSON object")
+        return dict(values)
 
     @property
     def dialects(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from mtpserve.core.sequence import Finish
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import request_of, spelling_of
 from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
+from mtpserve.weights.hub import fetched
 
 if TYPE_CHECKING:
     from mtpserve.engine.engine import Engine
@@ -135,7 +136,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
-        self.config = engine_config({"model": model, **options})
+        self.config = fetched(engine_config({"model": model, **options}))
         self.tokenizer = tokenizer_of(self.config.model)
         # Not at the top: torch comes with it, and the tokenizer's errors need not wait for that.
         build = import_module("mtpserve.engine.build").build_engine

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mtpserve.cli.options import Values, add_options, all_options, given, settings
 from mtpserve.cli.paint import Painter
 from mtpserve.cli.parser import Parser
-from mtpserve.config import SECTIONS, EngineConfig, ModelConfig
+from mtpserve.config import SECTIONS
 from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.sampling import SamplingParams
 
@@ -111,9 +111,9 @@ def with_drafts(values: Values) -> Values:
     wanted = any(name.startswith("speculative_") for name in values)
     if not wanted:
         from mtpserve.engine.inspect import inspect_model
+        from mtpserve.weights.hub import fetched
 
-        model = ModelConfig(model=str(values.get("model", "demo")), load_format=str(values.get("load_format", "auto")))
-        wanted = inspect_model(EngineConfig(model=model)).arch.mtp is not None
+        wanted = inspect_model(fetched(settings(values).engine)).arch.mtp is not None
     return {**values, "speculative_algorithm": "MTP"} if wanted else values
 
 

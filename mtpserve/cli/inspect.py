@@ -39,16 +39,14 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
+    from mtpserve.weights.hub import fetched
+
     chosen = parser().parse(arguments)
-    values = given(chosen)
     texts = list(chosen.texts)
     if chosen.token_map is not None and hasattr(chosen, "model") and chosen.checkpoint is not None:
         texts.insert(0, chosen.checkpoint)
-    elif chosen.checkpoint is not None:
-        if hasattr(chosen, "model"):
-            raise ConfigError(f"two models: {chosen.checkpoint!r} and --model {chosen.model!r}")
-        values["model"] = chosen.checkpoint
-    engine = settings(values).engine
+        chosen.checkpoint = None
+    engine = fetched(settings(given(chosen)).engine, download=False)
     if chosen.token_map is not None:
         write_token_map(engine, chosen.token_map, chosen.token_map_size, texts, chosen.json)
         return 0

@@ -9,7 +9,8 @@ from mtpserve.cli.parser import Parser
 
 
 def parser() -> Parser:
-    made = Parser(prog="mtpserve launch", description="Serve a model over HTTP with OpenAI's API.")
+    made = Parser(prog="mtpserve launch", description="Serve a model over HTTP with OpenAI's API. `mtpserve serve` is the same.")
+    made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model")
     add_options(made)
     return made
 
@@ -17,5 +18,6 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     chosen = settings(given(parser().parse(arguments)))
     from mtpserve.server.launch import serve
+    from mtpserve.weights.hub import fetched
 
-    return serve(chosen.engine, chosen.server)
+    return serve(chosen.engine, chosen.server, fetch=fetched)

@@ -19,6 +19,8 @@ COMMANDS = {
     "version": "print the version",
 }
 
+ALIASES = {"serve": "launch"}  # vLLM's
+
 
 def usage() -> str:
     lines = [f"  {name:10} {line}" for name, line in COMMANDS.items()]
@@ -35,9 +37,9 @@ def dispatch(arguments: Sequence[str]) -> int:
     if command in ("version", "--version", "-V"):
         print(f"mtpserve {__version__}")
         return 0
-    if command not in COMMANDS:
+    if command not in (*COMMANDS, *ALIASES):
         raise ConfigError(f"unknown command {command!r}{suggest(command, COMMANDS)} (see mtpserve --help)")
-    code: int = import_module(f"mtpserve.cli.{command}").run(arguments[1:])
+    code: int = import_module(f"mtpserve.cli.{ALIASES.get(command, command)}").run(arguments[1:])
     return code
 
 
@@ -54,7 +56,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader left (`| head`): not worth a word, and the interpreter's last flush must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,8 @@ from difflib import get_close_matches
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from mtpserve.config import SECTIONS, CacheConfig, EngineConfig, ModelConfig, SamplingConfig, SchedulerConfig, ServerConfig, SpecConfig
+from mtpserve.cli.peers import INSTEAD
+from mtpserve.config import SECTIONS, EngineConfig, ServerConfig
 from mtpserve.core.errors import ConfigError
 
 Values = dict[str, object]  # field name → value, of those that were given
@@ -92,9 +93,9 @@ def dashed(name: str) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean …" with the known names nearest to `name`, or nothing."""
-    if name.lstrip("-") == "trust-remote-code":
-        return "; no code that comes with a checkpoint is ever run here: leave it out"
+    """ "; " and what to do instead: as peers.py has it, or the known names nearest to `name`; or nothing."""
+    if (instead := INSTEAD.get(dashed(name.lstrip("-")))) is not None:
+        return f"; {instead}"
     near = get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -148,6 +149,8 @@ def given(arguments: argparse.Namespace) -> Values:
     options = {option.name: option for option in all_options()}
     values = read_file(arguments.config) if arguments.config is not None else {}
     line = {name: options[name].read(value) for name, value in vars(arguments).items() if name in options}
+    if getattr(arguments, "checkpoint", None) is not None:
+        merge(line, {"model": arguments.checkpoint})
     if arguments.speculative_config is not None:
         merge(line, speculative(arguments.speculative_config, options))
     return values | line
@@ -159,14 +162,8 @@ def settings(values: Values) -> Settings:
     for option in all_options():
         if option.name in values:
             part[option.section][option.name] = values[option.name]
-    engine = EngineConfig(
-        model=ModelConfig(**part["model"]),  # type: ignore[arg-type]
-        cache=CacheConfig(**part["cache"]),  # type: ignore[arg-type]
-        spec=SpecConfig(**part["spec"]),  # type: ignore[arg-type]
-        sampling=SamplingConfig(**part["sampling"]),  # type: ignore[arg-type]
-        scheduler=SchedulerConfig(**part["scheduler"]),  # type: ignore[arg-type]
-    )
-    return Settings(engine, ServerConfig(**part["server"]))  # type: ignore[arg-type]
+    engine = {section: config(**part[section]) for section, config in SECTIONS.items() if section != "server"}
+    return Settings(EngineConfig(**engine), ServerConfig(**part["server"]))  # type: ignore[arg-type]
 
 
 def read_file(path: str) -> Values:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from mtpserve.cli.options import suggest
+from mtpserve.cli.peers import SHORT
 from mtpserve.core.errors import ConfigError
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
@@ -29,6 +30,7 @@ class Parser(argparse.ArgumentParser):
         for argument in arguments:
             plain = plain or argument == "--"
             flag, equals, value = argument.partition("=")
+            flag = flag if plain else SHORT.get(flag, flag)
             yield argument if plain or not FLAG.fullmatch(flag) else self._full(flag) + equals + value
 
     def _full(self, flag: str) -> str:

@@ -1,4 +1,4 @@
-"""What a request asks of sampling, of stopping and of the scheduler. Validated here once, for the HTTP server and the offline engine alike."""
+"""What a request asks of sampling, stopping and the scheduler. Validated here once, for the HTTP server and the offline engine alike."""
 
 from __future__ import annotations
 

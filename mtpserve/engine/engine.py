@@ -16,9 +16,9 @@ Up to `overlap` steps are in flight while the next one is planned and launched, 
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence as Seq
+from random import Random, SystemRandom
 from time import perf_counter
 
 from mtpserve.cache.pages import PageAllocator
@@ -75,6 +75,7 @@ class Engine:
         self._want = want
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
+        self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
         self._allocator = allocator
         self._overlap, self._plain_above = overlap, plain_above
         self._in_flight: deque[tuple[list[Span], Launched]] = deque()
@@ -108,7 +109,7 @@ class Engine:
         if self._max_queued is not None and len(scheduler.waiting) >= self._max_queued + scheduler.free_seats:
             raise QueueFull(f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is {self._max_queued}")
         max_len = self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         seq = Sequence(
             request.id,
             list(request.prompt),

@@ -297,7 +297,7 @@ class Scheduler:
         seats = [seq.seat for seq in self.running if seq.seat is not None]
         if sorted(seats + self._free_seats) != list(range(self._max_running)) or len(seats) != len(self.running):
             raise RuntimeError(f"{len(self.running)} requests run in seats {sorted(seats)} while {sorted(self._free_seats)} are free")
-        if {seq.id for seq in (*self.running, *self.waiting)} != self.live.keys() or len(self.running) + len(self.waiting) != len(self.live):
+        if sorted(seq.id for seq in (*self.running, *self.waiting)) != sorted(self.live):
             raise RuntimeError("running and waiting requests are not the live ones")
         if any(queue != sorted(queue, key=RANK) for queue in (self.running, self.waiting)):
             raise RuntimeError("running or waiting requests are out of order")

@@ -30,6 +30,7 @@ from mtpserve.server.page import page, stats
 from mtpserve.server.response_store import ResponseStore
 from mtpserve.server.service import Service
 from mtpserve.server.tokens import detokenize, tokenize
+from mtpserve.server.tools import default_variables
 from mtpserve.text.tokenizer import Tokenizer
 
 # FastAPI would describe its own error bodies, which this server never sends.
@@ -73,7 +74,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any]], ...] = (
 def create_app(
     client: EngineClient, tokenizer: Tokenizer, engine_config: EngineConfig | None = None, server_config: ServerConfig | None = None
 ) -> FastAPI:
-    """`app.state.service.draining` may be set later: new requests and /health then get 503."""
+    """`app.state.service.draining` may be set later: new requests and /health then get 503. Raises ConfigError for options that do not
+    fit the tokenizer."""
     app = FastAPI(
         title="mtpserve",
         version=__version__,
@@ -83,7 +85,8 @@ def create_app(
     )
     config = server_config or ServerConfig()
     metrics = Metrics(client, config.dialects)
-    app.state.service = Service(client, tokenizer, metrics, int(time()), engine_config or EngineConfig(), config)
+    defaults = default_variables(config, tokenizer)
+    app.state.service = Service(client, tokenizer, metrics, int(time()), engine_config or EngineConfig(), config, defaults)
     app.state.responses = ResponseStore()
     # The last one is the outermost: even a refusal has an id, and a browser may read it.
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)

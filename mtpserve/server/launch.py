@@ -21,7 +21,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Fetch = Callable[[EngineConfig], EngineConfig]
+
 ENGINE_S = 2.0  # for the engine's process to finish its step
 CLOSE_S = 1  # for connections to write what they have when the server ends
 LAST_HEALTH_S = 1.0  # how long /health answers 503 after the engine's death
+
+
+def unchanged(config: EngineConfig) -> EngineConfig:
+    return config
 
 
 class Gate:
@@ -84,18 +90,19 @@ class Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-def serve(engine_config: EngineConfig, server: ServerConfig, *, factory: str = DEFAULT_FACTORY) -> int:
+def serve(engine_config: EngineConfig, server: ServerConfig, *, fetch: Fetch = unchanged, factory: str = DEFAULT_FACTORY) -> int:
     """Blocks until the server ends; returns the exit code. Raises MTPServeError, one line, when it cannot start.
 
-    `factory` names the function that builds the engine.
+    `fetch` downloads what the configuration names by an id, when the port is taken; `factory` names the function that builds the engine.
     """
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for library in ("uvicorn", "httpx"):  # the hub's library logs its every request
+        logging.getLogger(library).setLevel(logging.WARNING)
     server = with_keys(server)
     if not (server.api_key or server.ssl_ca_certs or is_loopback(server.host)):
         log.warning("listening on %s without --api-key: whoever reaches it may use it", server.host)
     with listen(server.host, server.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Launch(engine_config, server, factory).run(listener))
+        return runner.run(Launch(fetch(engine_config), server, factory).run(listener))
 
 
 def is_loopback(host: str) -> bool:

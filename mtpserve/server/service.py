@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from time import perf_counter
+from typing import Any
 
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed
@@ -54,6 +55,7 @@ class Service:
     created: int  # for /v1/models, in seconds since 1970
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     server_config: ServerConfig = field(default_factory=ServerConfig)
+    template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the chat template where a request has none
     draining: bool = False
     _live: set[str] = field(default_factory=set)  # the engine's ids of what runs or waits
     _aborted: set[str] = field(default_factory=set)  # of these, those that somebody asked to end

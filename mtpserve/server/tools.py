@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from mtpserve.core.errors import InvalidRequest
+from mtpserve.config import ServerConfig
+from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.sampling import MAX_GRAMMAR_BYTES, GrammarSpec, SamplingParams
 from mtpserve.server.errors import SHORT
 from mtpserve.server.schemas import check_enforceable, check_parameters
@@ -196,6 +197,14 @@ def calls_grammar(use: ToolUse, calls: CallFormat, spell: Spelling) -> str:
 ALWAYS_KNOWN = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # switches that not every template has
 MAX_VALUE = 256  # characters
 MAX_VARIABLES = 16
+
+
+def default_variables(config: ServerConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Of --default-chat-template-kwargs. Raises ConfigError."""
+    try:
+        return template_variables(config.template_kwargs, None, tokenizer)
+    except InvalidRequest as error:
+        raise ConfigError(f"--default-chat-template-kwargs: {error}") from error
 
 
 def template_variables(kwargs: Mapping[str, Any] | None, effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from mtpserve.config import ModelConfig
-from mtpserve.core.errors import InvalidRequest, LoadError
+from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError
 
 # Parameters of the renderer and what it sets: through them a request would choose the template itself, or call the tokenizer.
 # And the functions that templates call.
@@ -44,8 +44,9 @@ BYTES = byte_letters()
 class Tokenizer:
     """`defaults` are the sampling parameters that the model's makers recommend, from its generation_config.json."""
 
-    def __init__(self, directory: str | Path, numbers: bool = False) -> None:
-        """`numbers`: there is none, and text is ids with blanks between them."""
+    def __init__(self, directory: str | Path, numbers: bool = False, *, chat_template: str | None = None, recommends: bool = True) -> None:
+        """`numbers`: there is none, and text is ids with blanks between them. `chat_template`: a file, instead of the model's own.
+        Not `recommends`: there are no `defaults`."""
         self.directory = Path(directory)
         if not numbers:
             require(self.directory / "tokenizer.json")
@@ -60,7 +61,13 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
             raise LoadError(f"{self.directory / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
         self.fast: FastTokenizer = self._tokenizer.backend_tokenizer
-        self.defaults = sampling_defaults(self.directory)
+        self.defaults = sampling_defaults(self.directory) if recommends else {}
+        if chat_template is not None:
+            self._tokenizer.chat_template = template_of(chat_template)
+            try:
+                self.render_chat([{"role": "user", "content": "?"}])
+            except InvalidRequest as error:
+                raise ConfigError(f"--chat-template {chat_template}: {error}") from error
         added = self.fast.get_added_tokens_decoder()
         self._added: dict[int, bytes] = {id: token.content.encode() for id, token in added.items()}
         self._marker_ids = {token.content: id for id, token in added.items()}
@@ -149,7 +156,14 @@ class Tokenizer:
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer:
-    return Tokenizer(model.tokenizer_directory, model.numbers_for_text)
+    return Tokenizer(model.tokenizer_directory, model.numbers_for_text, chat_template=model.chat_template, recommends=model.recommends)
+
+
+def template_of(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {file}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def number_tokenizer(config: Path) -> FastTokenizer:

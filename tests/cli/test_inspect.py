@@ -91,7 +91,7 @@ def test_the_model_may_be_named_either_way(arguments: list[str], asked: list[Eng
 
 
 def test_but_not_both() -> None:
-    with pytest.raises(ConfigError, match="two models"):
+    with pytest.raises(ConfigError, match="model is given twice"):
         inspect.run(["/a", "--model", "/b"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from mtpserve.cli import launch
 from mtpserve.cli.options import SECTIONS, Option, Settings, add_options, all_options, given, settings
 from mtpserve.cli.parser import Parser
+from mtpserve.cli.peers import INSTEAD, SHORT
 from mtpserve.config import option
 from mtpserve.core.errors import ConfigError
 from tests.house.tree import ROOT
@@ -62,11 +64,22 @@ def test_every_spelling_of_every_option_reaches_its_field(one: object) -> None:
         # the second's
         "--model demo --spec-method mtp --num-speculative-tokens 2 --max-num-seqs 8",
         '--model demo --max-num-seqs 8 --speculative-config={"method":"deepseek_mtp","num_speculative_tokens":2}',
+        # vllm serve MODEL
+        'demo -sc {"method":"mtp","num_speculative_tokens":2} --max-num-seqs 8 -tp 1 -dp=1 --enable-chunked-prefill',
     ],
 )
 def test_both_dialects_mean_the_same(arguments: str) -> None:
     engine = parse(*arguments.split()).engine
     assert (engine.model.model, engine.spec.steps, engine.scheduler.max_running_requests) == ("demo", 2, 8)
+
+
+def test_what_peers_call_otherwise_has_no_option_here() -> None:
+    """Advice for an option that exists would never be seen."""
+    known = {spelling for option in all_options() for spelling in option.spellings}
+    assert not known & INSTEAD.keys()
+    named = {flag for advice in INSTEAD.values() for flag in re.findall(r"--([\w-]+)", advice)}
+    assert named and named <= known
+    assert set(SHORT.values()) <= {f"--{spelling}" for spelling in known | {"speculative-config"}}
 
 
 def test_unique_beginnings_count() -> None:
@@ -92,7 +105,16 @@ def test_unique_beginnings_count() -> None:
         (["--speculative-config", '{"method":"mtp","num_speculative_tokens":"many"}'], ["--speculative-num-steps", "'many'"]),
         (["--speculative-config", '{"method":"mtp"}', "--speculative-algo", "EAGLE"], ["twice", "EAGLE"]),
         (["--config", "/nowhere.yaml"], ["/nowhere.yaml", "No such file"]),
-        (["surplus"], ["surplus"]),
+        (["demo", "surplus"], ["surplus"]),
+        (["demo", "--model", "other"], ["model is given twice", "'demo'", "'other'"]),
+        (["--tp", "2"], ["--tensor-parallel-size", "must be 1", "got 2"]),
+        (["-dp", "2"], ["--data-parallel-size", "got 2"]),
+        (["--trust-remote-code"], ["no code that comes with a checkpoint is ever run here"]),
+        (["--enable_priority_scheduling"], ["--scheduling-policy priority"]),
+        (["--no-enable-chunked-prefill"], ["--enable-chunked-prefill must be true"]),
+        (["--enable-auto-tool-choice"], ["--enable-auto-tool-choice", "--tool-call-parser"]),
+        (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs must be a JSON object, got '[1]'"]),
+        (["--default-chat-template-kwargs", "{"], ["--default-chat-template-kwargs must be a JSON object, got '{'"]),
     ],
 )
 def test_a_mistake_is_named(arguments: list[str], words: list[str]) -> None:
@@ -188,9 +210,13 @@ def test_every_option_reaches_the_settings(one: Option) -> None:
     """Not only its field: what is dropped on the way to the dataclasses would be a switch that does nothing."""
     values: dict[str, object] = {"speculative_algorithm": "MTP"} if one.section == "spec" else {}
     value = {str: "1", int: 1, float: 0.5, bool: not one.default}[one.kind]
-    value = (
-        one.choices[-1] if one.choices else {"context_length": 64, "max_total_tokens": 64, "metrics_compat": "vllm"}.get(one.name, value)
-    )
+    given = {"context_length": 64, "max_total_tokens": 64, "metrics_compat": "vllm", "default_chat_template_kwargs": "{}"}
+    value = one.choices[-1] if one.choices else given.get(one.name, value)
+    if one.section == "parallel" or one.name == "enable_chunked_prefill":  # those have one value, and say so
+        with pytest.raises(ConfigError, match=f"--{one.spellings[0]} must be"):
+            settings({one.name: 2 if one.kind is int else False})
+        return
+    values |= {"tool_call_parser": "hermes"} if one.name == "enable_auto_tool_choice" else {}
     value = ("a",) if one.many else value
     if one.name.startswith("ssl_"):  # those belong together
         values |= {"ssl_keyfile": "1", "ssl_certfile": "1"}

@@ -31,6 +31,7 @@ class Bench:
         running: int = 4,
         queued: int | None = None,
         policy: str = "fcfs",
+        random_seed: int | None = None,
         context: int = 200,
         eos: tuple[int, ...] = (),
         accuracy: float = 0.7,
@@ -41,7 +42,7 @@ class Bench:
         self.runner = FakeRunner(max_drafts=drafts, num_pages=pages, page_size=page_size, accuracy=accuracy, noisy=noisy)
         self.engine = Engine(
             self.runner,
-            SchedulerConfig(chunked_prefill_size=budget, max_queued_requests=queued, scheduling_policy=policy),
+            SchedulerConfig(chunked_prefill_size=budget, max_queued_requests=queued, scheduling_policy=policy, random_seed=random_seed),
             allocator=PageAllocator(pages),
             page_size=page_size,
             max_running=running,

@@ -383,10 +383,12 @@ def test_impossible_configurations() -> None:
 
 
 def test_a_request_without_a_seed_gets_one_of_its_own() -> None:
-    texts = set()
-    for _ in range(3):
-        bench = Bench(noisy=True, drafts=0)
-        bench.add("r1")
+    def texts(random_seed: int | None) -> list[list[int]]:
+        bench = Bench(noisy=True, drafts=0, random_seed=random_seed)
+        for name in ("a", "b"):
+            bench.add(name, prompt=[1, 2])
         bench.drain()
-        texts.add(tuple(bench.texts["r1"]))
-    assert len(texts) == 3
+        return list(bench.texts.values())
+
+    drawn = [tuple(text) for seed in (None, None, 7, 8) for text in texts(seed)]
+    assert len(set(drawn)) == 8 and texts(7) == texts(7)

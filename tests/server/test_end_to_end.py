@@ -38,7 +38,7 @@ class Running:
 
 @contextmanager
 def running(*options: str, stderr: IO[str] | None = None) -> Iterator[Running]:
-    command = [sys.executable, "-m", "mtpserve.cli.main", "launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--port", "0"]
+    command = [sys.executable, "-m", "mtpserve", "launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--port", "0"]
     command += options
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=Path(__file__).parents[2]) as process:
         try:

@@ -46,7 +46,7 @@ class Running:
 
 
 def launched(*options: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", "mtpserve.cli.main", "launch", *OPTIONS, *options]
+    command = [sys.executable, "-m", "mtpserve", "launch", *OPTIONS, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None

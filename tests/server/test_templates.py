@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from mtpserve.config import ServerConfig
+from mtpserve.core.errors import ConfigError
 from mtpserve.server.app import create_app
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
@@ -34,6 +36,16 @@ def test_switches_reach_the_template(client: FakeClient, tmp_path: Path) -> None
     assert prompt_of(http, client, tokenizer) == "/user: hello\n"
     asked = {"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "low"}
     assert prompt_of(http, client, tokenizer, **asked) == "True/lowuser: hello\n"
+
+
+def test_the_operator_sets_variables_and_a_request_overrides_them(client: FakeClient, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(tiny.write(tmp_path, template=SWITCHES))
+    config = ServerConfig(default_chat_template_kwargs='{"thinking": false}')
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(client, tokenizer, None, config)), base_url="http://test")
+    assert prompt_of(http, client, tokenizer) == "False/user: hello\n"
+    assert prompt_of(http, client, tokenizer, chat_template_kwargs={"thinking": True}) == "True/user: hello\n"
+    with pytest.raises(ConfigError, match=r"--default-chat-template-kwargs: chat_template_kwargs\.nothing"):
+        create_app(client, tokenizer, None, ServerConfig(default_chat_template_kwargs='{"nothing": 1}'))
 
 
 def test_the_last_message_goes_on(http: httpx.AsyncClient, client: FakeClient, tokenizer: Tokenizer) -> None:

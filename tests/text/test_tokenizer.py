@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mtpserve.core.errors import InvalidRequest, LoadError
-from mtpserve.text.tokenizer import Tokenizer
+from mtpserve.config import ModelConfig
+from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError
+from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
 from tests.text import tiny
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -59,6 +60,26 @@ def test_a_bad_template_disables_chat_only(template: str | None, tmp_path: Path)
     assert caught.value.param == "messages"
 
 
+def test_another_template_takes_the_models_place(tmp_path: Path) -> None:
+    directory, file = tiny.write(tmp_path / "model"), tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    assert Tokenizer(directory, chat_template=str(file)).render_chat([{"role": "user", "content": "a"}]) == "[a]"
+    for bad in ("{% for %}", "{{ ''.__class__.__mro__ }}{{ nothing.at.all }}"):
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match=r"--chat-template .*mine\.jinja: the model's chat template failed"):
+            Tokenizer(directory, chat_template=str(file))
+    with pytest.raises(ConfigError, match=r"nowhere\.jinja: No such file"):
+        Tokenizer(directory, chat_template=str(tmp_path / "nowhere.jinja"))
+
+
+def test_a_models_recommendations_can_be_left_out(tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path, temperature=0.6)
+    chosen = {
+        name: tokenizer_of(ModelConfig(model=str(directory), sampling_defaults=name)).defaults for name in ("model", "openai", "vllm")
+    }
+    assert chosen == {"model": {"temperature": 0.6}, "openai": {}, "vllm": {}}
+
+
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="nowhere: no such directory"):
         Tokenizer(tmp_path / "nowhere")
@@ -76,7 +97,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     code = f"""
 import sys
-from mtpserve.text.tokenizer import Tokenizer
+from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
 tokenizer = Tokenizer({str(tiny.write(tmp_path))!r})
 tokenizer.decode(tokenizer.encode(tokenizer.render_chat({MESSAGES!r}), special=False))
 sys.exit("torch" in sys.modules)

@@ -1,0 +1,147 @@
+"""Models by id, from a hub that this file serves: what is downloaded, what is not, and what is said when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mtpserve.config import ModelConfig
+from mtpserve.weights.hub import is_id
+from tests.house.tree import ROOT
+
+ID, COMMIT = "some-org/Some-Model.1", "c" * 40
+
+
+class Hub(ThreadingHTTPServer):
+    """The part of the hub's interface that downloading a model needs."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files = {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+        self.sent: list[str] = []
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path, files = self.path.partition("?")[0], self.server.files
+        if path in (f"/api/models/{ID}/revision/main", f"/api/models/{ID}/revision/v2"):
+            self.send(json.dumps({"id": ID, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}).encode(), body)
+        elif path.startswith(f"/api/models/{ID}/tree/"):
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": sha1(data).hexdigest()} for name, data in files.items()]
+            self.send(json.dumps(tree).encode(), body)
+        elif path.startswith(f"/api/models/{ID}/revision/"):
+            self.send(b"{}", body, 404, {"X-Error-Code": "RevisionNotFound"})
+        elif (name := path.removeprefix(f"/{ID}/resolve/{COMMIT}/")) in files:
+            if body:
+                self.server.sent.append(name)
+            self.send(files[name], body, 200, {"ETag": f'"{sha1(files[name]).hexdigest()}"', "X-Repo-Commit": COMMIT})
+        else:
+            self.send(b"{}", body, 404, {"X-Error-Code": "RepoNotFound"})
+
+    def send(self, data: bytes, body: bool, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), "Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    directory = tmp_path_factory.mktemp("published") / "model"
+    shutil.copytree(ModelConfig().directory, directory)
+    (directory / "pytorch_model.bin").write_bytes(b"a pickle")
+    (directory / "modeling_some.py").write_text("print('code of a checkpoint')")
+    (directory / "original").mkdir()
+    (directory / "original" / "model.safetensors").write_bytes(b"the same again")
+    hub = Hub(directory)
+    thread = threading.Thread(target=hub.serve_forever)
+    thread.start()
+    yield hub
+    hub.shutdown()
+    thread.join()
+    hub.server_close()
+
+
+def run(home: Path, endpoint: str, *arguments: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(offline)), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    environment = {**os.environ, **variables, "PYTHONPATH": path, "NO_PROXY": "127.0.0.1"}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+FETCH = """
+import sys
+from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
+from mtpserve.weights.hub import fetched
+spec = SpecConfig(speculative_algorithm="MTP", speculative_draft_model_path=sys.argv[1])
+found = fetched(EngineConfig(model=ModelConfig(model=sys.argv[1], tokenizer=sys.argv[1], revision=sys.argv[2]), spec=spec))
+assert found.model.served_model_name == sys.argv[1]
+assert found.model.tokenizer == found.spec.speculative_draft_model_path == found.model.model, found
+print(found.model.model)
+"""
+
+
+def test_an_id_becomes_a_directory_once(hub: Hub, tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    first = run(tmp_path, endpoint, "-c", FETCH, ID, "v2")
+    assert first.returncode == 0, first.stderr
+    directory = Path(first.stdout.strip())
+    wanted = {name for name in hub.files if name.endswith((".json", ".safetensors", ".jinja")) and "/" not in name}
+    assert {file.name for file in directory.iterdir()} == wanted == set(hub.sent) and len(hub.sent) == len(wanted) >= 4
+    assert all((directory / name).read_bytes() == hub.files[name] for name in wanted)
+    again = run(tmp_path, endpoint, "-c", FETCH, ID, "v2", offline=True)
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
+    report = run(tmp_path, endpoint, "-m", "mtpserve", "inspect", ID, "--json", "--revision", "v2")
+    assert report.returncode == 0, report.stderr
+    assert json.loads(report.stdout)["arch"]["hidden"] > 0 and len(hub.sent) == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("launch", "some-org/none"), "the hub shows no such model; a private one needs HF_TOKEN"),
+        (("serve", ID, "--revision", "v9"), f"{ID}: the hub has no revision 'v9' of it"),
+        (("inspect", ID), f"it was not downloaded yet: `hf download {ID}`"),
+    ],
+)
+def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    port = ("--port", "0") if arguments[0] != "inspect" else ()
+    done = run(tmp_path, f"http://127.0.0.1:{hub.server_port}", "-m", "mtpserve", *arguments, *port)
+    assert done.returncode == 1 and message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_no_hub_is_one_line(tmp_path: Path) -> None:
+    done = run(tmp_path, "http://127.0.0.1:9", "-m", "mtpserve", "launch", "--model", ID, "--port", "0")
+    assert done.returncode == 1 and "no such directory, and the hub cannot be reached" in done.stderr.splitlines()[-1]
+
+
+def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_id("deepseek-ai/DeepSeek-V3") and is_id("a/b")
+    for name in ("demo", "/models/a", "./a", "models/", "a/b/c", "~/a", "../a", "a b/c", "a/b\n", "-a/b"):
+        assert not is_id(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert not is_id("a/b")
