@@ -28,7 +28,11 @@ MAX_TOKENS = 128
 
 
 def parser() -> Parser:
-    made = Parser(prog="mtpserve generate", description="Continue a prompt: accepted drafts are green, rejected ones struck out.")
+    made = Parser(
+        prog="mtpserve generate",
+        usage="%(prog)s [PROMPT] [options]",
+        description="Continue a prompt: accepted drafts are green, rejected ones struck out.",
+    )
     made.add_argument("prompt", nargs="?", help="the text to continue; without it standard input is read")
     made.add_argument("--keep-rejected", action="store_true", help="leave rejected drafts in the text, struck out")
     group = made.add_argument_group("sampling options")

@@ -27,7 +27,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parser() -> Parser:
-    made = Parser(prog="mtpserve inspect", description="Print a checkpoint's architecture, MTP layout, weights and memory plan.")
+    made = Parser(
+        prog="mtpserve inspect",
+        usage="%(prog)s [MODEL] [options]",
+        description="Print a checkpoint's architecture, MTP layout, weights and memory plan.",
+    )
     made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="directory of the checkpoint, or 'demo'; the same as --model")
     made.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like what will be served")
     made.add_argument("--token-map", metavar="OUT.json", help="write the tokens that are most frequent in the text files to this file")

@@ -9,7 +9,8 @@ from mtpserve.cli.parser import Parser
 
 
 def parser() -> Parser:
-    made = Parser(prog="mtpserve launch", description="Serve a model over HTTP with OpenAI's API. `mtpserve serve` is the same.")
+    about = "Serve a model over HTTP with OpenAI's API. `mtpserve serve` is the same."
+    made = Parser(prog="mtpserve launch", usage="%(prog)s [MODEL] [options]", description=about)
     made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model")
     add_options(made)
     return made

@@ -121,6 +121,7 @@ class Switch(argparse.BooleanOptionalAction):
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         self._on = frozenset(option_strings)
         super().__init__(option_strings, dest, **more)
+        self.option_strings = [name for name in self.option_strings if not name.startswith("--no-no-")]
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None

@@ -21,7 +21,9 @@ TOKENS, DRAWS = 64, 300
 
 
 def parser() -> Parser:
-    made = Parser(prog="mtpserve prove", description="Compare a model's output with speculation to its output without.")
+    made = Parser(
+        prog="mtpserve prove", usage="%(prog)s [options]", description="Compare a model's output with speculation to its output without."
+    )
     made.add_argument("--prompts", metavar="FILE", help="prompts, one JSON string or plain text per line (default: a built-in set)")
     made.add_argument("--tokens", metavar="N", type=int, default=TOKENS, help=f"greedy tokens per prompt (default: {TOKENS})")
     made.add_argument("--draws", metavar="N", type=int, default=DRAWS, help=f"draws per sampling feature and side (default: {DRAWS})")

@@ -142,7 +142,7 @@ def test_what_an_image_starts_is_a_command_of_ours(image: str) -> None:
 def test_the_comments_commands_are_ours_too() -> None:
     """`docker run … image --options`, as the Dockerfile's head has it."""
     runs = re.findall(r"^#\s+docker run .*? mtpserve(?::cuda)?( --.*)?$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
-    assert len(runs) == 2
+    assert len(runs) == 3
     for options in runs:
         settings(given(launch.parser().parse(shlex.split(options))))
 
