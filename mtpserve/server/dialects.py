@@ -156,7 +156,8 @@ class SGLang(Observer):
 
 
 class VLLM(Observer):
-    """Its inter-token latency is per step: one observation, however many tokens came. Positions of drafts count from 0."""
+    """Its inter-token latency is per step: one observation, however many tokens came. Positions of drafts count from 0. Two facts are
+    there under their older names too: the boards that people have read those."""
 
     def __init__(self, registry: CollectorRegistry, engine: Engine) -> None:
         self._named = named = Named(registry, "vllm:", {"model_name": engine.card.name, "engine": "0"})
@@ -164,6 +165,7 @@ class VLLM(Observer):
         self._success = named.counter("request_success", "Ended requests by why.", "finished_reason", VLLM_FINISHED)
         self._first = named.histogram("time_to_first_token_seconds", "Time to first token.", VLLM_FIRST)
         self._token = named.histogram("inter_token_latency_seconds", "Time between a request's steps.", VLLM_TOKEN)
+        self._token_once = named.histogram("time_per_output_token_seconds", "Older name of inter_token_latency_seconds.", VLLM_TOKEN)
         self._mean = named.histogram("request_time_per_output_token_seconds", "A request's mean time per token.", VLLM_TOKEN)
         self._request = named.histogram("e2e_request_latency_seconds", "End-to-end latency.", VLLM_REQUEST)
         self._queue = named.histogram("request_queue_time_seconds", "Time in the queue.", VLLM_REQUEST)
@@ -172,6 +174,7 @@ class VLLM(Observer):
         self._inference = named.histogram("request_inference_time_seconds", "From the seat to the last token.", VLLM_REQUEST)
         self._asked = named.histogram("request_prompt_tokens", "Prompt tokens per request.", LENGTHS)
         self._answered = named.histogram("request_generation_tokens", "Generated tokens per request.", LENGTHS)
+        self._longest = named.histogram("request_max_num_generation_tokens", "Generated tokens per choice.", LENGTHS)
         self._limit = named.histogram("request_params_max_tokens", "max_tokens of requests that gave one.", LENGTHS)
 
     def _families(self, now: Scrape) -> Iterable[Metric]:
@@ -189,6 +192,7 @@ class VLLM(Observer):
             ("num_requests_running", "Running requests.", stats.running),
             ("num_requests_waiting", "Waiting requests.", stats.waiting),
             ("kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", now.page_share),
+            ("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", now.page_share),
             ("spec_decode_draft_acceptance_rate", "Accepted share of draft tokens.", accepted / drafted if drafted else None),
         ]
         yield from named.rows(counters, gauges)
@@ -207,6 +211,7 @@ class VLLM(Observer):
 
     def step(self, seconds: float, tokens: int) -> None:
         self._token.observe(seconds)
+        self._token_once.observe(seconds)
 
     def end(self, seen: Observed) -> None:
         if seen.outcome in VLLM_FINISHED:
@@ -216,6 +221,7 @@ class VLLM(Observer):
             self._decode.observe(seen.decoding)
             self._asked.observe(len(seen.request.prompt))
             self._answered.observe(seen.tokens)
+            self._longest.observe(seen.tokens)  # each choice is a request here
             if seen.request.sampling.max_tokens is not None:
                 self._limit.observe(seen.request.sampling.max_tokens)
             if seen.per_token is not None:

@@ -28,13 +28,14 @@ KINDS = {
         sglang:num_running_reqs sglang:num_queue_reqs sglang:token_usage sglang:num_used_tokens sglang:kv_used_tokens
         sglang:kv_available_tokens sglang:max_total_num_tokens sglang:page_size sglang:num_pages sglang:context_len sglang:gen_throughput
         sglang:spec_num_steps sglang:spec_accept_length sglang:spec_accept_rate vllm:num_requests_running vllm:num_requests_waiting
-        vllm:kv_cache_usage_perc vllm:spec_decode_draft_acceptance_rate vllm:cache_config_info""",
+        vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc vllm:spec_decode_draft_acceptance_rate vllm:cache_config_info""",
     "histogram": """
         sglang:time_to_first_token_seconds sglang:inter_token_latency_seconds sglang:request_time_per_output_token_seconds
         sglang:e2e_request_latency_seconds sglang:queue_time_seconds sglang:prompt_tokens_histogram sglang:generation_tokens_histogram
         vllm:time_to_first_token_seconds vllm:inter_token_latency_seconds vllm:request_time_per_output_token_seconds
         vllm:e2e_request_latency_seconds vllm:request_queue_time_seconds vllm:request_prefill_time_seconds vllm:request_decode_time_seconds
-        vllm:request_inference_time_seconds vllm:request_prompt_tokens vllm:request_generation_tokens vllm:request_params_max_tokens""",
+        vllm:request_inference_time_seconds vllm:request_prompt_tokens vllm:request_generation_tokens vllm:request_params_max_tokens
+        vllm:time_per_output_token_seconds vllm:request_max_num_generation_tokens""",
 }
 
 
@@ -97,6 +98,9 @@ def test_vllms_values(tokenizer: Tokenizer, client: FakeClient) -> None:
         f"vllm:num_requests_running{VLLM}": 3,
         f"vllm:num_requests_waiting{VLLM}": 0,
         f"vllm:kv_cache_usage_perc{VLLM}": 0.25,
+        f"vllm:gpu_cache_usage_perc{VLLM}": 0.25,
+        f"vllm:time_per_output_token_seconds_count{VLLM}": 4 + 1 + 1,
+        f"vllm:request_max_num_generation_tokens_sum{VLLM}": 13,
         'vllm:cache_config_info{block_size="16",engine="0",model_name="fake",num_gpu_blocks="64"}': 1,
         with_label("request_success_total", 'finished_reason="length"'): 2,
         with_label("request_success_total", 'finished_reason="error"'): 1,
