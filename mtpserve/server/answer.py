@@ -16,7 +16,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.server.choice import Choice, Shape, Wanted
 from mtpserve.server.errors import JSON
-from mtpserve.server.logprobs import Offsets
+from mtpserve.server.logprobs import ById, Offsets
 from mtpserve.server.openai import GenerationRequest
 from mtpserve.server.service import Piece, Service, merge
 from mtpserve.server.sse import EventStream, unless_gone
@@ -63,12 +63,13 @@ class Answer:
 
     def _choices(self) -> list[Choice]:
         tokenizer, body = self.service.tokenizer, self.body
-        wanted = Wanted(body.top_logprobs_wanted, body.prompt_logprobs, bool(body.return_spec_trace))
+        wanted = Wanted(body.top_logprobs_wanted, body.prompt_logprobs, bool(body.return_spec_trace), bool(body.return_token_ids))
+        spelling = ById(tokenizer) if body.return_tokens_as_token_ids else tokenizer
         choices = []
         for prompt in self.prompts:
             for _ in range(body.choices):
                 offsets = Offsets(tokenizer, prompt.echo or "", prompt.sampling.skip_special_tokens)
-                choices.append(Choice(self.shape, tokenizer, prompt.tokens, wanted, offsets, prompt.echo))
+                choices.append(Choice(self.shape, tokenizer, prompt.tokens, wanted, offsets, spelling, prompt.echo))
         return choices
 
     def _usage(self) -> Usage:
@@ -76,6 +77,10 @@ class Answer:
 
     def _head(self, object: str) -> dict[str, Any]:
         return {"id": self.id, "object": object, "created": self.created, "model": self.service.model}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """Where they do not stand in the choices."""
+        return {"prompt_token_ids": self.prompts[0].tokens} if self.body.return_token_ids and self.shape.one_prompt else {}
 
     def _shown(self, piece: Piece) -> Piece:
         if not self.scores_only:
@@ -89,7 +94,7 @@ class Answer:
                 piece = self._shown(piece)
                 usage.add(piece, choices[index].add(piece))
         listed = [{"index": index, **choice.whole()} for index, choice in enumerate(choices)]
-        return {**self._head(self.shape.object), "choices": listed, "usage": usage.body()}
+        return {**self._head(self.shape.object), **self._prompt_ids(), "choices": listed, "usage": usage.body()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
@@ -109,7 +114,7 @@ class Answer:
                 if not choice.opened:
                     choice.opened = True
                     if (opening := self.shape.opening()) is not None:
-                        yield chunk(index, opening)
+                        yield {**chunk(index, opening), **(self._prompt_ids() if index == 0 else {})}
                 for content in contents:
                     yield chunk(index, content)
         if body.include_usage:

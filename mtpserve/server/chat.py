@@ -14,7 +14,7 @@ from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sequence import Finish
 from mtpserve.server.answer import Answer, Prompt
 from mtpserve.server.dialogue import prepared
-from mtpserve.server.logprobs import chat_logprobs
+from mtpserve.server.logprobs import Spelling, chat_logprobs
 from mtpserve.server.openai import ChatRequest
 from mtpserve.server.output import Output
 from mtpserve.server.service import Service
@@ -32,6 +32,7 @@ class ChatShape:
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    one_prompt = True
 
     def voice(self) -> ChatVoice:
         return ChatVoice(Output(self.plan, self.tokenizer, self.include_reasoning))
@@ -40,7 +41,7 @@ class ChatShape:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def logprobs(
-        self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+        self, tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
     ) -> dict[str, Any]:
         return chat_logprobs(tokenizer, tokens, [score for score in scores if score is not None], top)
 

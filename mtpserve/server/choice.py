@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mtpserve.core.errors import RequestFailed
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sequence import Finish
-from mtpserve.server.logprobs import Offsets, prompt_scores
+from mtpserve.server.logprobs import Offsets, Spelling, prompt_scores
 from mtpserve.server.service import Piece
 from mtpserve.server.usage import Trace
 from mtpserve.text.tokenizer import Tokenizer
@@ -40,6 +40,7 @@ class Shape(Protocol):
     id_prefix: str
     object: str
     chunk_object: str
+    one_prompt: bool  # whose tokens stand beside the choices, if they are asked for, not in them
 
     def voice(self) -> Voice: ...
     def opening(self) -> dict[str, Any] | None:
@@ -47,7 +48,7 @@ class Shape(Protocol):
         ...
 
     def logprobs(
-        self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+        self, tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
     ) -> dict[str, Any]: ...
 
 
@@ -58,6 +59,7 @@ class Wanted:
     logprobs: int | None
     prompt_logprobs: int | None
     trace: bool
+    token_ids: bool = False
 
 
 @dataclass(slots=True)
@@ -72,6 +74,7 @@ class Choice:
     prompt: list[int]
     wanted: Wanted
     offsets: Offsets
+    spelling: Spelling  # of the tokens beside their log-probabilities
     echo: str | None = None
     opened: bool = False
     voice: Voice = field(init=False)
@@ -95,7 +98,7 @@ class Choice:
         tokens that end inside a character, or text that may become something else than text."""
         finish = next((piece.finish for piece in self._pieces if piece.finish is not None), None)
         scored = any(piece.logprobs for piece in self._pieces)
-        told = self.wanted.trace and any(piece.tokens for piece in self._pieces)
+        told = (self.wanted.trace or self.wanted.token_ids) and any(piece.tokens for piece in self._pieces)
         fronted = self._begins() and (self.echo is not None or self.wanted.prompt_logprobs is not None)
         if not (finish or scored or told or fronted or any(piece.text for piece in self._pieces)):
             return []
@@ -131,9 +134,13 @@ class Choice:
                 tokens, scores = [*self.prompt, *tokens], [None, *self._prompt_scored(), *scores]
             if tokens:
                 places = self.offsets.take(tokens)
-                beside["logprobs"] = self.shape.logprobs(self.tokenizer, tokens, scores, places, self.wanted.logprobs)
+                beside["logprobs"] = self.shape.logprobs(self.spelling, tokens, scores, places, self.wanted.logprobs)
         if self.wanted.prompt_logprobs is not None and begins:
             beside["prompt_logprobs"] = prompt_scores(self.tokenizer, self.prompt, self._prompt_scored(), self.wanted.prompt_logprobs)
+        if self.wanted.token_ids:
+            beside["token_ids"] = [token for piece in pieces for token in piece.tokens]
+            if begins and not self.shape.one_prompt:
+                beside["prompt_token_ids"] = self.prompt
         if self.wanted.trace:
             beside["spec_trace"] = [self._trace.step(piece) for piece in pieces if piece.tokens]
         return (self.echo or "") + text if begins else text, beside

@@ -14,10 +14,9 @@ from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.server.answer import Answer, Prompt
-from mtpserve.server.logprobs import completion_logprobs
+from mtpserve.server.logprobs import Spelling, completion_logprobs
 from mtpserve.server.openai import CompletionRequest
 from mtpserve.server.service import Service
-from mtpserve.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -43,6 +42,7 @@ class CompletionShape:
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
+    one_prompt = False
 
     def voice(self) -> CompletionVoice:
         return CompletionVoice()
@@ -51,7 +51,7 @@ class CompletionShape:
         return None
 
     def logprobs(
-        self, tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+        self, tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
     ) -> dict[str, Any]:
         return completion_logprobs(tokenizer, tokens, scores, offsets, top)
 
@@ -64,13 +64,14 @@ async def prompts_of(service: Service, body: CompletionRequest, sampling: Sampli
             ids = await service.encode(prompt, "prompt", special=body.add_special_tokens is not False)
         else:
             ids = prompt
-            service.check_ids(ids[:context], "prompt")
+            service.check_ids(ids if body.truncate_prompt_tokens else ids[:context], "prompt")
+        whole, ids = len(ids), service.truncated(ids, body.truncate_prompt_tokens, body.max_tokens)
         service.check_length(ids, body.max_tokens, "prompt")
         max_tokens = min(DEFAULT_MAX_TOKENS, context - len(ids)) if body.max_tokens is None else max(body.max_tokens, 1)
         echo = None
         if body.echo:  # a text as the client wrote it, not as it comes back from the tokenizer
             decode = service.tokenizer.decode
-            echo = prompt if isinstance(prompt, str) else decode(ids, skip_special_tokens=sampling.skip_special_tokens)
+            echo = prompt if isinstance(prompt, str) and len(ids) == whole else decode(ids, skip_special_tokens=sampling.skip_special_tokens)
         prompts.append(Prompt(ids, replace(sampling, max_tokens=max_tokens), echo))
     return prompts
 

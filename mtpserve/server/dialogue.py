@@ -71,5 +71,6 @@ async def prepared(service: Service, body: ChatRequest) -> Prepared:
     sampling = planned(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)
     prompt = await service.encode(text, "messages", special=False)
+    prompt = service.truncated(prompt, body.truncate_prompt_tokens, body.wanted_tokens)
     service.check_length(prompt, body.wanted_tokens, "messages")
     return Prepared(prompt, sampling, spelling, plan)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.text.tokenizer import Tokenizer
@@ -14,6 +15,26 @@ LEAST = -9999.0  # JSON has no infinity
 
 def finite(value: float) -> float:
     return max(value, LEAST)
+
+
+class Spelling(Protocol):
+    """How tokens are shown; a Tokenizer shows them as their text."""
+
+    def token_text(self, token: int) -> str: ...
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ById:
+    """As vLLM shows tokens where a request says return_tokens_as_token_ids: no two look alike."""
+
+    tokenizer: Tokenizer
+
+    def token_text(self, token: int) -> str:
+        return f"token_id:{token}"
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.tokenizer.token_bytes(token)
 
 
 class Offsets:
@@ -45,7 +66,7 @@ class Offsets:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
 ) -> dict[str, Any]:
     """A prompt's first token has no score."""
     return {
@@ -59,7 +80,7 @@ def completion_logprobs(
     }
 
 
-def by_text(tokenizer: Tokenizer, token: int, score: TokenLogprob, top: int) -> dict[str, float]:
+def by_text(tokenizer: Spelling, token: int, score: TokenLogprob, top: int) -> dict[str, float]:
     """The likeliest, and always the token that stands in the text. Of tokens with the same text the likeliest counts."""
     found: dict[str, float] = {}
     for id, logprob in [*score.top[:top], (token, score.logprob)]:
@@ -67,7 +88,7 @@ def by_text(tokenizer: Tokenizer, token: int, score: TokenLogprob, top: int) -> 
     return found
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenLogprob], top: int) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob], top: int) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": tokenizer.token_text(token), "logprob": finite(logprob), "bytes": list(tokenizer.token_bytes(token))}
 

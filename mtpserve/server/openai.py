@@ -44,13 +44,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "lora_path": (None,),
     "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
-    "no_stop_trim": (None, False),
     "prompt_embeds": (None,),
     "repetition_detection": (None,),
     "return_hidden_states": (None, False),
     "return_spec_tokens_details": (None, False),
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
     "service_tier": (None, "auto", "default"),
     "session_params": (None,),
     "spaces_between_special_tokens": (None, True),
@@ -58,7 +55,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "store": (None, False),
     "stream_reasoning": (None, True),
     "thinking_token_budget": (None,),
-    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "verbosity": (None, "medium"),
     "vllm_xargs": (None, {}),
@@ -131,6 +127,7 @@ class GenerationRequest(Strict):
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None  # SGLang's name for it
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -158,6 +155,9 @@ class GenerationRequest(Strict):
     prediction: dict[str, Any] | None = None
     speculative: SpeculativeOptions | None = None
     return_spec_trace: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
     rid: RequestId | None = None  # SGLang's name for the id of the answer, which /abort_request takes
     request_id: RequestId | None = None  # vLLM's
     timeout: Timeout | None = None
@@ -179,6 +179,9 @@ class GenerationRequest(Strict):
             raise InvalidRequest(f"best_of must equal n = {self.choices}, got {self.best_of}: leave it out", "best_of")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        if self.truncate_prompt_tokens is not None and (self.truncate_prompt_tokens < -1 or self.truncate_prompt_tokens == 0):
+            asked = self.truncate_prompt_tokens
+            raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {asked}", "truncate_prompt_tokens")
         if self.rid is not None and self.request_id is not None:
             raise InvalidRequest("rid and request_id name the same thing: give one of them", "request_id")
 
@@ -222,7 +225,7 @@ class GenerationRequest(Strict):
             stop=texts("stop", [self.stop] if isinstance(self.stop, str) else self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            include_stop=bool(self.include_stop_str_in_output),
+            include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
             skip_special_tokens=self.skip_special_tokens is not False,
             logit_bias=biases(self.logit_bias or {}),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),

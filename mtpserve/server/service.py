@@ -124,6 +124,12 @@ class Service:
         self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
         self.check_ids(list(sampling.logit_bias), "logit_bias")
 
+    def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
+        """The last `keep` tokens; -1: as many as fit in front of `max_tokens`, or of one."""
+        if keep == -1:
+            keep = self.client.card.context_length - (max_tokens or 1)
+        return prompt if keep is None else prompt[-keep:]
+
     def check_length(self, prompt: Sequence[int], max_tokens: int | None, field: str) -> None:
         """An explicit `max_tokens` must fit behind the prompt; without one the rest of the context is what there is."""
         context = self.client.card.context_length

@@ -15,7 +15,7 @@ from mtpserve.server.usage import Trace
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
-from tests.server.fake_engine import FIRST_TOKEN
+from tests.server.fake_engine import CONTEXT, FIRST_TOKEN
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -145,6 +145,33 @@ def test_prompt_logprobs_by_id(http: httpx.AsyncClient, tokenizer: Tokenizer) ->
     assert len(found) == len(prompt) and found[0] is None
     assert found[1][str(prompt[1])] == {"logprob": -1.0, "rank": 2, "decoded_token": tokenizer.token_text(prompt[1])}
     assert found[1]["7"]["rank"] == 1
+
+
+def test_tokens_beside_the_text(http: httpx.AsyncClient, client: FakeClient, tokenizer: Tokenizer) -> None:
+    answer = post(http, COMPLETIONS, n=2, return_token_ids=True, logprobs=1, return_tokens_as_token_ids=True).json()
+    prompt = tokenizer.encode("hello")
+    for choice in answer["choices"]:
+        ids = choice["token_ids"]
+        assert choice["prompt_token_ids"] == prompt and tokenizer.decode(ids) == choice["text"] and len(ids) > 1
+        assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in ids]
+    whole = post(http, CHAT, return_token_ids=True).json()
+    assert whole["prompt_token_ids"] == client.submitted[-1].prompt and "prompt_token_ids" not in whole["choices"][0]
+    first, *chunks, _ = events(post(http, CHAT, return_token_ids=True, stream=True))
+    assert first["prompt_token_ids"] == whole["prompt_token_ids"] and not any("prompt_token_ids" in chunk for chunk in chunks)
+    parts = [chunk["choices"][0].get("token_ids", []) for chunk in chunks]
+    assert [id for part in parts for id in part] == whole["choices"][0]["token_ids"]
+
+
+def test_a_prompt_keeps_its_last_tokens(http: httpx.AsyncClient, client: FakeClient, tokenizer: Tokenizer) -> None:
+    whole = [5 + i % 200 for i in range(CONTEXT)]
+    assert post(http, COMPLETIONS, prompt=whole, truncate_prompt_tokens=3, echo=True).json()["usage"]["prompt_tokens"] == 3
+    assert client.submitted[-1].prompt == whole[-3:]
+    post(http, COMPLETIONS, prompt=whole, truncate_prompt_tokens=-1, max_tokens=10)
+    assert client.submitted[-1].prompt == whole[10:]
+    echoed = post(http, COMPLETIONS, prompt="one two three", truncate_prompt_tokens=1, echo=True, max_tokens=1).json()["choices"][0]["text"]
+    assert echoed.startswith(tokenizer.decode(tokenizer.encode("one two three")[-1:])) and not echoed.startswith("one two")
+    post(http, CHAT, truncate_prompt_tokens=2)
+    assert len(client.submitted[-1].prompt) == 2
 
 
 def test_several_choices_share_a_prompt(http: httpx.AsyncClient, client: FakeClient) -> None:
