@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, RequestFailed
+from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, QueueFull, RequestFailed
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
 from mtpserve.engine.messages import (
     INBOX,
@@ -133,6 +133,9 @@ class ProcessClient:
             raise EngineDead(self.dead)
         if self._draining:
             raise EngineBusy("the server is shutting down and takes no new requests")
+        # The engine would say the same, but only between two steps.
+        if self.card.capacity is not None and len(self._open) >= self.card.capacity:
+            raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
         queue: asyncio.Queue[TokenEvent | MTPServeError] = asyncio.Queue(MAX_UNREAD)
         self._open[request.id] = queue
         self._idle.clear()

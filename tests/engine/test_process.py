@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, RequestFailed
+from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, QueueFull, RequestFailed
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Finish
@@ -136,6 +137,24 @@ def test_refusals_belong_to_their_request() -> None:
         failed = await collect(client, request(seed=500))
         assert (failed[-1].finish, failed[-1].error) == (Finish.ERROR, "not a finite number")
         assert len(await collect(client, request())) == 5
+
+    scenario(work)
+
+
+def test_a_full_queue_refuses_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take long, and who is one too many is told meanwhile."""
+    monkeypatch.setenv("FAKE_PAUSE", "1.5")
+
+    async def work(client: ProcessClient) -> None:
+        client.card = replace(client.card, capacity=2)
+        tasks = [asyncio.create_task(collect(client, request(id, CONTEXT - 3))) for id in "ab"]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="2 requests run and wait already"):
+            await asyncio.wait_for(collect(client, request("c")), 1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(await collect(client, request("d", 2))) == 1
 
     scenario(work)
 
