@@ -142,7 +142,6 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
         overlap=overlap,
         plain_above=spec.speculative_disable_by_batch_size,
     )
-    engine.try_out()
     if curve is not None:
         engine.card = replace(engine.card, synthetic_acceptance=curve.name)
     log.info(

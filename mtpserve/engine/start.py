@@ -1,4 +1,7 @@
-"""The engine process's way to `build.py`. Importing torch takes seconds: a checkpoint that its headers give away is refused before that."""
+"""The engine process's way to `build.py`: what can be known sooner is looked at before, and what only shows in a step, after.
+
+Importing torch takes seconds: a checkpoint that its headers give away is refused before that.
+"""
 
 from __future__ import annotations
 
@@ -19,4 +22,6 @@ def build_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
         Checkpoint.open(config.model.directory)
     from mtpserve.engine.build import build_engine as build
 
-    return build(config, progress=progress)
+    engine = build(config, progress=progress)
+    engine.try_out()
+    return engine
