@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, QueueFull, RequestFailed
+from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull, RequestFailed
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.engine import client as client_module
-from mtpserve.engine.client import ProcessClient
+from mtpserve.engine.client import ProcessClient, private_directory
 from tests.server.fake_engine import CONTEXT, FACTORY, FIRST_TOKEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,18 @@ def test_the_directory_is_private_and_goes_when_both_sides_are_connected() -> No
         await client.stop()
 
     asyncio.run(main())
+
+
+def test_a_place_where_no_directory_can_be_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(MTPServeError, match=r"TMPDIR may name another place: .*No such file or directory: '.*nowhere"):
+        private_directory()
+    long = tmp_path / ("a" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(MTPServeError, match="TMPDIR is too long"):
+        private_directory()
+    assert not list(long.iterdir())
 
 
 def test_refusals_belong_to_their_request() -> None:
