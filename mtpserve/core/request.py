@@ -80,6 +80,7 @@ class ModelCard:
     lossy: bool = False  # acceptance thresholds below 1: the output's law is not the model's
     synthetic_acceptance: str | None = None  # the curve by which drafts are accepted: the output means nothing
     page_size: int = 1  # tokens in one page of the KV pool
+    capacity: int | None = None  # requests that may run and wait at once; None: any number
 
 
 @dataclass(slots=True)

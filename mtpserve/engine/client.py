@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, RequestFailed
+from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, QueueFull, RequestFailed
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
 from mtpserve.engine.messages import (
     INBOX,
@@ -48,6 +48,19 @@ MAX_UNREAD = 4096  # events that wait for a reader before its request is aborted
 LAST_WORDS_S = 0.2  # how long after the process's end its last message may still arrive
 
 
+def private_directory() -> str:
+    """For the two sockets; 0700. Raises MTPServeError where they cannot be."""
+    try:
+        directory = tempfile.mkdtemp(prefix="mtpserve-")
+    except OSError as error:
+        raise MTPServeError(f"no directory can be made for the engine's sockets; TMPDIR may name another place: {error}") from error
+    longest = max(len(os.fsencode(f"{directory}/{name}")) for name in (INBOX, OUTBOX))
+    if longest > zmq.IPC_PATH_MAX_LEN:
+        os.rmdir(directory)
+        raise MTPServeError(f"TMPDIR is too long for sockets: {directory}")
+    return directory
+
+
 class ProcessClient:
     """`card` exists after `start()`. Streams end with EngineDead once the process is gone; the client does not restart it."""
 
@@ -56,7 +69,7 @@ class ProcessClient:
     def __init__(self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY, progress: bool = False, log_level: str = "info") -> None:
         self._start_message = Start(config, progress, log_level)
         self._factory = factory
-        self._directory = tempfile.mkdtemp(prefix="mtpserve-")  # 0700
+        self._directory = private_directory()
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.PULL)
         self._requests: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)  # an ordinary one: sending never waits
@@ -133,6 +146,9 @@ class ProcessClient:
             raise EngineDead(self.dead)
         if self._draining:
             raise EngineBusy("the server is shutting down and takes no new requests")
+        # The engine would say the same, but only between two steps.
+        if self.card.capacity is not None and len(self._open) >= self.card.capacity:
+            raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
         queue: asyncio.Queue[TokenEvent | MTPServeError] = asyncio.Queue(MAX_UNREAD)
         self._open[request.id] = queue
         self._idle.clear()

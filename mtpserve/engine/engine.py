@@ -24,7 +24,7 @@ from time import perf_counter
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.config import SchedulerConfig, check
 from mtpserve.core.batch import Span
-from mtpserve.core.errors import ConfigError, InvalidRequest, QueueFull
+from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, QueueFull
 from mtpserve.core.protocols import Grammar, GrammarCompiler, Launched, ModelRunner
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
@@ -69,7 +69,9 @@ class Engine:
         reserve = lookahead(runner.reach(None), overlap)
         check(pool >= reserve + 2, "max_total_tokens", pool, f"at least {reserve + 2}: two tokens and {reserve} kept for drafting")
         self.context_length = min(context_length, pool - reserve)
-        self.card = ModelCard(name, vocab, self.context_length, eos_ids, want, lossy, page_size=page_size)
+        queued = config.max_queued_requests
+        capacity = None if queued is None else max_running + queued
+        self.card = ModelCard(name, vocab, self.context_length, eos_ids, want, lossy, page_size=page_size, capacity=capacity)
         self._grammars = grammars
         self._runner = runner
         self._want = want
@@ -158,6 +160,17 @@ class Engine:
             events += self._launch(spans, want)
         # Nothing was launched: nothing but what is in flight can give more to do.
         return events + self._book(leave=self._overlap if spans else max(len(self._in_flight) - 1, 0))
+
+    def try_out(self) -> None:
+        """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are finite, each by itself, may
+        be damaged all the same, and kernels may not run here."""
+        self.add(Request("try out", [0], SamplingParams(max_tokens=min(4, self.context_length - 1), temperature=0, ignore_eos=True)))
+        events = []
+        while self.has_work:
+            events += self.step()
+        if events[-1].error is not None:
+            raise LoadError(f"the model fails to produce a token, its weights may be damaged: {events[-1].error}")
+        self._stats = new_stats(self._runner.depth, self._allocator.num_pages)
 
     def check_integrity(self) -> None:
         """Raise unless pages, seats and queues agree; while idle, unless all pages and seats are free."""

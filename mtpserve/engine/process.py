@@ -48,7 +48,7 @@ from mtpserve.engine.messages import (
 
 log = logging.getLogger(__name__)
 
-DEFAULT_FACTORY = "mtpserve.engine.build:build_engine"
+DEFAULT_FACTORY = "mtpserve.engine.start:build_engine"
 LINGER_MS = 2000  # how long the last message may take to leave
 PR_SET_PDEATHSIG = 1
 # Every new number of rows makes oneDNN and torch's wrapper around it compile products anew and keep them, 1024 each: hundreds of

@@ -34,13 +34,14 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     if config.get_bool("attention_bias", False):
         raise config.unsupported("attention_bias", "false")
     hf.quantization(config)
+    vocab = config.get_int("vocab_size", at_least=2)
     # YaRN sharpens the scores by its gain, once for the query and once for the key.
     sharpen = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) if rope.scaling and rope.scaling.mscale_all_dim else 1.0
     return ModelArch(
         family="deepseek",
         num_layers=config.get_int("num_hidden_layers", at_least=1),
         hidden=config.get_int("hidden_size", at_least=1),
-        vocab=config.get_int("vocab_size", at_least=2),
+        vocab=vocab,
         heads=heads,
         head_dim=mla.nope + mla.rope,
         intermediate=config.get_int("intermediate_size", at_least=1),
@@ -50,7 +51,7 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
         scale=(mla.nope + mla.rope) ** -0.5 * sharpen**2,
         max_positions=config.get_int("max_position_embeddings", 4096, at_least=2),
         tied_head=config.get_bool("tie_word_embeddings", False),
-        eos_ids=hf.eos_ids(config),
+        eos_ids=hf.eos_ids(config, vocab),
         dtype=hf.dtype(config),
         mla=mla,
         moe=experts(config),

@@ -30,11 +30,12 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     if config.get_bool("use_sliding_window", False):
         raise config.unsupported("use_sliding_window", "false")
     hf.quantization(config)
+    vocab = config.get_int("vocab_size", at_least=2)
     return ModelArch(
         family="mimo",
         num_layers=config.get_int("num_hidden_layers", at_least=1),
         hidden=hidden,
-        vocab=config.get_int("vocab_size", at_least=2),
+        vocab=vocab,
         heads=heads,
         head_dim=head_dim,
         intermediate=config.get_int("intermediate_size", at_least=1),
@@ -44,7 +45,7 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
         scale=head_dim**-0.5,
         max_positions=config.get_int("max_position_embeddings", 32768, at_least=2),
         tied_head=config.get_bool("tie_word_embeddings", False),
-        eos_ids=hf.eos_ids(config),
+        eos_ids=hf.eos_ids(config, vocab),
         dtype=hf.dtype(config),
         mtp=MTPArch(mtp_layers, "hidden-embedding", hidden_in="pre", recycle="pre") if mtp_layers else None,
         qkv_bias=config.get_bool("attention_bias", True),

@@ -113,6 +113,9 @@ class EventStream(Response):
                         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                         started = True
                     await send({"type": "http.response.body", "body": COMMENT if each is PAUSE else self.encoded(each), "more_body": True})
+                    # What had piled up for a client that did not read would be written without a pause, and where the client has left
+                    # for nobody: the cancelling, and everybody else, get their turn.
+                    await asyncio.sleep(0)
                 last = self.last
             except MTPServeError as error:
                 if not started:

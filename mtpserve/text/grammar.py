@@ -41,6 +41,8 @@ STACK_BYTES = 512 << 20  # reserved, not used: enough for the deepest chain that
 MAX_SOURCE = {"regex": 64 << 10, "ebnf": 64 << 10}
 MAX_JSON_SOURCE = 256 << 10
 
+SAID = {"NoExtensionBias": "nothing fits it: it refers to itself before anything is written"}  # the library's words, for users
+
 Row = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -91,10 +93,10 @@ class GrammarCompiler:
         """A matcher, or why there is none."""
         try:
             matcher = LLMatcher(self._tokenizer, source(spec), log_level=0, limits=LIMITS)
-            # Some grammars are found to fit nothing, or to be beyond the limits, when they are first asked.
+            # Some grammars are found to fit nothing, to begin with themselves, or to be beyond the limits, when they are first asked.
             starts = b"" if matcher.is_error() else matcher.compute_bitmask()
             if matcher.is_error() and not str(matcher.stop_reason()).startswith("NoExtension"):
-                return str(matcher.get_error())
+                return SAID.get(one_line(matcher.get_error()), matcher.get_error())
             return matcher if any(starts) and not matcher.is_error() else "nothing fits it"
         except BaseException as error:  # a panic is no Exception; whatever it is, it is the request's fault and no one else's
             return str(error) or type(error).__name__

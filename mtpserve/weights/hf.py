@@ -132,22 +132,22 @@ def dtype(config: HFConfig) -> str:
     return found
 
 
-def eos_ids(config: HFConfig) -> tuple[int, ...]:
-    """The ids that end a text: generation_config.json's, else config.json's. An id or a list; none at all is an error."""
+def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
+    """The ids that end a text, below `vocab`: generation_config.json's, else config.json's. An id or a list; none at all is an error."""
     beside = config.path.parent / "generation_config.json"
     for source in [_read_object(beside)] if beside.is_file() else []:
         if source.has("eos_token_id"):
-            return _ids(source)
+            return _ids(source, vocab)
     if not config.has("eos_token_id"):
         raise LoadError(f"{config.path}: eos_token_id is missing here and in generation_config.json, it must be an id or a list of ids")
-    return _ids(config)
+    return _ids(config, vocab)
 
 
-def _ids(config: HFConfig) -> tuple[int, ...]:
+def _ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
     value = config.raw("eos_token_id")
     ids = value if isinstance(value, list) else [value]
-    good = bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-    config.require(good, "eos_token_id", "a token id or a list of token ids")
+    good = bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab for i in ids)
+    config.require(good, "eos_token_id", f"a token id or a list of token ids, in [0, {vocab - 1}]")
     return tuple(dict.fromkeys(ids))
 
 

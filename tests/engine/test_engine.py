@@ -351,6 +351,7 @@ def test_an_id_in_use_is_refused() -> None:
 
 def test_the_queue_limit_counts_those_beyond_the_seats() -> None:
     bench = Bench(running=2, queued=3)
+    assert bench.engine.card.capacity == 5 and Bench().engine.card.capacity is None
     for i in range(5):
         bench.add(f"q{i}", [i])
     with pytest.raises(EngineBusy, match="--max-queued-requests is 3"):

@@ -7,20 +7,22 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, RequestFailed
+from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull, RequestFailed
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.engine import client as client_module
-from mtpserve.engine.client import ProcessClient
+from mtpserve.engine.client import ProcessClient, private_directory
 from tests.server.fake_engine import CONTEXT, FACTORY, FIRST_TOKEN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +128,18 @@ def test_the_directory_is_private_and_goes_when_both_sides_are_connected() -> No
     asyncio.run(main())
 
 
+def test_a_place_where_no_directory_can_be_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(MTPServeError, match=r"TMPDIR may name another place: .*No such file or directory: '.*nowhere"):
+        private_directory()
+    long = tmp_path / ("a" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(MTPServeError, match="TMPDIR is too long"):
+        private_directory()
+    assert not list(long.iterdir())
+
+
 def test_refusals_belong_to_their_request() -> None:
     async def work(client: ProcessClient) -> None:
         with pytest.raises(InvalidRequest, match="seed 400") as caught:
@@ -136,6 +150,24 @@ def test_refusals_belong_to_their_request() -> None:
         failed = await collect(client, request(seed=500))
         assert (failed[-1].finish, failed[-1].error) == (Finish.ERROR, "not a finite number")
         assert len(await collect(client, request())) == 5
+
+    scenario(work)
+
+
+def test_a_full_queue_refuses_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take long, and who is one too many is told meanwhile."""
+    monkeypatch.setenv("FAKE_PAUSE", "1.5")
+
+    async def work(client: ProcessClient) -> None:
+        client.card = replace(client.card, capacity=2)
+        tasks = [asyncio.create_task(collect(client, request(id, CONTEXT - 3))) for id in "ab"]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="2 requests run and wait already"):
+            await asyncio.wait_for(collect(client, request("c")), 1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(await collect(client, request("d", 2))) == 1
 
     scenario(work)
 

@@ -104,7 +104,7 @@ def test_a_flood_is_refused_at_once_and_in_order() -> None:
     """One runs, two wait, and all the others are told to come back."""
 
     async def flood(url: str) -> list[tuple[httpx.Response, float]]:
-        async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=180, limits=httpx.Limits(max_connections=None)) as http:
 
             async def ask() -> tuple[httpx.Response, float]:
                 start = time.monotonic()

@@ -6,12 +6,15 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from mtpserve.server.sse import EventStream
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
@@ -206,3 +209,56 @@ def test_a_client_that_disconnects_frees_the_engine_at_once(app: FastAPI, client
         assert bool(len(sent) > 1 and sent[1].get("body")) == stream
 
     asyncio.run(scenario())
+
+
+def test_what_piled_up_for_a_client_that_left_is_not_written() -> None:
+    encoded = 0
+
+    class Counting(EventStream):
+        def encoded(self, each: Any) -> bytes:
+            nonlocal encoded
+            encoded += 1
+            return super().encoded(each)
+
+    async def ready() -> AsyncGenerator[int, None]:
+        for number in range(1000):  # never waits, as a queue that is full
+            yield number
+
+    async def scenario() -> None:
+        left = asyncio.Event()
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                left.set()
+
+        await Counting(ready())({"type": "http"}, receive, send)
+
+    asyncio.run(scenario())
+    assert 0 < encoded < 20
+
+
+def test_a_long_prompt_is_tokenized_beside_the_server(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str, *, special: bool = True) -> list[int]:
+        time.sleep(0.5)
+        return encode(self, text[:9], special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    ended = []
+
+    async def ask(name: str, work: Coroutine[Any, Any, httpx.Response]) -> None:
+        assert (await work).status_code == 200
+        ended.append(name)
+
+    async def scenario() -> None:
+        long = asyncio.create_task(ask("long", http.post(COMPLETIONS, json=body(COMPLETIONS, prompt="a" * 5000))))
+        await asyncio.sleep(0.1)
+        await asyncio.gather(long, ask("health", http.get("/health")))
+
+    asyncio.run(scenario())
+    assert ended == ["health", "long"]

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -251,16 +252,20 @@ def test_an_engine_that_is_killed_ends_the_server(checkpoint: Path) -> None:
     async def scenario(server: Server) -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
             streams = await opened(http, 2)
+            whole = asyncio.create_task(http.post("/v1/completions", json=LONG))
+            await asyncio.sleep(0.2)
             os.kill(server.engine(), signal.SIGKILL)
             answers = [await stream for stream in streams]
-            return [*answers, await http.get("/health")]
+            return [*answers, await whole, await http.get("/health")]
 
     with launched(checkpoint) as server:
-        *streams, health = asyncio.run(scenario(server))
+        engine = server.engine()
+        *streams, whole, health = asyncio.run(scenario(server))
         code, seconds, log = server.end(5)
     assert code == 1
     assert seconds < 2.5
-    assert health.status_code == 503
+    assert not alive(engine)
+    assert (whole.status_code, health.status_code) == (503, 503)
     for stream in streams:
         *chunks, last = events(stream)
         assert "SIGKILL" in last["error"]["message"]
@@ -270,7 +275,7 @@ def test_an_engine_that_is_killed_ends_the_server(checkpoint: Path) -> None:
 
 
 def test_a_server_that_is_killed_takes_its_engine_along(checkpoint: Path) -> None:
-    with launched(checkpoint) as server:
+    with tempfile.TemporaryDirectory() as directory, launched(checkpoint, TMPDIR=directory) as server:
         engine = server.engine()
         server.process.kill()
         server.process.wait(5)
@@ -278,6 +283,9 @@ def test_a_server_that_is_killed_takes_its_engine_along(checkpoint: Path) -> Non
         while alive(engine):
             assert time.monotonic() < end
             time.sleep(0.02)
+        with socket.create_server(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))):
+            pass
+        assert not os.listdir(directory)
 
 
 def test_endless_headers_are_refused(checkpoint: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtpserve.core.request import EngineStats
@@ -92,6 +95,13 @@ def test_the_linters_rules(http: httpx.AsyncClient) -> None:
     assert names
     assert all(name.endswith("_total") for name in names)
     assert "_created" not in text
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Prometheus")
+def test_promtool_has_nothing_to_say(http: httpx.AsyncClient) -> None:
+    text = scrape(http, {"prompt": "a", "max_tokens": 9})
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
 def test_a_dead_engine_is_down(http: httpx.AsyncClient, client: FakeClient) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
-from mtpserve.core.request import Request
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
+from mtpserve.core.batch import Span
+from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
+from mtpserve.engine.build import build_engine
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
+SHORT = SamplingParams(max_tokens=16, temperature=0)
 POISON = 13  # a token whose rows go bad
 
 
@@ -52,6 +59,71 @@ def test_a_bad_row_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, bad: 
     assert all(tokens[i] == clean[int(i)] for i in healthy_ones)
 
 
+@dataclass
+class Verified:
+    """What became of four requests, of which the third had a bad row in its first verification."""
+
+    tokens: list[list[int]]
+    last: dict[str, TokenEvent]
+    accepted: int  # by that verification
+    failed: int
+    pages_used: int
+
+
+def verified(right: list[int] | None, row: int, bad: float | None) -> Verified:
+    """`row` 0 is the committed token's, row j draft j's; with `bad` None nothing is wrong. `right`: the third's drafts."""
+    model = tiny_model()
+    engine = tiny_engine(model, 3 if right is None else SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=3))
+    launch, healthy, place, hit = engine._runner.launch, model.trunk, list[int](), False
+
+    def launched(spans: Sequence[Span], want: int) -> Any:
+        nonlocal hit
+        ends = accumulate(span.width for span in spans)
+        first = [end - span.drafts - 1 for end, span in zip(ends, spans, strict=True) if span.seq.id == "2" and span.drafts and not hit]
+        place[:] = [start + row for start in first]
+        hit = hit or bool(place)
+        return launch(spans, want)
+
+    def trunk(*arguments: Any) -> Any:
+        hidden = healthy(*arguments)
+        if bad is not None:
+            hidden.head[place] = bad
+        return hidden
+
+    engine._runner.launch, model.trunk = launched, trunk  # type: ignore[method-assign]
+    for i, prompt in enumerate(prompts(4)):
+        engine.add(Request(str(i), prompt, SHORT, prediction=right if right is not None and i == 2 else []))
+    found = Verified([[] for _ in range(4)], {}, -1, 0, -1)
+    while engine.has_work:
+        for event in engine.step():
+            found.tokens[int(event.id)] += event.tokens
+            found.last[event.id] = event
+            if event.id == "2" and place:
+                found.accepted = event.accepted
+        engine.check_integrity()
+    assert hit
+    found.failed, found.pages_used = engine.stats.failed_requests_total, engine.stats.pages_used
+    return found
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize(("row", "bad"), [(0, torch.nan), (1, torch.nan), (3, torch.nan), (3, torch.inf), (2, -torch.inf)])
+def test_a_bad_row_of_a_verification(row: int, bad: float, accepted: bool) -> None:
+    """It ends its request where it had a say, behind the drafts that were accepted; where it had none, nothing happens."""
+    plain = run(tiny_engine(tiny_model(), 0), prompts(4), SHORT)
+    right = plain[2] if accepted else None
+    clean, found = verified(right, row, None), verified(right, row, bad)
+    assert clean.tokens == plain and (clean.failed, clean.pages_used, found.pages_used) == (0, 0, 0)
+    assert clean.accepted == (8 if accepted else 0)
+    others = [0, 1, 3]
+    assert [found.tokens[i] for i in others] == [plain[i] for i in others]
+    if row <= clean.accepted:
+        assert found.last["2"].finish is Finish.ERROR and found.last["2"].tokens == [] and found.failed == 1
+        assert found.tokens[2] == plain[2][: len(found.tokens[2])] != plain[2]
+    else:
+        assert found.tokens[2] == plain[2] and found.failed == 0
+
+
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=20, temperature=0.9, seed=3)])
 def test_a_dead_draft_head_costs_acceptance_only(monkeypatch: pytest.MonkeyPatch, params: SamplingParams) -> None:
     model, asked = tiny_model(), prompts(6)
@@ -69,3 +141,23 @@ def test_a_dead_draft_head_costs_acceptance_only(monkeypatch: pytest.MonkeyPatch
     assert engine.stats.draft_tokens_total > 0
     if params.greedy:
         assert tokens == plain
+
+
+def test_a_dead_draft_head_shows_in_the_rate_of_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bundled model's head is right most of the time, as that of the tiny one never is."""
+    cache, spec = CacheConfig(max_total_tokens=1024), SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=3)
+    engine = build_engine(EngineConfig(model=ModelConfig(dtype="float32"), cache=cache, spec=spec))
+    model = engine._runner.step.model  # type: ignore[attr-defined]
+    texts = [run(engine, [[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))]
+    accepted, drafted = engine.stats.accepted_tokens_total, engine.stats.draft_tokens_total
+    healthy = model.mtp
+
+    def mtp(*arguments: Any) -> Any:
+        hidden = healthy(*arguments)
+        return type(hidden)(hidden.head * torch.nan, hidden.recycle * torch.nan)
+
+    monkeypatch.setattr(model, "mtp", mtp)
+    texts.append(run(engine, [[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
+    accepted_dead, drafted_dead = engine.stats.accepted_tokens_total - accepted, engine.stats.draft_tokens_total - drafted
+    assert texts[0] == texts[1]
+    assert accepted_dead / drafted_dead < accepted / drafted / 2

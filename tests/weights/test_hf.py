@@ -110,7 +110,7 @@ def test_an_unknown_dtype(tmp_path: Path) -> None:
     ],
 )
 def test_end_of_text(tmp_path: Path, own: object, generation: object, wanted: tuple[int, ...]) -> None:
-    assert eos_ids(config(tmp_path, own, generation)) == wanted
+    assert eos_ids(config(tmp_path, own, generation), 6) == wanted
 
 
 @pytest.mark.parametrize(
@@ -120,11 +120,13 @@ def test_end_of_text(tmp_path: Path, own: object, generation: object, wanted: tu
         ({"eos_token_id": "</s>"}, None, r"config\.json: eos_token_id must be a token id or a list of token ids"),
         ({"eos_token_id": 1}, {"eos_token_id": []}, r"generation_config\.json: eos_token_id must be .*got \[\]"),
         ({"eos_token_id": -1}, None, "got -1"),
+        ({"eos_token_id": 6}, None, r"config\.json: eos_token_id must be .* in \[0, 5\], got 6"),
+        ({"eos_token_id": 1}, {"eos_token_id": [1, 6]}, r"generation_config\.json: eos_token_id must be .*got \[1, 6\]"),
     ],
 )
 def test_end_of_text_is_wrong(tmp_path: Path, own: object, generation: object, message: str) -> None:
     with pytest.raises(LoadError, match=message):
-        eos_ids(config(tmp_path, own, generation))
+        eos_ids(config(tmp_path, own, generation), 6)
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

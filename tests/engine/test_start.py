@@ -1,0 +1,75 @@
+"""What keeps an engine from starting, found as early as it can be; and the try-out at the end, of which nothing remains."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
+from mtpserve.core.errors import LoadError
+from mtpserve.engine.start import build_engine
+from mtpserve.engine.stats import new_stats
+from tests.engine.harness import REFERENCE, Bench
+
+SHARD = "model-00003-of-00003.safetensors"
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ModelConfig().directory, tmp_path / "demo"))
+
+
+def test_half_a_file_is_refused_before_torch_is_imported(demo: Path) -> None:
+    content = (demo / SHARD).read_bytes()
+    (demo / SHARD).write_bytes(content[: len(content) // 2])
+    code = f"""
+import sys
+from mtpserve.config import EngineConfig, ModelConfig
+from mtpserve.core.errors import LoadError
+from mtpserve.engine.process import DEFAULT_FACTORY, load_factory
+
+try:
+    load_factory(DEFAULT_FACTORY)(EngineConfig(model=ModelConfig(model={str(demo)!r})), progress=False)
+except LoadError as error:
+    print(error, "torch" in sys.modules)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert told.startswith(f"{demo / SHARD}: is truncated: ") and told.endswith(" False\n")
+
+
+def test_finite_weights_that_give_no_numbers_are_refused(demo: Path) -> None:
+    (shard,) = (file for file in demo.glob("*.safetensors") if "model.norm.weight" in load_file(file))
+    tensors = load_file(shard)
+    tensors["model.norm.weight"].fill_(3e38)  # as a flipped bit of the exponent makes it
+    save_file(tensors, shard)
+    with pytest.raises(LoadError, match=r"fails to produce a token.*damaged.*non-finite"):
+        build_engine(EngineConfig(model=ModelConfig(model=str(demo)), cache=CacheConfig(max_total_tokens=1024)))
+
+
+@pytest.mark.parametrize("fault", ["numbers", "raises", "refused"])
+def test_an_engine_that_computes_nothing_does_not_start(fault: str) -> None:
+    bench = Bench()
+    bench.runner.raise_at = {2} if fault == "raises" else set()
+    bench.runner.fail_ids = {"try out"} if fault == "numbers" else set()
+    bench.runner.refuse_ids = {"try out"} if fault == "refused" else set()
+    with pytest.raises(LoadError, match={"numbers": "NaN", "raises": "RuntimeError", "refused": "ValueError"}[fault]):
+        bench.engine.try_out()
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("context", [2, 200])
+def test_trying_out_leaves_nothing(context: int, overlap: int) -> None:
+    bench = Bench(overlap=overlap, context=context)
+    bench.engine.try_out()
+    assert bench.runner.steps and not bench.engine.has_work
+    assert bench.engine.stats == new_stats(3, 200)
+    bench.engine.check_integrity()
+    if context == 200:
+        bench.add("r3")
+        bench.drain()
+        assert bench.texts["r3"] == REFERENCE["r3"]
