@@ -30,6 +30,13 @@ SPECULATIVE_KEYS = {
 }
 
 
+NEEDLESS = {
+    "trust-remote-code": "no code that comes with a checkpoint is ever run here",
+    "enable-auto-tool-choice": "--tool-call-parser alone is enough",
+    "speculative-use-rejection-sampling": "drafts are always verified by rejection sampling",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One field of one config dataclass."""
@@ -93,8 +100,8 @@ def dashed(name: str) -> str:
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """ "; did you mean …" with the known names nearest to `name`, or nothing."""
-    if name.lstrip("-") == "trust-remote-code":
-        return "; no code that comes with a checkpoint is ever run here: leave it out"
+    if (reason := NEEDLESS.get(name.lstrip("-"))) is not None:
+        return f"; {reason}: leave it out"
     near = get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 

@@ -11,6 +11,7 @@ from mtpserve.cli.options import suggest
 from mtpserve.core.errors import ConfigError
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
+SHORT = {"-tp": "--tp", "-dp": "--dp", "-pp": "--pp", "-ep": "--ep", "-sc": "--speculative-config"}  # vLLM's
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,6 +30,7 @@ class Parser(argparse.ArgumentParser):
         for argument in arguments:
             plain = plain or argument == "--"
             flag, equals, value = argument.partition("=")
+            flag = SHORT.get(flag, flag)
             yield argument if plain or not FLAG.fullmatch(flag) else self._full(flag) + equals + value
 
     def _full(self, flag: str) -> str:

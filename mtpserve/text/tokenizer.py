@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -44,8 +45,8 @@ BYTES = byte_letters()
 class Tokenizer:
     """`defaults` are the sampling parameters that the model's makers recommend, from its generation_config.json."""
 
-    def __init__(self, directory: str | Path, numbers: bool = False) -> None:
-        """`numbers`: there is none, and text is ids with blanks between them."""
+    def __init__(self, directory: str | Path, numbers: bool = False, chat_template: str | None = None) -> None:
+        """`numbers`: there is none, and text is ids with blanks between them. `chat_template`: a file, in the place of its own."""
         self.directory = Path(directory)
         if not numbers:
             require(self.directory / "tokenizer.json")
@@ -59,6 +60,8 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
             raise LoadError(f"{self.directory / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+        if chat_template is not None:
+            set_template(self._tokenizer, Path(chat_template))
         self.fast: FastTokenizer = self._tokenizer.backend_tokenizer
         self.defaults = sampling_defaults(self.directory)
         added = self.fast.get_added_tokens_decoder()
@@ -134,6 +137,8 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
+        if tools is None and isinstance(self._tokenizer.chat_template, dict) and any("tool_calls" in message for message in messages):
+            tools = []  # of several templates, the library then takes the one that knows of calls
         try:
             text = self._tokenizer.apply_chat_template(
                 messages,
@@ -149,7 +154,19 @@ class Tokenizer:
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer:
-    return Tokenizer(model.tokenizer_directory, model.numbers_for_text)
+    return Tokenizer(model.tokenizer_directory, model.numbers_for_text, model.chat_template)
+
+
+def set_template(tokenizer: Any, file: Path) -> None:
+    try:
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"--chat-template {file}: {getattr(error, 'strerror', None) or error}") from error
+    except TemplateSyntaxError as error:
+        raise LoadError(f"--chat-template {file}: line {error.lineno}: {error.message}") from error
+    except Exception:  # this conversation it may refuse, by raising whatever it likes
+        return
 
 
 def number_tokenizer(config: Path) -> FastTokenizer:

@@ -165,7 +165,8 @@ def test_what_the_template_is_given(tokenizer: Tokenizer) -> None:
 
 def test_templates_that_want_arguments_as_text_get_them_so(tmp_path: Path) -> None:
     calls = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"city":"Köln"}'}}]
-    template = "{% for m in messages %}{{ '```json\n' + m['tool_calls'][0]['function']['arguments'] }}{% endfor %}"
+    template = "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ '```json\n' + c['function']['arguments'] }}"
+    template += "{% endfor %}{% endfor %}"
     server = Server(Tokenizer(tiny.write(tmp_path, template)), "ok")
     server.choice(messages=[{"role": "assistant", "tool_calls": calls}])
     assert server.prompt() == '```json\n{"city": "Köln"}'

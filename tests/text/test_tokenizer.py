@@ -94,3 +94,18 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path) -> None:
     (directory / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: ...\n")
     assert Tokenizer(directory).encode("a")
     assert not marker.exists()
+
+
+def test_a_template_of_the_operators_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    tiny.write(tmp_path)
+    file.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}", encoding="utf-8")
+    assert Tokenizer(tmp_path, chat_template=str(file)).render_chat(MESSAGES) == "hi!"
+    file.write_text("{{ raise_exception('no empty messages') }}", encoding="utf-8")
+    assert Tokenizer(tmp_path, chat_template=str(file)).has_chat_template
+    for text, said in (("{% if %}", "line 1: "), (b"\xff", "utf-8"), (None, "No such file")):
+        file.unlink()
+        if text is not None:
+            file.write_bytes(text.encode() if isinstance(text, str) else text)
+        with pytest.raises(LoadError, match=rf"--chat-template .*own\.jinja: .*{said}"):
+            Tokenizer(tmp_path, chat_template=str(file))
