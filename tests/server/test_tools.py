@@ -342,3 +342,18 @@ def test_the_openai_client_takes_calls_and_sends_them_back() -> None:
             assert again.usage.prompt_tokens > 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(("fields", "reason", "matched"), [
+    ({"stop": ["eat", "not"]}, "eat", "eat"),
+    ({"stop_token_ids": [tiny.EOS_ID]}, tiny.EOS_ID, tiny.EOS_ID),
+    ({}, None, tiny.EOS_ID),
+    ({"max_tokens": 2}, None, None),
+])  # fmt: skip
+def test_what_ended_a_text_is_told_in_both_peers_words(tokenizer: Tokenizer, fields: dict[str, Any], reason: Any, matched: Any) -> None:
+    whole = Server(tokenizer, "great", step=5).choice(**fields)
+    chunks = events(Server(tokenizer, "great", step=5).post(stream=True, **fields))[:-1]
+    ends = [chunk["choices"][0] for chunk in chunks if "stop_reason" in chunk["choices"][0]]
+    assert len(ends) == 1 and ends[0] is chunks[-1]["choices"][0]
+    for found in (whole, ends[0]):
+        assert (found["stop_reason"], found["matched_stop"]) == (reason, matched)
