@@ -28,7 +28,7 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
     if max(size, len(messages)) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
         raise ContextLengthExceeded(f"messages and tools have {size} characters, too many for this model's context", "messages")
     goes_on = bool(body.continue_final_message)
-    variables = template_variables(body.chat_template_kwargs, body.effort, service.tokenizer)
+    variables = template_variables(body.template_kwargs, body.effort, service.tokenizer)
 
     def render() -> str:
         return service.tokenizer.render_chat(

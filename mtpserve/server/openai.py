@@ -345,6 +345,11 @@ class ChatRequest(GenerationRequest):
         return self.reasoning_effort or ("none" if options.enabled is False else options.effort)
 
     @property
+    def template_kwargs(self) -> dict[str, Any]:
+        asked = {"enable_thinking": True} if self.reasoning is not None and self.reasoning.enabled else {}
+        return asked | (self.chat_template_kwargs or {})
+
+    @property
     def shows_reasoning(self) -> bool:
         return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 

@@ -135,5 +135,6 @@ def test_either_name_switches_thinking(tmp_path: Path, name: str) -> None:
     for asked, found in ((True, "True/True"), (False, "False/False")):
         assert prompt(tmp_path, text, [USER], chat_template_kwargs={name: asked}) == found
     assert prompt(tmp_path, text, [USER], chat_template_kwargs={"thinking": True, "enable_thinking": False}) == "True/False"
-    assert prompt(tmp_path, text, [USER], reasoning={"enabled": False}) == "False/False"
+    for asked, found in ((True, "True/True"), (False, "False/False"), (None, "/")):
+        assert prompt(tmp_path, text, [USER], reasoning={"enabled": asked}) == found
     assert prompt(tmp_path, text, [USER]) == "/"

@@ -211,6 +211,7 @@ def test_reasoning(name: str, opening: Opening, text: str, reasoning: str, conte
     ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Opening.NONE, Opening.NONE),
     ("<｜Assistant｜></think>", Opening.NONE, Opening.NONE),
     ("<think>a</think>b<|user|>c<|assistant|>", Opening.MAYBE, Opening.INSIDE),
+    ("<｜tool▁output▁begin｜>7<｜tool▁output▁end｜><｜tool▁outputs▁end｜>", Opening.MAYBE, Opening.MAYBE),
 ])  # fmt: skip
 def test_the_prompts_end_says_where_reasoning_begins(prompt: str, hybrid: Opening, reasoner: Opening) -> None:
     assert REASONINGS.get("qwen3")().opening(prompt) is hybrid and REASONINGS.get("deepseek_r1")().opening(prompt) is reasoner

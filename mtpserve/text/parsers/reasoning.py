@@ -11,6 +11,7 @@ from mtpserve.text.parsers.scanner import BLANKS, Reading, Scanner
 from mtpserve.text.parsers.tools import Spelling
 
 MAX_TAIL = 64  # characters of a prompt's end that say whether it opened the reasoning
+AFTER_RESULTS = ("<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")  # DeepSeek's turns go on with the answer itself, or open reasoning
 
 
 class Opening(Enum):
@@ -32,6 +33,8 @@ class Thinking:
         tail = prompt[-MAX_TAIL:].rstrip()
         if tail.endswith(self.end):
             return Opening.NONE
+        if tail.endswith(AFTER_RESULTS):
+            return Opening.MAYBE
         return Opening.INSIDE if self.always or tail.endswith(self.start) else Opening.MAYBE
 
     def goes_on(self, begun: str) -> Opening:
