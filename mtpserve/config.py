@@ -26,10 +26,10 @@ MAX_ROWS = 56  # with the free ones, a request's nodes have a bit each in 64
 
 # As text/parsers/registry.py has them, which this layer cannot see.
 TOOL_CALL_PARSERS = (
-    "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm45", "hermes", "llama3", "llama3_json", "mistral", "qwen25",
-    "qwen3_coder",
+    "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "llama3", "llama3_json", "mistral",
+    "qwen", "qwen25", "qwen3_coder", "qwen3_xml",
 )  # fmt: skip
-REASONING_PARSERS = ("deepseek-r1", "deepseek_r1", "glm45", "qwen3")
+REASONING_PARSERS = ("deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "glm45", "mimo", "qwen3", "qwen3-thinking")
 
 
 def option(default: Any, help: str, *aliases: str, choices: tuple[str, ...] | None = None, secret: bool = False) -> Any:
@@ -265,7 +265,7 @@ class SchedulerConfig:
     disable_cuda_graph: bool = option(False, "on a GPU: launch every kernel by itself instead of replaying captured steps", "enforce-eager")
     cuda_graph_max_bs: int | None = option(
         None, "requests in one captured step; a step's further requests run beside it (default: --max-running-requests, at most 256)",
-        "max-cudagraph-capture-size",
+        "max-cudagraph-capture-size", "cuda-graph-max-bs-decode",
     )  # fmt: skip
     disable_overlap_schedule: bool = option(False, "on a GPU: plan a step only after the one before was read, instead of while it runs")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import time
 from typing import Any
 
@@ -69,8 +70,15 @@ class Answer:
         for prompt in self.prompts:
             for _ in range(body.choices):
                 offsets = Offsets(tokenizer, prompt.echo or "", prompt.sampling.skip_special_tokens)
-                choices.append(Choice(self.shape, tokenizer, prompt.tokens, wanted, offsets, spelling, prompt.echo))
+                stopped = partial(self._stopped, prompt.sampling)
+                choices.append(Choice(self.shape, tokenizer, prompt.tokens, wanted, offsets, spelling, stopped, prompt.echo))
         return choices
+
+    def _stopped(self, sampling: SamplingParams, tokens: Sequence[int]) -> dict[str, Any]:
+        """What ended an output that stopped, in vLLM's word, for which the model's own end is nothing, and in SGLang's."""
+        matched = self.service.matched(sampling, tokens)
+        asked = isinstance(matched, str) or matched in sampling.stop_token_ids
+        return {"stop_reason": matched if asked else None, "matched_stop": matched}
 
     def _usage(self) -> Usage:
         return Usage(sum(len(prompt.tokens) for prompt in self.prompts))

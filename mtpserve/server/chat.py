@@ -102,5 +102,5 @@ async def chat(request: Request, body: ChatRequest) -> Response:
     arrival = perf_counter()
     service: Service = request.app.state.service
     asked = await prepared(service, body)
-    shape = ChatShape(asked.plan, body.include_reasoning is not False, service.tokenizer)
+    shape = ChatShape(asked.plan, body.shows_reasoning, service.tokenizer)
     return await Answer(service, shape, [Prompt(asked.prompt, asked.sampling)], asked.spelling, body, arrival).respond(request)

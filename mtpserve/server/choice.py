@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from mtpserve.core.errors import RequestFailed
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sequence import Finish
 from mtpserve.server.logprobs import Offsets, Spelling, prompt_scores
-from mtpserve.server.service import Piece
+from mtpserve.server.service import MATCHED_TOKENS, Piece
 from mtpserve.server.usage import Trace
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -75,11 +75,13 @@ class Choice:
     wanted: Wanted
     offsets: Offsets
     spelling: Spelling  # of the tokens beside their log-probabilities
+    stopped: Callable[[Sequence[int]], dict[str, Any]]  # of the last tokens: what ended the text
     echo: str | None = None
     opened: bool = False
     voice: Voice = field(init=False)
     _pieces: list[Piece] = field(default_factory=list)  # not shown yet
     _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
+    _last: list[int] = field(default_factory=list)
     _begun: bool = False  # the prompt's part was shown
     _trace: Trace = field(init=False)
 
@@ -90,6 +92,7 @@ class Choice:
     def add(self, piece: Piece) -> int:
         """→ how many of its tokens are reasoning."""
         self._pieces.append(piece)
+        self._last = [*self._last, *piece.tokens][-MATCHED_TOKENS:]
         self._scored += piece.prompt_logprobs or []
         return self.voice.count(piece.tokens)
 
@@ -109,13 +112,16 @@ class Choice:
         contents = [{**part, "finish_reason": None} for part in parts]
         if contents:
             contents[0] |= beside
-            contents[-1]["finish_reason"] = self.voice.finish(finish)
+            contents[-1] |= {"finish_reason": self.voice.finish(finish)} | (self._ended(finish) if finish is not None else {})
         return contents
 
     def whole(self) -> dict[str, Any]:
         finish = self._pieces[-1].finish if self._pieces else None
         text, beside = self._take()
-        return {**self.voice.whole(text), "logprobs": None, **beside, "finish_reason": self.voice.finish(finish)}
+        return {**self.voice.whole(text), "logprobs": None, **beside, "finish_reason": self.voice.finish(finish), **self._ended(finish)}
+
+    def _ended(self, finish: Finish | None) -> dict[str, Any]:
+        return self.stopped(self._last if finish is Finish.STOP else ())
 
     def _begins(self) -> bool:
         """The prompt's part goes with the first tokens: its scores are complete by then."""

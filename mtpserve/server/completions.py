@@ -71,7 +71,9 @@ async def prompts_of(service: Service, body: CompletionRequest, sampling: Sampli
         echo = None
         if body.echo:  # a text as the client wrote it, not as it comes back from the tokenizer
             decode = service.tokenizer.decode
-            echo = prompt if isinstance(prompt, str) and len(ids) == whole else decode(ids, skip_special_tokens=sampling.skip_special_tokens)
+            echo = (
+                prompt if isinstance(prompt, str) and len(ids) == whole else decode(ids, skip_special_tokens=sampling.skip_special_tokens)
+            )
         prompts.append(Prompt(ids, replace(sampling, max_tokens=max_tokens), echo))
     return prompts
 

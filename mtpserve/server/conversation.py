@@ -121,19 +121,6 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [message.for_template(f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def calls_in_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with the arguments of calls as JSON: some templates, DeepSeek's among them, put them into a text."""
-
-    def written(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    return [
-        {**message, "tool_calls": [written(call) for call in message["tool_calls"]]} if "tool_calls" in message else message
-        for message in messages
-    ]
-
-
 def size_of(messages: Sequence[dict[str, Any]]) -> int:
     """In characters, of what may be long."""
     calls = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", [])]

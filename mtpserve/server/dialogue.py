@@ -7,13 +7,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.conversation import calls_in_text, for_template, size_of
+from mtpserve.server.conversation import for_template, size_of
 from mtpserve.server.errors import ContextLengthExceeded
 from mtpserve.server.openai import ChatRequest
 from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
-from mtpserve.server.tools import OutputPlan, ToolUse, output_plan, planned, template_variables, tool_use
+from mtpserve.server.tools import OutputPlan, ToolUse, call_format, output_plan, planned, template_variables, tool_use
+from mtpserve.text.parsers.tools import instructions
 from mtpserve.text.requests import Spelling
 
 
@@ -28,26 +28,33 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
     if max(size, len(messages)) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
         raise ContextLengthExceeded(f"messages and tools have {size} characters, too many for this model's context", "messages")
     goes_on = bool(body.continue_final_message)
-    variables = service.template_defaults | template_variables(body.chat_template_kwargs, body.reasoning_effort, service.tokenizer)
+    variables = service.template_defaults | template_variables(body.template_kwargs, body.effort, service.tokenizer)
 
-    def written(conversation: list[dict[str, Any]]) -> str:
+    def render() -> str:
         return service.tokenizer.render_chat(
-            conversation,
+            suited(service, messages, use),
             add_generation_prompt=body.add_generation_prompt is not False and not goes_on,
             continue_final_message=goes_on,
             tools=use.shown,
             variables=variables,
         )
 
-    def render() -> str:
-        try:
-            return written(messages)
-        except InvalidRequest:
-            if not any("tool_calls" in message for message in messages):
-                raise
-            return written(calls_in_text(messages))
-
     return render() if size <= INLINE_BYTES else await asyncio.to_thread(render)
+
+
+def suited(service: Service, messages: list[dict[str, Any]], use: ToolUse) -> list[dict[str, Any]]:
+    """What the template needs of the messages, once there are tools or calls; and the tools, where it does not speak of them."""
+    if not use.shown and not any("tool_calls" in message for message in messages):
+        return messages
+    needs = service.template_needs
+    example = call_format(use, service.formats).example
+    made = needs.suited(messages, example)
+    if needs.tools_told or not use.shown:
+        return made
+    told = instructions(use.shown, example)
+    if made[0]["role"] != "system":
+        return [{"role": "system", "content": told}, *made]
+    return [{**made[0], "content": f"{made[0]['content']}\n\n{told}"}, *made[1:]]
 
 
 @dataclass(frozen=True, slots=True)

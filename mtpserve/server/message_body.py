@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.errors import Unsupported
 from mtpserve.server.fields import either
-from mtpserve.server.openai import ChatRequest, Label, RequestId, Strict, Texts, Timeout, refuse
+from mtpserve.server.openai import ChatRequest, Effort, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
 CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
@@ -92,11 +92,12 @@ class CountRequest(Strict):
     thinking: Thinking | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def refuse_by_name(cls, body: Any) -> Any:
-        return refuse(body, UNSUPPORTED)
+        return refuse(body, {name: neutral for name, neutral in unsupported(cls).items() if name != "service_tier"} | UNSUPPORTED)
 
     def chat(self) -> ChatRequest:
         messages = [] if self.system is None else [ChatMessage(role="system", content=text_of(self.system, "system"))]
@@ -107,11 +108,12 @@ class CountRequest(Strict):
         if goes_on and messages[-1].tool_calls:
             raise InvalidRequest("messages: tool_use blocks in the last message need their tool_result blocks behind it", "messages")
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        switches = {} if thinks is None else dict.fromkeys(("thinking", "enable_thinking"), thinks)
         choice = self.tool_choice
         return ChatRequest.model_construct(
             messages=messages,
             continue_final_message=goes_on,
-            chat_template_kwargs=None if thinks is None else dict.fromkeys(("thinking", "enable_thinking"), thinks),
+            chat_template_kwargs=switches | (self.chat_template_kwargs or {}),
             include_reasoning=thinks,
             tools=[tool.function(f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
             tool_choice=None if choice is None else choice.chosen(),
@@ -119,21 +121,43 @@ class CountRequest(Strict):
         )
 
 
-class MessagesRequest(CountRequest):
+class OutputConfig(Strict):
+    """How hard to think, and the answer's form as a JSON schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: Effort | None = None
+    format: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: int
     stop_sequences: Texts | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     rid: RequestId | None = None
     timeout: Timeout | None = None
 
     def chat(self) -> ChatRequest:
-        names = ("model", "max_tokens", "stream", "temperature", "top_k", "top_p", "timeout")
-        return CountRequest.chat(self).model_copy(update={name: getattr(self, name) for name in names} | {"stop": self.stop_sequences})
+        names = ("model", "max_tokens", "stream", "timeout", *SamplingFields.model_fields)
+        given = {name: getattr(self, name) for name in names} | {"response_format": self._format()}
+        if self.stop_sequences is not None:
+            given["stop"] = self.stop_sequences
+        if self.output_config is not None:
+            given["reasoning_effort"] = self.output_config.effort
+        return CountRequest.chat(self).model_copy(update=given)
+
+    def _format(self) -> dict[str, Any] | None:
+        """As OpenAI's."""
+        given = self.output_format if self.output_config is None or self.output_config.format is None else self.output_config.format
+        if given is None:
+            return None
+        if given.get("type") != "json_schema" or "schema" not in given:
+            raise InvalidRequest("output_config.format must be {'type': 'json_schema', 'schema': ...}", "output_config")
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
 
 
 def spoken(message: Message) -> list[ChatMessage]:

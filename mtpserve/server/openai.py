@@ -33,21 +33,31 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bootstrap_room": (None,),
     "chat_template": (None,),
     "custom_logit_processor": (None,),
+    "data_parallel_rank": (None, 0),
+    "disagg_prefill_dp_rank": (None,),
     "documents": (None, []),
     "echo": (None, False),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
+    "guided_whitespace_pattern": (None,),
+    "input_embeds": (None,),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
     "logprob_token_ids": (None, []),
     "lora_path": (None,),
+    "media_io_kwargs": (None, {}),
     "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
     "prompt_embeds": (None,),
     "repetition_detection": (None,),
+    "return_cached_tokens_details": (None, False),
     "return_hidden_states": (None, False),
+    "return_meta_info": (None, False),
+    "return_prompt_token_ids": (None, False),
+    "return_routed_experts": (None, False),
     "return_spec_tokens_details": (None, False),
+    "routed_dp_rank": (None, 0),
     "service_tier": (None, "auto", "default"),
     "session_params": (None,),
     "spaces_between_special_tokens": (None, True),
@@ -98,6 +108,11 @@ def refuse(body: Any, unsupported: dict[str, tuple[Any, ...]]) -> Any:
     return {name: value for name, value in body.items() if name not in unsupported}
 
 
+def unsupported(cls: type[Strict]) -> dict[str, tuple[Any, ...]]:
+    """Of the fields that no route does, those that this body does not have."""
+    return {name: neutral for name, neutral in UNSUPPORTED.items() if name not in cls.model_fields}
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -113,11 +128,9 @@ class SpeculativeOptions(Strict):
     num_steps: int | None = None
 
 
-class GenerationRequest(Strict):
-    """What both endpoints share. None: not given."""
+class SamplingFields(Strict):
+    """What every conversation may ask of sampling, in the words of both peers. None: not given."""
 
-    model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -127,12 +140,8 @@ class GenerationRequest(Strict):
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    no_stop_trim: bool | None = None  # SGLang's name for it
+    no_stop_trim: bool | None = None  # SGLang's name for the same
     skip_special_tokens: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    best_of: int | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -140,9 +149,22 @@ class GenerationRequest(Strict):
     allowed_token_ids: Tokens | None = None
     bad_words: Texts | None = None
     min_tokens: int | None = None
-    prompt_logprobs: int | None = None
     custom_params: dict[str, Any] | None = None
     priority: int | None = None
+    prediction: dict[str, Any] | None = None
+    speculative: SpeculativeOptions | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """What both endpoints share. None: not given."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     json_schema: str | dict[str, Any] | None = None
@@ -152,8 +174,6 @@ class GenerationRequest(Strict):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
-    prediction: dict[str, Any] | None = None
-    speculative: SpeculativeOptions | None = None
     return_spec_trace: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -170,7 +190,7 @@ class GenerationRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def refuse_by_name(cls, body: Any) -> Any:
-        return refuse(body, {name: neutral for name, neutral in UNSUPPORTED.items() if name not in cls.model_fields})
+        return refuse(body, unsupported(cls))
 
     def check(self) -> None:
         if not 1 <= self.choices <= MAX_CHOICES:
@@ -284,6 +304,16 @@ class CompletionRequest(GenerationRequest):
         return list(prompt)
 
 
+class ReasoningOptions(Strict):
+    """As SGLang and OpenRouter take it beside `reasoning_effort`, which goes before it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+
+
 class ChatRequest(GenerationRequest):
     messages: Messages
     max_completion_tokens: int | None = None
@@ -296,6 +326,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
     separate_reasoning: bool | None = None  # False: reasoning stays in the content, as the model wrote it
     include_reasoning: bool | None = None  # False: it is left out
 
@@ -310,6 +341,20 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
             raise InvalidRequest(f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}", "top_logprobs")
+
+    @property
+    def effort(self) -> Effort | None:
+        options = self.reasoning or ReasoningOptions()
+        return self.reasoning_effort or ("none" if options.enabled is False else options.effort)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        asked = {"enable_thinking": True} if self.reasoning is not None and self.reasoning.enabled else {}
+        return asked | (self.chat_template_kwargs or {})
+
+    @property
+    def shows_reasoning(self) -> bool:
+        return self.include_reasoning is not False and not (self.reasoning is not None and self.reasoning.exclude)
 
     @property
     def top_logprobs_wanted(self) -> int | None:

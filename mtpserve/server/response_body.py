@@ -10,7 +10,7 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall, called
 from mtpserve.server.errors import SHORT, Unsupported
 from mtpserve.server.fields import either
-from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, Strict, Timeout, refuse
+from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, SamplingFields, Strict, Timeout, refuse, unsupported
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
@@ -18,6 +18,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include": (None, []),
     "max_tool_calls": (None,),
     "prompt": (None,),
+    "request_id": (None,),
+    "rid": (None,),
     "service_tier": (None, "auto", "default"),
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
@@ -58,13 +60,11 @@ class TextOptions(Strict):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(SamplingFields):
     input: Annotated[str | Annotated[list[Item], Field(fail_fast=True)], either("a string or a list of items")]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     store: bool | None = None
@@ -80,11 +80,13 @@ class ResponsesRequest(Strict):
     prompt_cache_key: Label | None = None
     priority: int | None = None
     timeout: Timeout | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def refuse_by_name(cls, body: Any) -> Any:
-        return refuse(body, UNSUPPORTED)
+        return refuse(body, unsupported(cls) | UNSUPPORTED)
 
     def check(self) -> None:
         if not self.input:
@@ -99,15 +101,16 @@ class ResponsesRequest(Strict):
             model=self.model,
             max_tokens=self.max_output_tokens,
             stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
+            chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             response_format=self._format(),
+            structured_outputs=self.structured_outputs,
             tools=[function(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             priority=self.priority,
             timeout=self.timeout,
+            **{name: getattr(self, name) for name in SamplingFields.model_fields},
         )
 
     def _format(self) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from mtpserve.core.sequence import Finish
 from mtpserve.server.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
 from mtpserve.server.metrics import Metrics
 from mtpserve.server.observed import RequestClock
+from mtpserve.server.template_needs import Needs, needs_of
 from mtpserve.server.tools import Formats
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import Spelling, check_text, spelling_of
@@ -59,6 +60,7 @@ class Service:
     draining: bool = False
     _live: set[str] = field(default_factory=set)  # the engine's ids of what runs or waits
     _aborted: set[str] = field(default_factory=set)  # of these, those that somebody asked to end
+    _needs: Needs | None = None
 
     @property
     def model(self) -> str:
@@ -67,6 +69,13 @@ class Service:
     @property
     def formats(self) -> Formats:
         return Formats(self.server_config.tool_call_parser, self.server_config.reasoning_parser)
+
+    @property
+    def template_needs(self) -> Needs:
+        """Found out when a conversation first has tools."""
+        if self._needs is None:
+            self._needs = needs_of(lambda messages, tools: self.tokenizer.render_chat(messages, tools=tools))
+        return self._needs
 
     def check_alive(self) -> None:
         if self.client.dead is not None:

@@ -133,6 +133,11 @@ def chosen(choice: Any, offered: bool) -> tuple[Literal["none", "auto", "require
     return "named", name
 
 
+def call_format(use: ToolUse, formats: Formats) -> CallFormat:
+    made: type[CallFormat] = Listed if formats.tool_calls is None else TOOL_CALLS.get(formats.tool_calls)
+    return made(use.tools)
+
+
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
     """How one request's output is read. `parser` makes a new one for each choice."""
@@ -149,10 +154,7 @@ class OutputPlan:
 
 def output_plan(use: ToolUse, prompt: str, formats: Formats, *, begun: str | None = None, separate_reasoning: bool = True) -> OutputPlan:
     """`prompt`: as rendered; its end says whether the model is already thinking. `begun`: what the client wrote of the answer."""
-    calls = None
-    if use.choice != "none":
-        made = Listed if formats.tool_calls is None else TOOL_CALLS.get(formats.tool_calls)
-        calls = made(use.tools)
+    calls = None if use.choice == "none" else call_format(use, formats)
     thinking = None if formats.reasoning is None else REASONINGS.get(formats.reasoning)()
     opening = Opening.NONE if thinking is None else thinking.opening(prompt) if begun is None else thinking.goes_on(begun)
     return OutputPlan(use, calls, thinking, opening, separate_reasoning)
@@ -224,4 +226,7 @@ def template_variables(kwargs: Mapping[str, Any] | None, effort: str | None, tok
             raise InvalidRequest(f"{place} must be a short string, a number, true, false or null", place)
         check_text(str(value), place)
         found[name] = value
+    for name, other in (("enable_thinking", "thinking"), ("thinking", "enable_thinking")):  # one switch, of two names
+        if isinstance(found.get(name), bool):
+            found.setdefault(other, found[name])
     return found

@@ -108,5 +108,5 @@ async def turn_of(service: Service, chat: ChatRequest, id: str, arrival: float) 
     """Validates and encodes; `id` is what /abort_request takes."""
     asked = await prepared(service, chat)
     request = request_of(asked.spelling, f"{id}-0", asked.prompt, asked.sampling)
-    output = Output(asked.plan, service.tokenizer, chat.include_reasoning is not False)
+    output = Output(asked.plan, service.tokenizer, chat.shows_reasoning)
     return Turn(service, request, output, arrival, chat.timeout, bool(chat.stream))

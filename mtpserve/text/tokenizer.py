@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -60,14 +61,10 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
             raise LoadError(f"{self.directory / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+        if chat_template is not None:
+            set_template(self._tokenizer, Path(chat_template))
         self.fast: FastTokenizer = self._tokenizer.backend_tokenizer
         self.defaults = sampling_defaults(self.directory) if recommends else {}
-        if chat_template is not None:
-            self._tokenizer.chat_template = template_of(chat_template)
-            try:
-                self.render_chat([{"role": "user", "content": "?"}])
-            except InvalidRequest as error:
-                raise ConfigError(f"--chat-template {chat_template}: {error}") from error
         added = self.fast.get_added_tokens_decoder()
         self._added: dict[int, bytes] = {id: token.content.encode() for id, token in added.items()}
         self._marker_ids = {token.content: id for id, token in added.items()}
@@ -141,6 +138,8 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
+        if tools is None and isinstance(self._tokenizer.chat_template, dict) and any("tool_calls" in message for message in messages):
+            tools = []  # of several templates, the library then takes the one that knows of calls
         try:
             text = self._tokenizer.apply_chat_template(
                 messages,
@@ -159,11 +158,16 @@ def tokenizer_of(model: ModelConfig) -> Tokenizer:
     return Tokenizer(model.tokenizer_directory, model.numbers_for_text, chat_template=model.chat_template, recommends=model.recommends)
 
 
-def template_of(file: str) -> str:
+def set_template(tokenizer: Any, file: Path) -> None:
     try:
-        return Path(file).read_text(encoding="utf-8")
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {file}: {getattr(error, 'strerror', None) or error}") from error
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template {file}: line {error.lineno}: {error.message}") from error
+    except Exception:  # this conversation it may refuse, by raising whatever it likes
+        return
 
 
 def number_tokenizer(config: Path) -> FastTokenizer:

@@ -235,6 +235,9 @@ def test_lists_are_given_in_any_way_and_never_repeated(tmp_path: Path) -> None:
         assert "secret" not in str(found.value)
 
 
-def test_code_of_checkpoints_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="no code that comes with a checkpoint is ever run here"):
-        parse("--trust-remote-code")
+def test_short_spellings_of_vllm() -> None:
+    parallel = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size", "-ep": "expert_parallel_size"}
+    for flag, name in parallel.items():
+        assert launch.parser().parse([flag, "2"]) == launch.parser().parse([f"--{name}", "2"])
+    assert parse("-sc", '{"method": "mtp"}').engine.spec.speculative_algorithm == "mtp"
+    assert parse("--cuda-graph-max-bs-decode", "8").engine.scheduler.cuda_graph_max_bs == 8

@@ -45,7 +45,8 @@ def test_a_completion(http: httpx.AsyncClient, client: FakeClient, tokenizer: To
     answer = post(http, COMPLETIONS, body(COMPLETIONS)).json()
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
-    assert answer["choices"] == [{"index": 0, "text": text_of(tokenizer, 9), "logprobs": None, "finish_reason": "length"}]
+    ended = {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
+    assert answer["choices"] == [{"index": 0, "text": text_of(tokenizer, 9), "logprobs": None, **ended}]
     prompt = client.submitted[0].prompt
     assert prompt == tokenizer.encode("hello")
     usage = answer["usage"]
@@ -97,7 +98,8 @@ def test_a_stop_string_ends_the_request_in_the_engine(http: httpx.AsyncClient, c
     text = text_of(tokenizer, 40)
     stop = text[5:7]  # completed by the first of a step's two tokens
     answer = post(http, COMPLETIONS, body(COMPLETIONS, stop=[stop], max_tokens=500)).json()
-    assert answer["choices"][0] == {"index": 0, "text": text[:5], "logprobs": None, "finish_reason": "stop"}
+    ended = {"finish_reason": "stop", "stop_reason": stop, "matched_stop": stop}
+    assert answer["choices"][0] == {"index": 0, "text": text[:5], "logprobs": None, **ended}
     assert answer["usage"]["completion_tokens"] == 7
     assert client.aborted == [f"{answer['id']}-0"]
     assert not client.engine.live

@@ -165,7 +165,8 @@ def test_what_the_template_is_given(tokenizer: Tokenizer) -> None:
 
 def test_templates_that_want_arguments_as_text_get_them_so(tmp_path: Path) -> None:
     calls = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"city":"Köln"}'}}]
-    template = "{% for m in messages %}{{ '```json\n' + m['tool_calls'][0]['function']['arguments'] }}{% endfor %}"
+    template = "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}{{ '```json\n' + c['function']['arguments'] }}"
+    template += "{% endfor %}{% endfor %}"
     server = Server(Tokenizer(tiny.write(tmp_path, template)), "ok")
     server.choice(messages=[{"role": "assistant", "tool_calls": calls}])
     assert server.prompt() == '```json\n{"city": "Köln"}'
@@ -341,3 +342,18 @@ def test_the_openai_client_takes_calls_and_sends_them_back() -> None:
             assert again.usage.prompt_tokens > 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(("fields", "reason", "matched"), [
+    ({"stop": ["eat", "not"]}, "eat", "eat"),
+    ({"stop_token_ids": [tiny.EOS_ID]}, tiny.EOS_ID, tiny.EOS_ID),
+    ({}, None, tiny.EOS_ID),
+    ({"max_tokens": 2}, None, None),
+])  # fmt: skip
+def test_what_ended_a_text_is_told_in_both_peers_words(tokenizer: Tokenizer, fields: dict[str, Any], reason: Any, matched: Any) -> None:
+    whole = Server(tokenizer, "great", step=5).choice(**fields)
+    chunks = events(Server(tokenizer, "great", step=5).post(stream=True, **fields))[:-1]
+    ends = [chunk["choices"][0] for chunk in chunks if "stop_reason" in chunk["choices"][0]]
+    assert len(ends) == 1 and ends[0] is chunks[-1]["choices"][0]
+    for found in (whole, ends[0]):
+        assert (found["stop_reason"], found["matched_stop"]) == (reason, matched)

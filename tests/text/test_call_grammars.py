@@ -57,6 +57,7 @@ LISTED = f"[{ENTRY}]"
 WRITTEN = [
     ("hermes", HERMES, f"{HERMES}\n{HERMES}"),
     ("glm45", GLM, f"{GLM}\n{GLM}"),
+    ("glm47", GLM.replace("\n", ""), (GLM * 2).replace("\n", "")),
     ("qwen3_coder", CODER, f"{CODER}\n{CODER}"),
     ("deepseek_v3", f"{SECTION}{V3_CALL}{SECTION_END}", f"{SECTION}{V3_CALL}\n{V3_CALL}{SECTION_END}"),
     ("deepseek_v31", f"{SECTION}{V31_CALL}{SECTION_END}", f"{SECTION}{V31_CALL}{V31_CALL}{SECTION_END}"),

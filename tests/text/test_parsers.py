@@ -66,16 +66,64 @@ def test_golden(format: str, text: str, content: str, calls: list[tuple[str, str
         assert (found.content, found.calls, found.raw) == (content, calls, text)
 
 
+NOW = '{"name": "now", "arguments": {}}'
+BOTH = [*ONE, ("now", "{}")]
+QUOTED = '{"name": "get_weather", "arguments": "{\\"city\\": \\"Ulm\\"}"}'
+WRAPPED = '{"type": "function", "function": {"name": "get_weather", "parameters": {"city": "Ulm"}}}'
+ULM = [("get_weather", '{"city": "Ulm"}')]
+OPEN = "<tool_call>\n<function=get_weather>\n<parameter=city>\n"
+BARE = f"{BEGIN}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+# As models write at times, though no template does.
+VARIANTS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", f"<tool_call>{ENTRY}\n{NOW}\n</tool_call>", "", BOTH),
+    ("hermes", f"<tool_call>\n[{ENTRY}, {NOW}]\n</tool_call>", "", BOTH),
+    ("hermes", f"<tool_call>{ENTRY}}}\n</tool_call>", "", ONE),
+    ("hermes", f"<tool_call>{QUOTED}</tool_call>", "", ULM),
+    ("hermes", f"<tool_call>{WRAPPED}</tool_call>", "", ULM),
+    ("hermes", f"<tool_call>{NOW.replace('{}', 'null')}</tool_call>", "", [("now", "{}")]),
+    ("llama3_json", f"[{LLAMA}, {NOW}]", "", BOTH),
+    ("llama3_json", f"{LLAMA}, {NOW}\n{LLAMA}", "", [*BOTH, *ONE]),
+    ("llama3_json", '{"parameters": {"city": "Ulm"}, "name": "get_weather"}', "", ULM),
+    ("llama3_json", f"So: {WRAPPED}", "So:", ULM),
+    ("llama3_json", QUOTED, "", ULM),
+    ("llama3_json", f"see [1], {LLAMA}; or {{not}}", "see [1],; or {not}", ONE),
+    ("mistral", f"[TOOL_CALLS] {ENTRY}", "", ONE),
+    ("mistral", '[TOOL_CALLS][{"arguments": {"city": "Ulm"}, "name": "get_weather"}]', "", ULM),
+    ("qwen3_coder", f"{OPEN}Ulm\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>", "", ONE),
+    ("qwen3_coder", f"{OPEN}Ulm\n</function>\n</tool_call>", "", ULM),
+    ("qwen3_coder", f"{OPEN}Ulm</parameter></tool_call>", "", ULM),
+    ("qwen3_coder", f"{OPEN}Ulm\n</parameter>\n</function>\n<function=now>\n</function>\n</tool_call>", "", [*ULM, ("now", "{}")]),
+    ("glm45", GLM.replace("\n", ""), "", ONE),
+    ("glm45", f"{GLM.removesuffix('</tool_call>')}<tool_call>now</tool_call>", "", BOTH),
+    ("deepseek_v3", f"{BARE}get_weather\n{CITY}<｜tool▁call▁end｜>{END}", "", ONE),
+    ("deepseek_v3", f"{BARE}get_weather\n```json\n{CITY}\n<｜tool▁call▁end｜>{END}", "", ONE),
+    ("deepseek_v3", f"{BARE}now\n```json\n\n```<｜tool▁call▁end｜>{END}", "", [("now", "{}")]),
+    ("deepseek_v31", f"{BEGIN}<｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>{END}", "", [("now", "{}")]),
+    ("deepseek_v31", V31_CALL, "", ONE),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), VARIANTS)
+def test_variants(format: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    for pieces in ([text], list(text)):
+        found = parse(pieces, format)
+        assert (found.content, found.calls, found.raw) == (content, calls, text)
+
+
 # What is no call stays content, with what stood around it; what follows is looked at again.
 MALFORMED = [
     ("hermes", "a <tool_call>\nget_weather\n</tool_call> b"),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "now", "arguments": "text"}</tool_call>'),
     ("hermes", '<tool_call>\n{"name": "get_'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "[1]"}</tool_call>'),
     ("hermes", "an unfinished <tool_c"),
+    ("llama3_json", '{"parameters": {"city": "Ulm"}, "name": "Bob"}'),
+    ("llama3_json", '[{"name": "Bob"}]'),
+    ("mistral", '[TOOL_CALLS] {"city": "Ulm"}'),
     ("glm45", "<tool_call>not a call</tool_call>"),
     ("qwen3_coder", "<tool_call>\n{}\n</tool_call>\n<function>"),
-    ("deepseek_v3", f"{BEGIN}<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n{{}}{END}"),
+    ("deepseek_v3", f"{BEGIN}<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\nplain{END}"),
     ("llama3_json", '{"city": "Ulm", "name": "now"}'),
     ("mistral", "[TOOL_CALLS] nothing"),
     ("mistral", "[TOOL_CALLS][]"),
@@ -163,6 +211,7 @@ def test_reasoning(name: str, opening: Opening, text: str, reasoning: str, conte
     ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Opening.NONE, Opening.NONE),
     ("<｜Assistant｜></think>", Opening.NONE, Opening.NONE),
     ("<think>a</think>b<|user|>c<|assistant|>", Opening.MAYBE, Opening.INSIDE),
+    ("<｜tool▁output▁begin｜>7<｜tool▁output▁end｜><｜tool▁outputs▁end｜>", Opening.MAYBE, Opening.MAYBE),
 ])  # fmt: skip
 def test_the_prompts_end_says_where_reasoning_begins(prompt: str, hybrid: Opening, reasoner: Opening) -> None:
     assert REASONINGS.get("qwen3")().opening(prompt) is hybrid and REASONINGS.get("deepseek_r1")().opening(prompt) is reasoner

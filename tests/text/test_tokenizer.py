@@ -60,18 +60,6 @@ def test_a_bad_template_disables_chat_only(template: str | None, tmp_path: Path)
     assert caught.value.param == "messages"
 
 
-def test_another_template_takes_the_models_place(tmp_path: Path) -> None:
-    directory, file = tiny.write(tmp_path / "model"), tmp_path / "mine.jinja"
-    file.write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
-    assert Tokenizer(directory, chat_template=str(file)).render_chat([{"role": "user", "content": "a"}]) == "[a]"
-    for bad in ("{% for %}", "{{ ''.__class__.__mro__ }}{{ nothing.at.all }}"):
-        file.write_text(bad)
-        with pytest.raises(ConfigError, match=r"--chat-template .*mine\.jinja: the model's chat template failed"):
-            Tokenizer(directory, chat_template=str(file))
-    with pytest.raises(ConfigError, match=r"nowhere\.jinja: No such file"):
-        Tokenizer(directory, chat_template=str(tmp_path / "nowhere.jinja"))
-
-
 def test_a_models_recommendations_can_be_left_out(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path, temperature=0.6)
     chosen = {
@@ -118,3 +106,18 @@ def test_code_beside_a_tokenizer_is_not_run(tmp_path: Path) -> None:
     (directory / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: ...\n")
     assert Tokenizer(directory).encode("a")
     assert not marker.exists()
+
+
+def test_a_template_of_the_operators_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    tiny.write(tmp_path)
+    file.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}", encoding="utf-8")
+    assert Tokenizer(tmp_path, chat_template=str(file)).render_chat(MESSAGES) == "hi!"
+    file.write_text("{{ raise_exception('no empty messages') }}", encoding="utf-8")
+    assert Tokenizer(tmp_path, chat_template=str(file)).has_chat_template
+    for text, said in (("{% if %}", "line 1: "), (b"\xff", "utf-8"), (None, "No such file")):
+        file.unlink()
+        if text is not None:
+            file.write_bytes(text.encode() if isinstance(text, str) else text)
+        with pytest.raises(ConfigError, match=rf"--chat-template .*own\.jinja: .*{said}"):
+            Tokenizer(tmp_path, chat_template=str(file))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mtpserve.text.parsers.grammar import arguments_json, calls_of, text
 from mtpserve.text.parsers.scanner import Reading, Scanner
-from mtpserve.text.parsers.tools import Spelling, Tool, in_name
+from mtpserve.text.parsers.tools import MORE, Spelling, Tool, in_name
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -18,6 +18,7 @@ class DeepSeekV3:
     """`function⟨sep⟩name`, and the arguments in a fenced block. V3.1's layout is understood as well."""
 
     markers: tuple[str, ...] = (SECTION, CALL)
+    example = f"{SECTION}{CALL}function{SEPARATOR}tool_call_name\n{FENCE}json\ntool_call_arguments\n{FENCE}{CALL_END}{MORE}{SECTION_END}"
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         pass
@@ -38,19 +39,20 @@ class DeepSeekV3:
         if not name or not (yield from scan.follows(SEPARATOR)):
             return False
         yield from scan.blanks()
-        fenced = (yield from scan.peek()) != "{"
-        if fenced:
-            name = yield from scan.while_in(in_name)
-            if not name or not (yield from scan.follows(FENCE + "json", FENCE)):
+        name = (yield from scan.while_in(in_name)) or name
+        fenced = yield from scan.follows(FENCE + "json", FENCE)
+        yield from scan.blanks()
+        if (yield from scan.peek()) == "{":
+            scan.begin(name)
+            yield from scan.json_value(scan.arguments, CALL_END)
+            yield from scan.follows(*([FENCE] if fenced else []))
+            yield from scan.follows(CALL_END)
+        else:
+            yield from scan.follows(*([FENCE] if fenced else []))
+            if not (yield from scan.follows(CALL_END)):
                 return False
-            yield from scan.blanks()
-            if (yield from scan.peek()) != "{":
-                return False
-        scan.begin(name)
-        yield from scan.json_value(scan.arguments, CALL_END)
-        if fenced:
-            yield from scan.follows(FENCE)
-        yield from scan.follows(CALL_END)
+            scan.begin(name)
+            scan.arguments("{}")
         scan.end()
         return True
 
@@ -70,6 +72,7 @@ class DeepSeekV3:
 class DeepSeekV31(DeepSeekV3):
     """`name⟨sep⟩{…}`, one behind the other."""
 
+    example = f"{SECTION}{CALL}tool_call_name{SEPARATOR}tool_call_arguments{CALL_END}{MORE}{SECTION_END}"
     BETWEEN = text("")
 
     def body(self, tool: Tool, spell: Spelling) -> str:

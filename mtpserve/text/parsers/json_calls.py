@@ -6,16 +6,17 @@ Llama-3.1-Instruct, of Mistral-7B-Instruct-v0.3 (lists) and Mistral-Small-3.2 (`
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from collections.abc import Sequence
 
 from mtpserve.text.parsers.grammar import arguments_json, calls_of, text
 from mtpserve.text.parsers.scanner import Reading, Scanner
-from mtpserve.text.parsers.tools import Spelling, Tool, in_name
+from mtpserve.text.parsers.tools import EXAMPLE, Spelling, Tool, in_name
 
 ARGUMENTS = ("arguments", "parameters")
-HEAD = ("name", "type", "id")  # one of these keys comes first in a call that nothing else marks as one
+HEAD = ("name", "type", "id", "function", *ARGUMENTS)  # what comes first in a call that nothing else marks as one
 
 
 class Object:
@@ -29,17 +30,21 @@ class Object:
 
     def read(self) -> Reading[bool]:
         """Whether it was a call; then it was begun and is not ended."""
-        scan, found = self._scan, ""
-        if not (yield from scan.follows("{")):
+        closed = yield from self._members()
+        if not self._begun and self._name is not None and closed:
+            self._begin()
+            self._scan.arguments("{}" if self._held is None else "".join(self._held))
+        return self._begun
+
+    def _members(self) -> Reading[bool]:
+        """An object → whether it was sound to its end."""
+        if not (yield from self._scan.follows("{")):
             return False
         while (yield from self._member()):
-            found = yield from scan.follows(",", "}")
+            found = yield from self._scan.follows(",", "}")
             if found != ",":
-                break
-        if not self._begun and self._name is not None and found == "}":
-            self._begin()
-            scan.arguments("{}" if self._held is None else "".join(self._held))
-        return self._begun
+                return found == "}"
+        return False
 
     def _member(self) -> Reading[bool]:
         """One key and its value → whether it was sound."""
@@ -57,11 +62,19 @@ class Object:
         if key == "name" and self._name is None:
             self._name = (yield from scan.json_string()) if first == '"' else None
             return bool(self._name) and (self._known is None or self._name in self._known)
-        if key in ARGUMENTS and not self._begun and self._held is None:
-            return first == "{" and (yield from self._arguments())
+        if key == "function" and self._name is None and first == "{":  # as OpenAI lays calls out
+            return (yield from self._members())
+        if key in ARGUMENTS and not self._begun and self._held is None and first != "n":  # null is as good as nothing
+            return (yield from self._arguments(first))
         return (yield from scan.json_value(lambda _: None, self._stop))
 
-    def _arguments(self) -> Reading[bool]:
+    def _arguments(self, first: str) -> Reading[bool]:
+        if first == '"':
+            written = yield from self._scan.json_string()
+            self._held = None if written is None or not is_object(written) else [written]
+            return self._held is not None
+        if first != "{":
+            return False
         if self._name is not None:
             self._begin()
             return (yield from self._scan.json_value(self._scan.arguments, self._stop))
@@ -74,6 +87,13 @@ class Object:
         self._begun = True
 
 
+def is_object(written: str) -> bool:
+    try:
+        return isinstance(json.loads(written), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def object_grammar(tool: Tool, arguments: str) -> str:
     head = text('{"name": "' + tool.name + '", "' + arguments + '": ')
     return f"{head} {arguments_json(tool.parameters)} {text('}')}"
@@ -82,15 +102,21 @@ def object_grammar(tool: Tool, arguments: str) -> str:
 class Hermes:
     markers: tuple[str, ...] = ("<tool_call>",)
     END = "</tool_call>"
+    example = f"<tool_call>\n{EXAMPLE}\n</tool_call>"
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         pass
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
+        """One object, or several, in a list or not."""
         scan.take(len(marker))
-        if (yield from Object(scan, stop=self.END).read()):
-            yield from scan.follows(self.END)
+        yield from scan.follows("[")
+        while (yield from Object(scan, stop=self.END).read()):
+            yield from scan.follows(",", "]", "}")  # the last is one too many
+            ended = yield from scan.follows(self.END)
             scan.end()
+            if ended:
+                return
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
         begin, end, line = spell(self.markers[0]), spell(self.END), text("\n")
@@ -99,10 +125,11 @@ class Hermes:
 
 
 class Llama3:
-    """An object with a tool's name, wherever it begins; several are separated by semicolons."""
+    """An object with a tool's name, wherever it begins; several are separated by semicolons, or stand in a list."""
 
     TAG = "<|python_tag|>"
-    markers: tuple[str, ...] = (TAG, "{")
+    markers: tuple[str, ...] = (TAG, "{", "[")
+    example = EXAMPLE.replace("arguments", "parameters", 1)
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._known = frozenset(tool.name for tool in tools)
@@ -110,9 +137,13 @@ class Llama3:
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         if marker == self.TAG:
             scan.take(len(marker))
+        listed = bool((yield from scan.follows("[")))
         while (yield from Object(scan, known=self._known).read()):
             scan.end()
-            if not (yield from scan.follows(";")):
+            found = yield from scan.follows(";", ",", *(["]"] if listed else []))
+            if found == "]":
+                scan.layout()
+            if found in ("]", ""):
                 return
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
@@ -123,6 +154,7 @@ class Listed:
     """A list of objects and nothing else: what a model is made to write when no format is configured."""
 
     markers: tuple[str, ...] = ("[",)
+    example = f"[{EXAMPLE}]"
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         pass
@@ -152,6 +184,7 @@ class Listed:
 class Mistral(Listed):
     TAG, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
     markers = (TAG,)
+    example = f"{TAG}[{EXAMPLE}]"
 
     def new_id(self) -> str:
         """The templates insist on nine letters and digits."""
@@ -163,6 +196,10 @@ class Mistral(Listed):
             yield from self.read_list(scan)
             return
         yield from scan.blanks()
+        if (yield from scan.peek()) == "{":
+            if (yield from Object(scan, id=self.new_id()).read()):
+                scan.end()
+            return
         name = yield from scan.while_in(in_name)
         if (yield from scan.follows(self.ID)):
             yield from scan.while_in(str.isalnum)

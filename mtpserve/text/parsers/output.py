@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtpserve.text.parsers.events import Event
+from mtpserve.text.parsers.events import CallBegin, Content, Event
 from mtpserve.text.parsers.reasoning import Opening, Thinking
 from mtpserve.text.parsers.scanner import BLANKS, Reading, Scanner
 from mtpserve.text.parsers.tools import CallFormat
@@ -47,10 +47,24 @@ class OutputParser:
 
     def _read(self, thinking: Thinking | None, opening: Opening, separate: bool) -> Reading[None]:
         if thinking is not None:
-            yield from thinking.read(self._scan, opening, separate)
+            yield from thinking.read(self._scan, opening, separate, self._calls.markers if self._calls else (), self._ends_in_calls)
         if self._calls is not None:
             yield from self._answer(self._calls)
         yield from self._scan.until((), lambda _: self._scan.content())
+
+    def _ends_in_calls(self) -> Reading[bool]:
+        """Whether all text that is to come is calls: models forget to end their reasoning in front of them. Takes nothing."""
+        trial, seen, called = OutputParser(calls=self._calls), 0, False
+        while True:
+            ended = self._scan.ended
+            events = trial.feed(self._scan.text[seen:]) + (trial.finish() if ended else [])
+            seen = len(self._scan.text)
+            if any(isinstance(event, Content) for event in events):
+                return False
+            called = called or any(isinstance(event, CallBegin) for event in events)
+            if ended:
+                return called
+            yield
 
     def _answer(self, calls: CallFormat) -> Reading[None]:
         """Content, and calls among it. Blanks around a call are layout; between two texts they are content."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -10,6 +11,7 @@ from mtpserve.text.parsers.scanner import BLANKS, Reading, Scanner
 from mtpserve.text.parsers.tools import Spelling
 
 MAX_TAIL = 64  # characters of a prompt's end that say whether it opened the reasoning
+AFTER_RESULTS = ("<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")  # DeepSeek's turns go on with the answer itself, or open reasoning
 
 
 class Opening(Enum):
@@ -31,14 +33,21 @@ class Thinking:
         tail = prompt[-MAX_TAIL:].rstrip()
         if tail.endswith(self.end):
             return Opening.NONE
+        if tail.endswith(AFTER_RESULTS):
+            return Opening.MAYBE
         return Opening.INSIDE if self.always or tail.endswith(self.start) else Opening.MAYBE
 
     def goes_on(self, begun: str) -> Opening:
         """By an answer whose beginning is given: only an open tag in it leaves room for reasoning."""
         return Opening.INSIDE if begun.rfind(self.start) > begun.rfind(self.end) else Opening.NONE
 
-    def read(self, scan: Scanner, opening: Opening, separate: bool) -> Reading[None]:
-        """The reasoning, and the blanks behind it. Not `separate`: all of it is content, tags included."""
+    def read(
+        self, scan: Scanner, opening: Opening, separate: bool, markers: Sequence[str], ends_in_calls: Callable[[], Reading[bool]]
+    ) -> Reading[None]:
+        """The reasoning, and the blanks behind it. Not `separate`: all of it is content, tags included.
+
+        `markers` begin calls; what begins with one and `ends_in_calls` is not taken, though the end tag is missing.
+        """
         reasoning, layout = (scan.reasoning, scan.layout) if separate else (scan.content, scan.content)
         if opening is Opening.NONE:
             return
@@ -46,7 +55,12 @@ class Thinking:
             return
         yield from scan.blanks()
         layout()
-        found = yield from scan.until((self.end,), lambda _: reasoning(), hold=BLANKS)
+        tags = [marker for marker in markers if len(marker) > 1]
+        while (found := (yield from scan.until((self.end, *tags), lambda _: reasoning(), hold=BLANKS))) in tags:
+            if (yield from ends_in_calls()):
+                return
+            scan.take(scan.text.index(found) + len(found))
+            reasoning()
         yield from scan.blanks()
         scan.take(len(found))
         yield from scan.blanks()
@@ -91,10 +105,10 @@ class ReasoningCount:
 
 
 def always() -> Thinking:
-    """DeepSeek-R1."""
+    """DeepSeek-R1, Qwen3-Thinking: models that do nothing else."""
     return Thinking(always=True)
 
 
 def sometimes() -> Thinking:
-    """Qwen3, GLM-4.5: hybrids, whose templates switch it."""
+    """Qwen3, GLM-4.5, DeepSeek-V3.1, MiMo-7B: models whose template switches it, or that begin it themselves."""
     return Thinking(always=False)

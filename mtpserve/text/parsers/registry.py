@@ -9,6 +9,7 @@ TOOL_CALLS = Registry(
     "tool call parser",
     {
         "hermes": f"{JSON}:Hermes",
+        "qwen": f"{JSON}:Hermes",
         "qwen25": f"{JSON}:Hermes",
         "llama3_json": f"{JSON}:Llama3",
         "llama3": f"{JSON}:Llama3",
@@ -17,8 +18,11 @@ TOOL_CALLS = Registry(
         "deepseekv3": f"{DEEPSEEK}:DeepSeekV3",
         "deepseek_v31": f"{DEEPSEEK}:DeepSeekV31",
         "deepseekv31": f"{DEEPSEEK}:DeepSeekV31",
+        "glm": f"{TAGGED}:GLM45",
         "glm45": f"{TAGGED}:GLM45",
+        "glm47": f"{TAGGED}:GLM47",
         "qwen3_coder": f"{TAGGED}:Qwen3Coder",
+        "qwen3_xml": f"{TAGGED}:Qwen3Coder",
     },
 )
 REASONINGS = Registry(
@@ -26,7 +30,11 @@ REASONINGS = Registry(
     {
         "deepseek_r1": f"{REASONING}:always",
         "deepseek-r1": f"{REASONING}:always",
+        "qwen3-thinking": f"{REASONING}:always",
+        "deepseek_v3": f"{REASONING}:sometimes",
+        "deepseek-v3": f"{REASONING}:sometimes",
         "qwen3": f"{REASONING}:sometimes",
         "glm45": f"{REASONING}:sometimes",
+        "mimo": f"{REASONING}:sometimes",
     },
 )

@@ -93,6 +93,16 @@ class Scanner:
                 return ""
             yield
 
+    def ahead(self, place: int, *literals: str) -> Reading[bool]:
+        """Whether blanks and one of `literals`, or the end of all text, stand behind `place`. Takes nothing."""
+        while True:
+            rest = self.text[place:].lstrip(BLANKS)
+            if any(rest.startswith(literal) for literal in literals) or (self.ended and not rest):
+                return True
+            if self.ended or len(self.text) - place - len(rest) > MAX_BLANKS or not any(literal.startswith(rest) for literal in literals):
+                return False
+            yield
+
     def blanks(self) -> Reading[None]:
         while True:
             self.take(len(self.text) - len(self.text.lstrip(BLANKS)))

@@ -22,6 +22,7 @@ class Tagged:
 
     KEY = KEY_END = VALUE = VALUE_END = ""
     ENDS: tuple[str, ...] = ()
+    UNCLOSED: tuple[str, ...] = ()  # what ends a value whose end tag is missing
     PADDED = False  # a line break stands on either side of a value
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -61,13 +62,19 @@ class Tagged:
         return ended
 
     def _value(self, scan: Scanner, passed: Callable[[str], None]) -> Reading[bool]:
+        """Up to an end tag with what may follow one behind it: a value may contain that tag."""
         if self.PADDED and (yield from scan.peek()) == "\n":
             scan.take(1)
-        found = yield from scan.until((self.VALUE_END,), passed, hold="\n" if self.PADDED else "", most=1)
-        if not found:
-            return False
-        scan.take(scan.text.index(found) + len(found))  # the line break that was held back belongs to the format
-        return True
+        while found := (yield from scan.until((self.VALUE_END, *self.UNCLOSED), passed, hold="\n" if self.PADDED else "", most=1)):
+            held = scan.text.index(found)  # a line break that belongs to the format
+            if found != self.VALUE_END:
+                scan.take(held)
+                return True
+            if (yield from scan.ahead(held + len(found), self.KEY, CALL, *self.ENDS)):
+                scan.take(held + len(found))
+                return True
+            passed(scan.take(held + len(found)))
+        return False
 
     def parameter_rules(self, tool: Tool, number: int, key_of: Callable[[str], str], end: tuple[str, ...], spell: Spelling) -> list[str]:
         """→ the sequence of parameters as an expression, and then the rules of their values."""
@@ -87,6 +94,8 @@ class GLM45(Tagged):
     markers: tuple[str, ...] = (CALL,)
     KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
     ENDS = (CALL_END,)
+    LINE = "\n"  # between the parts, where the model writes them; where it reads them, blanks do not matter
+    example = f"{CALL}tool_call_name\n{KEY}key{KEY_END}\n{VALUE}value{VALUE_END}\n{CALL_END}"
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         scan.take(len(marker))
@@ -100,15 +109,20 @@ class GLM45(Tagged):
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
         def key_of(key: str) -> str:
-            return " ".join((spell(self.KEY), text(key), spell(self.KEY_END), text("\n"), spell(self.VALUE)))
+            return " ".join((spell(self.KEY), text(key), spell(self.KEY_END), text(self.LINE), spell(self.VALUE)))
 
         each, rules = [], ""
         for number, tool in enumerate(tools):
-            parameters, *values = self.parameter_rules(tool, number, key_of, (self.VALUE_END, "\n"), spell)
-            head = text(tool.name + "\n")
+            parameters, *values = self.parameter_rules(tool, number, key_of, (self.VALUE_END, self.LINE), spell)
+            head = text(tool.name + self.LINE)
             each.append(f"{spell(CALL)} {head} {parameters} {spell(CALL_END)}")
             rules += "".join(values)
-        return calls_of(each, several, between=text("\n"), rules=rules)
+        return calls_of(each, several, between=text(self.LINE), rules=rules)
+
+
+class GLM47(GLM45):
+    LINE = ""
+    example = GLM45.example.replace("\n", "")
 
 
 class Qwen3Coder(Tagged):
@@ -116,7 +130,9 @@ class Qwen3Coder(Tagged):
     markers: tuple[str, ...] = (CALL, FUNCTION)  # the model forgets the first one at times
     KEY, KEY_END, VALUE_END = "<parameter=", ">", "</parameter>"
     ENDS = (FUNCTION_END, CALL_END)
+    UNCLOSED = ("\n<parameter=", "\n</function>")
     PADDED = True
+    example = f"{CALL}\n{FUNCTION}tool_call_name>\n{KEY}key{KEY_END}\nvalue\n{VALUE_END}\n{FUNCTION_END}\n{CALL_END}"
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         scan.take(len(marker))

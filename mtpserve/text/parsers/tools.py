@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,11 @@ from mtpserve.text.parsers.scanner import Reading, Scanner
 
 Schema = Mapping[str, Any]
 Spelling = Callable[[str], str]  # a piece of text as a Lark expression: a token of the vocabulary, or characters
+
+
+ALL = "tool_call_arguments"
+EXAMPLE = f'{{"name": "tool_call_name", "arguments": {ALL}}}'
+MORE = "{{additional_tool_calls}}"  # where an example has place for further calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,7 @@ class CallFormat(Protocol):
     """How a family of models writes calls. Stateless but for the tools of one request."""
 
     markers: tuple[str, ...]  # what begins calls; see Scanner.until
+    example: str  # how a model is told to write a call of tool_call_name with tool_call_arguments
 
     def __init__(self, tools: Sequence[Tool]) -> None: ...
 
@@ -32,6 +39,35 @@ class CallFormat(Protocol):
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
         """One call, or `several`, of the `tools` given, as the body of a Lark rule `calls` with all that it needs. Raises ValueError."""
         ...
+
+
+def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:
+    """For a system message, where a chat template says nothing of tools: the layout that DeepSeek-V3.1's model card gives."""
+    functions = [definition["function"] for definition in definitions]
+    told = [
+        f"### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
+        f"Parameters: {json.dumps(function.get('parameters') or {}, ensure_ascii=False)}\n"
+        for function in functions
+    ]
+    return "\n".join(
+        [
+            "## Tools\nYou have access to the following tools:\n",
+            *told,
+            f"IMPORTANT: ALWAYS adhere to this exact format for tool use:\n{example}\n",
+            "Where:\n",
+            "- `tool_call_name` must be an exact match to one of the available tools",
+            "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema",
+            "- For multiple tool calls, chain them directly without separators or spaces",
+        ]
+    )
+
+
+def example_of(example: str, name: str, arguments: Mapping[str, Any]) -> str:
+    """A call written after a format's example; as a JSON object where that has no place for all arguments together."""
+    if ALL not in example:
+        example = EXAMPLE
+    head, tail = example.replace(MORE, "").split(ALL)
+    return head.replace("tool_call_name", name) + json.dumps(arguments, ensure_ascii=False) + tail
 
 
 def in_name(character: str) -> bool:

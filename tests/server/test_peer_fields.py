@@ -1,0 +1,135 @@
+"""Fields that SGLang's and vLLM's users send reach the engine on every route or are refused by name; none is left out in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.server import message_body, native, openai, response_body
+from tests.server.fake_client import FakeClient
+from tests.server.test_errors import error, send
+
+USER = [{"role": "user", "content": "a"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 4},
+    "/v1/responses": {"input": "a", "max_output_tokens": 4},
+    "/v1/messages": {"messages": USER, "max_tokens": 4},
+}
+# A field, a value, and what the engine is asked for. The tokenizer's own temperature and top_p are others.
+SAMPLED: list[tuple[str, Any, str, Any]] = [
+    ("temperature", 0.5, "temperature", 0.5),
+    ("top_p", 0.5, "top_p", 0.5),
+    ("top_k", 7, "top_k", 7),
+    ("min_p", 0.25, "min_p", 0.25),
+    ("seed", 3, "seed", 3),
+    ("stop", ["x"], "stop", ("x",)),
+    ("stop_token_ids", [5], "stop_token_ids", (5,)),
+    ("ignore_eos", True, "ignore_eos", True),
+    ("include_stop_str_in_output", True, "include_stop", True),
+    ("no_stop_trim", True, "include_stop", True),
+    ("skip_special_tokens", False, "skip_special_tokens", False),
+    ("repetition_penalty", 1.5, "repetition_penalty", 1.5),
+    ("frequency_penalty", 0.5, "frequency_penalty", 0.5),
+    ("presence_penalty", 0.5, "presence_penalty", 0.5),
+    ("logit_bias", {"5": 1.0}, "logit_bias", {5: 1.0}),
+    ("allowed_token_ids", [5], "allowed_token_ids", (5,)),
+    ("bad_words", ["x"], "bad_words", ("x",)),
+    ("min_tokens", 2, "min_tokens", 2),
+    ("speculative", {"enabled": False}, "speculation", Speculation(enabled=False)),
+    ("prediction", {"type": "content", "content": "x"}, "speculation", Speculation(prediction="x")),
+]
+
+
+def sampled(http: httpx.AsyncClient, client: FakeClient, route: str, **fields: Any) -> SamplingParams:
+    response = send(http, "POST", route, json=BODIES[route] | fields)
+    assert response.status_code == 200, response.text
+    return client.submitted[-1].sampling
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_every_conversation_takes_the_same_sampling(http: httpx.AsyncClient, client: FakeClient, route: str) -> None:
+    assert {name for name, *_ in SAMPLED} == openai.SamplingFields.model_fields.keys() - {"custom_params"}
+    plain = sampled(http, client, route)
+    for name, value, parameter, asked in SAMPLED:
+        assert getattr(plain, parameter) != asked
+        assert getattr(sampled(http, client, route, **{name: value}), parameter) == asked, name
+
+
+# Of the peers' protocols; what one route has and another has not is refused there.
+PEERS = """
+    priority lora_path lora_id session_params custom_logit_processor logits_processors return_hidden_states return_token_ids
+    return_tokens_as_token_ids return_routed_experts return_prompt_token_ids return_meta_info return_cached_tokens_details
+    return_spec_tokens_details prompt_embeds input_embeds stop_regex use_beam_search length_penalty truncate_prompt_tokens
+    thinking_token_budget documents chat_template kv_transfer_params bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
+    data_parallel_rank disagg_prefill_dp_rank vllm_xargs mm_processor_kwargs media_io_kwargs repetition_detection logprob_token_ids
+    spaces_between_special_tokens guided_whitespace_pattern return_entropy return_bytes background max_tool_calls include container
+    mcp_servers conversation token_ids_logprob image_data
+"""
+ROUTES = {
+    "/v1/completions": (openai.CompletionRequest, openai.UNSUPPORTED),
+    "/v1/chat/completions": (openai.ChatRequest, openai.UNSUPPORTED),
+    "/v1/responses": (response_body.ResponsesRequest, openai.UNSUPPORTED | response_body.UNSUPPORTED),
+    "/v1/messages": (message_body.MessagesRequest, openai.UNSUPPORTED | message_body.UNSUPPORTED),
+    "/generate": (native.NativeRequest, native.UNSUPPORTED),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_asks_for_something_that_is_not_done_is_refused(http: httpx.AsyncClient, client: FakeClient, route: str) -> None:
+    cls, unsupported = ROUTES[route]
+    body = BODIES.get(route, {"text": "a"})
+    for name in sorted(unsupported.keys() - cls.model_fields.keys() - ({"service_tier"} if route == "/v1/messages" else set())):
+        found = error(send(http, "POST", route, json=body | {name: {"some": "thing"}}), 400)
+        assert (found["param"], found["code"]) == (name, "unsupported_parameter")
+    assert not client.submitted
+
+
+def test_no_field_of_the_peers_is_unheard_of() -> None:
+    heard = {
+        name for cls, unsupported in ROUTES.values() for name in [*cls.model_fields, *unsupported]
+    } | native.UNSUPPORTED_SAMPLING.keys()
+    assert set(PEERS.split()) <= heard
+
+
+@pytest.mark.parametrize(("fields", "effort", "shown"), [
+    ({"reasoning_effort": "low"}, "low", True),
+    ({"reasoning": {"effort": "high"}}, "high", True),
+    ({"reasoning": {"effort": "high"}, "reasoning_effort": "low"}, "low", True),
+    ({"reasoning": {"enabled": False}}, "none", True),
+    ({"reasoning": {"exclude": True}}, None, False),
+    ({"include_reasoning": False}, None, False),
+    ({}, None, True),
+])  # fmt: skip
+def test_how_reasoning_is_asked_for(fields: dict[str, Any], effort: str | None, shown: bool) -> None:
+    body = openai.ChatRequest(messages=USER, **fields)
+    assert (body.effort, body.shows_reasoning) == (effort, shown)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(("route", "fields"), [
+    ("/v1/messages", {"output_config": {"format": FORMAT}}),
+    ("/v1/messages", {"output_format": FORMAT}),
+    ("/v1/responses", {"text": {"format": FORMAT | {"name": "a"}}}),
+    ("/v1/responses", {"structured_outputs": {"json": SCHEMA}}),
+    ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}),
+])  # fmt: skip
+def test_a_schema_for_the_answer(http: httpx.AsyncClient, client: FakeClient, route: str, fields: dict[str, Any]) -> None:
+    grammar = sampled(http, client, route, **fields).grammar
+    assert grammar is not None and grammar.kind == "json_schema" and '"integer"' in grammar.text
+
+
+def test_output_config_of_messages(http: httpx.AsyncClient) -> None:
+    body = message_body.MessagesRequest(
+        messages=USER, max_tokens=1, output_config={"effort": "high"}, chat_template_kwargs={"thinking": True}
+    )
+    assert (body.chat().effort, body.chat().chat_template_kwargs) == ("high", {"thinking": True})
+    for config in ({"format": {"type": "text"}}, {"other": 1}):
+        found = error(send(http, "POST", "/v1/messages", json=BODIES["/v1/messages"] | {"output_config": config}), 400)
+        assert (found["param"] or found["message"]).startswith("output_config")
