@@ -27,6 +27,7 @@ from mtpserve.server.limits import BodyLimit
 from mtpserve.server.messages import count_tokens, messages
 from mtpserve.server.metrics import Metrics
 from mtpserve.server.page import page, stats
+from mtpserve.server.parsing import parse_function_call, separate_reasoning
 from mtpserve.server.response_store import ResponseStore
 from mtpserve.server.service import Service
 from mtpserve.server.tokens import detokenize, tokenize
@@ -66,6 +67,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any]], ...] = (
     ("POST", ("/generate",), generate),
     ("POST", ("/tokenize", "/v1/tokenize"), tokenize),
     ("POST", ("/detokenize", "/v1/detokenize"), detokenize),
+    ("POST", ("/parse_function_call",), parse_function_call),
+    ("POST", ("/separate_reasoning",), separate_reasoning),
     ("POST", ("/flush_cache",), flush_cache),
     ("POST", ("/abort_request",), abort_request),
 )

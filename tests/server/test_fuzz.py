@@ -38,6 +38,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
     "/abort_request": {"abort_all": True},
+    "/parse_function_call": {"text": "a", "tools": []},
+    "/separate_reasoning": {"text": "a"},
 }
 
 

@@ -192,3 +192,35 @@ def test_the_document_describes_every_route_and_its_body(http: httpx.AsyncClient
                 assert document["components"]["schemas"][name]["properties"]
     assert "sampling_params" in document["components"]["schemas"]["NativeRequest"]["properties"]
     assert document["components"]["schemas"]["ErrorObject"]["properties"].keys() == {"message", "type", "param", "code"}
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "now")]
+
+
+def test_a_text_is_taken_apart_for_those_who_ask(http: httpx.AsyncClient) -> None:
+    text = 'So.\n<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "other"}\n</tool_call>'
+    answer = send(http, "POST", "/parse_function_call", json={"text": text, "tools": TOOLS, "tool_call_parser": "hermes"}).json()
+    calls = [{"tool_index": 1, "name": "now", "parameters": '{"a": 1}'}, {"tool_index": -1, "name": "other", "parameters": "{}"}]
+    assert answer == {"normal_text": "So.", "calls": calls}
+    for parser, text, reasoning in (("deepseek-r1", "a</think>b", "a"), ("qwen3", "<think>a</think>b", "a"), ("qwen3", "b", "")):
+        answer = send(http, "POST", "/separate_reasoning", json={"text": text, "reasoning_parser": parser}).json()
+        assert answer == {"reasoning_text": reasoning, "text": "b"}
+
+
+@pytest.mark.parametrize(("path", "body", "param"), [
+    ("/parse_function_call", {"text": "a", "tools": TOOLS}, "tool_call_parser"),
+    ("/parse_function_call", {"text": "a", "tools": TOOLS, "tool_call_parser": "x"}, "tool_call_parser"),
+    ("/parse_function_call", {"text": "a", "tools": [1], "tool_call_parser": "hermes"}, "tools[0].type"),
+    ("/parse_function_call", {"text": "a" * 10**6, "tools": [], "tool_call_parser": "hermes"}, "text"),
+    ("/parse_function_call", {"tools": TOOLS}, "text"),
+    ("/separate_reasoning", {"text": "a"}, "reasoning_parser"),
+    ("/separate_reasoning", {"text": "a", "reasoning_parser": "x"}, "reasoning_parser"),
+])  # fmt: skip
+def test_and_what_cannot_be_taken_apart(http: httpx.AsyncClient, path: str, body: Any, param: str) -> None:
+    assert error(send(http, "POST", path, json=body), 400)["param"] == param
+
+
+def test_half_a_character_cannot_be_taken_apart(http: httpx.AsyncClient) -> None:
+    body = b'{"text": "\\ud800", "reasoning_parser": "qwen3"}'
+    found = send(http, "POST", "/separate_reasoning", content=body, headers={"content-type": "application/json"})
+    assert error(found, 400)["param"] == "text"
