@@ -9,11 +9,11 @@ from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
-from mtpserve.server.errors import Unsupported
+from mtpserve.server.errors import NoThreads, Unsupported
 from mtpserve.server.fields import either
 from mtpserve.server.openai import ChatRequest, Label, RequestId, Strict, Texts, Timeout, refuse
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {"compaction": (None,), "container": (None,), "mcp_servers": (None, [])}
 CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # in OpenAI's words
 
@@ -54,6 +54,18 @@ class Thinking(Strict):
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
+class Format(Strict):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """The output's form, and how much to think, which the chat template is told as `reasoning_effort`."""
+
+    format: Format | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class ToolDefinition(Strict):
     type: str | None = None
     name: str
@@ -90,12 +102,16 @@ class CountRequest(Strict):
     messages: Annotated[list[Message], Field(fail_fast=True)]
     system: Annotated[str | TextBlocks | None, either(CONTENT)] = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None  # where output_config.format stood in the API's beta
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
 
     @model_validator(mode="before")
     @classmethod
     def refuse_by_name(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("thread") is not None:
+            raise NoThreads("thread is not supported: this server keeps no messages, send all of them", "thread")
         return refuse(body, UNSUPPORTED)
 
     def chat(self) -> ChatRequest:
@@ -107,16 +123,27 @@ class CountRequest(Strict):
         if goes_on and messages[-1].tool_calls:
             raise InvalidRequest("messages: tool_use blocks in the last message need their tool_result blocks behind it", "messages")
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
-        choice = self.tool_choice
+        choice, output = self.tool_choice, self.output_config or OutputConfig()
         return ChatRequest.model_construct(
             messages=messages,
             continue_final_message=goes_on,
             chat_template_kwargs=None if thinks is None else dict.fromkeys(("thinking", "enable_thinking"), thinks),
             include_reasoning=thinks,
+            reasoning_effort=output.effort,
+            response_format=self._form(),
             tools=[tool.function(f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
             tool_choice=None if choice is None else choice.chosen(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
+
+
+    def _form(self) -> dict[str, Any] | None:
+        """As OpenAI's response_format."""
+        new = None if self.output_config is None else self.output_config.format
+        if new is not None and self.output_format is not None:
+            raise InvalidRequest("output_config.format and output_format are the same thing: give one of them", "output_format")
+        form = new or self.output_format
+        return None if form is None else {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
 class MessagesRequest(CountRequest):

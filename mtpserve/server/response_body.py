@@ -15,7 +15,8 @@ from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, Strict,
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
-    "include": (None, []),
+    # Reasoning comes as text and is taken back as text: nothing has to be encrypted for a client that keeps it itself.
+    "include": (None, [], ["reasoning.encrypted_content"]),
     "max_tool_calls": (None,),
     "prompt": (None,),
     "service_tier": (None, "auto", "default"),
@@ -48,7 +49,7 @@ class Item(Strict):
 
 class Reasoning(Strict):
     effort: Effort | None = None
-    summary: None = None
+    summary: Literal["auto"] | None = None  # OpenAI's word for what there is, which is the reasoning itself
 
 
 class TextOptions(Strict):
