@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -27,21 +28,45 @@ async def version() -> Response:
 
 
 def model_object(service: Service) -> dict[str, Any]:
+    """`root` is where vLLM's clients look for the tokenizer."""
     card = service.client.card
     return {
         "id": card.name,
         "object": "model",
         "created": service.created,
         "owned_by": "mtpserve",
+        "root": str(service.engine_config.model.directory.absolute()),
+        "parent": None,
         "max_model_len": card.context_length,
         "speculative_steps": card.speculative_steps,
         "synthetic_acceptance": card.synthetic_acceptance,
     }
 
 
+def model_for_anthropic(service: Service) -> dict[str, Any]:
+    card = service.client.card
+    return {
+        "type": "model",
+        "id": card.name,
+        "display_name": card.name,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "max_input_tokens": card.context_length,
+        "max_tokens": card.context_length,
+    }
+
+
+def from_anthropic(request: Request) -> bool:
+    """Its clients ask for models under OpenAI's paths, and are told apart by a header that they all send."""
+    return "anthropic-version" in request.headers
+
+
 async def models(request: Request) -> Response:
-    """The model that is served, as a list of one."""
-    return JSON({"object": "list", "data": [model_object(request.app.state.service)]})
+    """The model that is served, as a list of one; in Anthropic's form for its clients."""
+    service: Service = request.app.state.service
+    if from_anthropic(request):
+        name = service.model
+        return JSON({"data": [model_for_anthropic(service)], "has_more": False, "first_id": name, "last_id": name})
+    return JSON({"object": "list", "data": [model_object(service)]})
 
 
 async def model(request: Request, id: str) -> Response:
@@ -49,17 +74,17 @@ async def model(request: Request, id: str) -> Response:
     service: Service = request.app.state.service
     if id != service.model:
         raise ModelNotFound(f"the model {id[:200]!r} does not exist; this server offers {service.model!r}", "model")
-    return JSON(model_object(service))
+    return JSON(model_for_anthropic(service) if from_anthropic(request) else model_object(service))
 
 
 async def model_info(request: Request) -> Response:
-    """The model in SGLang's words."""
+    """The model in SGLang's words; its clients load the tokenizer from the path, so the paths are whole."""
     service: Service = request.app.state.service
     card, model = service.client.card, service.engine_config.model
     return JSON(
         {
-            "model_path": model.model,
-            "tokenizer_path": model.tokenizer or model.model,
+            "model_path": str(model.directory.absolute()),
+            "tokenizer_path": str(model.tokenizer_directory.absolute()),
             "served_model_name": card.name,
             "is_generation": True,
             "max_model_len": card.context_length,

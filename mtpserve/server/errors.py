@@ -55,6 +55,10 @@ class Unsupported(InvalidRequest):
     """→ 400 with the code that OpenAI has for it"""
 
 
+class NoThreads(Unsupported):
+    """→ 400 with the details on which Anthropic's clients send the whole conversation instead of a thread's next message"""
+
+
 class DeadlineExceeded(RequestFailed):
     """→ 408"""
 
@@ -117,6 +121,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 400, error_body(400, str(error), param=error.param, code="context_length_exceeded")
         case NotStored():
             return 404, error_body(404, str(error), param=error.param, code="response_not_found")
+        case NoThreads():
+            body = error_body(400, str(error), param=error.param, code="unsupported_parameter")
+            body["error"]["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+            return 400, body
         case Unsupported():
             return 400, error_body(400, str(error), param=error.param, code="unsupported_parameter")
         case InvalidRequest():

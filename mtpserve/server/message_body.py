@@ -5,15 +5,15 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
-from mtpserve.server.errors import Unsupported
+from mtpserve.server.errors import NoThreads, Unsupported
 from mtpserve.server.fields import either
-from mtpserve.server.openai import ChatRequest, Effort, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
+from mtpserve.server.openai import ChatRequest, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {"compaction": (None,), "container": (None,), "mcp_servers": (None, [])}
 CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # in OpenAI's words
 
@@ -54,6 +54,18 @@ class Thinking(Strict):
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
+class Format(Strict):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """The output's form, and how much to think, which the chat template is told as `reasoning_effort`."""
+
+    format: Format | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class ToolDefinition(Strict):
     type: str | None = None
     name: str
@@ -90,6 +102,8 @@ class CountRequest(Strict):
     messages: Annotated[list[Message], Field(fail_fast=True)]
     system: Annotated[str | TextBlocks | None, either(CONTENT)] = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None  # where output_config.format stood in the API's beta
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -97,6 +111,8 @@ class CountRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def refuse_by_name(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("thread") is not None:
+            raise NoThreads("thread is not supported: this server keeps no messages, send all of them", "thread")
         return refuse(body, {name: neutral for name, neutral in unsupported(cls).items() if name != "service_tier"} | UNSUPPORTED)
 
     def chat(self) -> ChatRequest:
@@ -109,33 +125,32 @@ class CountRequest(Strict):
             raise InvalidRequest("messages: tool_use blocks in the last message need their tool_result blocks behind it", "messages")
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
         switches = {} if thinks is None else dict.fromkeys(("thinking", "enable_thinking"), thinks)
-        choice = self.tool_choice
+        choice, output = self.tool_choice, self.output_config or OutputConfig()
         return ChatRequest.model_construct(
             messages=messages,
             continue_final_message=goes_on,
             chat_template_kwargs=switches | (self.chat_template_kwargs or {}),
             include_reasoning=thinks,
+            reasoning_effort=output.effort,
+            response_format=self._form(),
             tools=[tool.function(f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
             tool_choice=None if choice is None else choice.chosen(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
 
-
-class OutputConfig(Strict):
-    """How hard to think, and the answer's form as a JSON schema."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    effort: Effort | None = None
-    format: dict[str, Any] | None = None
+    def _form(self) -> dict[str, Any] | None:
+        """As OpenAI's response_format."""
+        new = None if self.output_config is None else self.output_config.format
+        if new is not None and self.output_format is not None:
+            raise InvalidRequest("output_config.format and output_format are the same thing: give one of them", "output_format")
+        form = new or self.output_format
+        return None if form is None else {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
 class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: int
     stop_sequences: Texts | None = None
     stream: bool | None = None
-    output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None  # the older name of output_config.format
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     rid: RequestId | None = None
@@ -143,21 +158,10 @@ class MessagesRequest(CountRequest, SamplingFields):
 
     def chat(self) -> ChatRequest:
         names = ("model", "max_tokens", "stream", "timeout", *SamplingFields.model_fields)
-        given = {name: getattr(self, name) for name in names} | {"response_format": self._format()}
+        given = {name: getattr(self, name) for name in names}
         if self.stop_sequences is not None:
             given["stop"] = self.stop_sequences
-        if self.output_config is not None:
-            given["reasoning_effort"] = self.output_config.effort
         return CountRequest.chat(self).model_copy(update=given)
-
-    def _format(self) -> dict[str, Any] | None:
-        """As OpenAI's."""
-        given = self.output_format if self.output_config is None or self.output_config.format is None else self.output_config.format
-        if given is None:
-            return None
-        if given.get("type") != "json_schema" or "schema" not in given:
-            raise InvalidRequest("output_config.format must be {'type': 'json_schema', 'schema': ...}", "output_config")
-        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
 
 
 def spoken(message: Message) -> list[ChatMessage]:

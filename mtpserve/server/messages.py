@@ -20,7 +20,10 @@ from mtpserve.server.service import Service
 from mtpserve.server.sse import NamedEventStream, unless_gone
 from mtpserve.server.turn import Block, Turn, turn_of
 
-RENAMED = {"stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": ""}
+RENAMED = {
+    "stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": "", "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}  # fmt: skip
 STOP_REASONS = {Finish.LENGTH: "max_tokens", Finish.ABORT: "end_turn"}
 DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json")}
 

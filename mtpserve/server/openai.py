@@ -57,6 +57,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_prompt_token_ids": (None, False),
     "return_routed_experts": (None, False),
     "return_spec_tokens_details": (None, False),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
     "routed_dp_rank": (None, 0),
     "service_tier": (None, "auto", "default"),
     "session_params": (None,),
@@ -65,6 +67,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "store": (None, False),
     "stream_reasoning": (None, True),
     "thinking_token_budget": (None,),
+    "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "verbosity": (None, "medium"),
     "vllm_xargs": (None, {}),
@@ -109,7 +112,7 @@ def refuse(body: Any, unsupported: dict[str, tuple[Any, ...]]) -> Any:
 
 
 def unsupported(cls: type[Strict]) -> dict[str, tuple[Any, ...]]:
-    """Of the fields that no route does, those that this body does not have."""
+    """Of the fields that not every route does, those that this body does not have."""
     return {name: neutral for name, neutral in UNSUPPORTED.items() if name not in cls.model_fields}
 
 

@@ -15,7 +15,8 @@ from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, Samplin
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
-    "include": (None, []),
+    # Reasoning comes as text and is taken back as text: nothing has to be encrypted for a client that keeps it itself.
+    "include": (None, [], ["reasoning.encrypted_content"]),
     "max_tool_calls": (None,),
     "prompt": (None,),
     "request_id": (None,),
@@ -50,7 +51,7 @@ class Item(Strict):
 
 class Reasoning(Strict):
     effort: Effort | None = None
-    summary: None = None
+    summary: Literal["auto"] | None = None  # OpenAI's word for what there is, which is the reasoning itself
 
 
 class TextOptions(Strict):
@@ -78,7 +79,6 @@ class ResponsesRequest(SamplingFields):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
-    priority: int | None = None
     timeout: Timeout | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -108,7 +108,6 @@ class ResponsesRequest(SamplingFields):
             tools=[function(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
-            priority=self.priority,
             timeout=self.timeout,
             **{name: getattr(self, name) for name in SamplingFields.model_fields},
         )

@@ -29,8 +29,9 @@ class FakeClient:
             if request.id not in self.engine.live:
                 raise RequestFailed("the request was aborted")
             live, done = self.engine.live[request.id]
-            yield self.engine._event(live, done)
-            if request.id not in self.engine.live:
+            event = self.engine._event(live, done)
+            yield event
+            if event.finish is not None:
                 return
 
     def abort(self, request_id: str) -> None:

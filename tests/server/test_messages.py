@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 import httpx
 import pytest
 
+from mtpserve.core.sampling import GrammarSpec
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import FIRST_TOKEN
@@ -15,6 +17,7 @@ from tests.server.test_errors import USER, error, send
 
 ROUTE = "/v1/messages"
 BODY: dict[str, Any] = {"model": "fake", "max_tokens": 5, "messages": USER}
+SCHEMA: dict[str, Any] = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}}
 IDS = list(range(FIRST_TOKEN, FIRST_TOKEN + 5))
 
 
@@ -89,11 +92,41 @@ def test_reasoning_and_the_beginning_of_an_answer(http: httpx.AsyncClient, clien
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages"),
         ({"system": [{"type": "image"}]}, "system"),
         ({"thinking": {"type": "much"}}, "thinking"),
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+        ({"output_config": {"effort": "none"}}, "output_config"),
+        ({"output_config": {"format": SCHEMA}, "output_format": SCHEMA}, "output_format"),
+        ({"compaction": {}}, "compaction"),
     ],
 )
 def test_what_is_wrong_is_named(http: httpx.AsyncClient, client: FakeClient, fields: dict[str, Any], param: str) -> None:
     assert error(send(http, "POST", ROUTE, json=BODY | fields), 400)["param"] == param
     assert not client.submitted
+
+
+@pytest.mark.parametrize("fields", [{"output_config": {"format": SCHEMA, "effort": "max"}}, {"output_format": SCHEMA}])
+def test_a_schema_constrains_the_answer(http: httpx.AsyncClient, client: FakeClient, fields: dict[str, Any]) -> None:
+    assert send(http, "POST", ROUTE, json=BODY | fields).status_code == 200
+    assert client.submitted[0].sampling.grammar == GrammarSpec("json_schema", json.dumps(SCHEMA["schema"]))
+
+
+def test_a_thread_is_refused_in_the_words_that_clients_recover_from(http: httpx.AsyncClient, client: FakeClient) -> None:
+    """Their tool runner starts one unasked, and would go on from it with the last message alone."""
+    refused = send(http, "POST", f"{ROUTE}?beta=true", json=BODY | {"thread": {"type": "create"}})
+    told = refused.json()["error"]
+    assert (refused.status_code, told["param"], told["details"]["error_code"]) == (400, "thread", "thread_unsupported_request")
+    assert send(http, "POST", ROUTE, json=BODY | {"thread": None}).status_code == 200 and len(client.submitted) == 1
+
+
+def test_models_in_the_form_of_its_clients(http: httpx.AsyncClient) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = send(http, "GET", "/v1/models", headers=headers).json()
+    model = send(http, "GET", "/v1/models/fake", headers=headers).json()
+    assert listed == {"data": [model], "has_more": False, "first_id": "fake", "last_id": "fake"}
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "fake", "fake")
+    assert datetime.fromisoformat(model["created_at"]).tzinfo is not None
+    assert send(http, "GET", "/v1/models").json()["object"] == "list"
+    assert error(send(http, "GET", "/v1/models/other", headers=headers), 404)["code"] == "model_not_found"
 
 
 def test_an_error_in_a_stream_is_an_event(http: httpx.AsyncClient, client: FakeClient) -> None:

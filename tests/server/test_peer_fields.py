@@ -7,8 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
+from mtpserve.config import EngineConfig, SchedulerConfig
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.server import message_body, native, openai, response_body
+from mtpserve.server.app import create_app
+from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.test_errors import error, send
 
@@ -52,11 +55,23 @@ def sampled(http: httpx.AsyncClient, client: FakeClient, route: str, **fields: A
 
 @pytest.mark.parametrize("route", BODIES)
 def test_every_conversation_takes_the_same_sampling(http: httpx.AsyncClient, client: FakeClient, route: str) -> None:
-    assert {name for name, *_ in SAMPLED} == openai.SamplingFields.model_fields.keys() - {"custom_params"}
+    assert {name for name, *_ in SAMPLED} == openai.SamplingFields.model_fields.keys() - {"custom_params", "priority"}
     plain = sampled(http, client, route)
     for name, value, parameter, asked in SAMPLED:
         assert getattr(plain, parameter) != asked
         assert getattr(sampled(http, client, route, **{name: value}), parameter) == asked, name
+
+
+@pytest.mark.parametrize("route", [*BODIES, "/generate"])
+def test_priority_needs_its_policy(tokenizer: Tokenizer, client: FakeClient, route: str) -> None:
+    body = BODIES.get(route, {"text": "a"}) | {"priority": 3}
+    for policy in ("fcfs", "priority"):
+        config = EngineConfig(scheduler=SchedulerConfig(scheduling_policy=policy))
+        transport = httpx.ASGITransport(create_app(client, tokenizer, config))
+        response = send(httpx.AsyncClient(transport=transport, base_url="http://test"), "POST", route, json=body)
+        if policy == "fcfs":
+            assert response.status_code == 400 and "--scheduling-policy" in response.text and not client.submitted
+    assert [request.sampling.priority for request in client.submitted] == [3]
 
 
 # Of the peers' protocols; what one route has and another has not is refused there.
@@ -130,6 +145,6 @@ def test_output_config_of_messages(http: httpx.AsyncClient) -> None:
         messages=USER, max_tokens=1, output_config={"effort": "high"}, chat_template_kwargs={"thinking": True}
     )
     assert (body.chat().effort, body.chat().chat_template_kwargs) == ("high", {"thinking": True})
-    for config in ({"format": {"type": "text"}}, {"other": 1}):
+    for config in ({"format": {"type": "text"}}, {"effort": "much"}):
         found = error(send(http, "POST", "/v1/messages", json=BODIES["/v1/messages"] | {"output_config": config}), 400)
         assert (found["param"] or found["message"]).startswith("output_config")

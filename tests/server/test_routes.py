@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -142,7 +143,11 @@ def test_what_the_server_says_of_itself(client: FakeClient, tokenizer: Tokenizer
     # The trial's one verification committed a token, none of them a draft.
     assert said["internal_states"][0]["avg_spec_accept_length"] == 1.0
     for path in ("/model_info", "/get_model_info"):
-        assert send(http, "GET", path).json()["served_model_name"] == "fake"
+        said = send(http, "GET", path).json()
+        assert said["served_model_name"] == "fake"
+        # Load generators take the tokenizer from there, whatever their own directory is.
+        assert said["tokenizer_path"] == said["model_path"] == send(http, "GET", "/v1/models").json()["data"][0]["root"]
+        assert Path(said["tokenizer_path"], "tokenizer.json").is_absolute() and Path(said["tokenizer_path"], "tokenizer.json").is_file()
     assert post(http, "/flush_cache", None)["success"] is True
 
 
