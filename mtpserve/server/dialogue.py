@@ -14,6 +14,7 @@ from mtpserve.server.errors import ContextLengthExceeded
 from mtpserve.server.openai import ChatRequest
 from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
 from mtpserve.server.tools import OutputPlan, ToolUse, output_plan, planned, template_variables, tool_use
+from mtpserve.text.control import RenderedChat
 from mtpserve.text.requests import Spelling
 
 
@@ -21,7 +22,7 @@ def asked_tools(service: Service, body: ChatRequest) -> ToolUse:
     return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.formats)
 
 
-async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
+async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> RenderedChat:
     """The conversation as the template writes it. Its size is bounded before the template's code runs over it."""
     messages = for_template(body.messages)
     size = size_of(messages) + len(json.dumps(use.shown or []))
@@ -30,7 +31,7 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
     goes_on = bool(body.continue_final_message)
     variables = template_variables(body.chat_template_kwargs, body.reasoning_effort, service.tokenizer)
 
-    def written(conversation: list[dict[str, Any]]) -> str:
+    def written(conversation: list[dict[str, Any]]) -> RenderedChat:
         return service.tokenizer.render_chat(
             conversation,
             add_generation_prompt=body.add_generation_prompt is not False and not goes_on,
@@ -39,7 +40,7 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
             variables=variables,
         )
 
-    def render() -> str:
+    def render() -> RenderedChat:
         try:
             return written(messages)
         except InvalidRequest:
@@ -65,11 +66,11 @@ async def prepared(service: Service, body: ChatRequest) -> Prepared:
     sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
     service.check_sampling(sampling)
     use = asked_tools(service, body)
-    text = await rendered(service, body, use)
+    chat = await rendered(service, body, use)
     begun = body.messages[-1].text() if body.continue_final_message else None
-    plan = output_plan(use, text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
+    plan = output_plan(use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
     sampling = planned(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)
-    prompt = await service.encode(text, "messages", special=False)
+    prompt = await service.encode_chat(chat)
     service.check_length(prompt, body.wanted_tokens, "messages")
     return Prepared(prompt, sampling, spelling, plan)

@@ -19,6 +19,7 @@ from mtpserve.server.errors import ContextLengthExceeded, DeadlineExceeded, Mode
 from mtpserve.server.metrics import Metrics
 from mtpserve.server.observed import RequestClock
 from mtpserve.server.tools import Formats
+from mtpserve.text.control import RenderedChat
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import Spelling, check_text, spelling_of
 from mtpserve.text.tokenizer import Tokenizer
@@ -86,6 +87,11 @@ class Service:
         if self.size(text, field) <= INLINE_BYTES:
             return self.tokenizer.encode(text, special=special)
         return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
+
+    async def encode_chat(self, chat: RenderedChat, *, special: bool = False) -> list[int]:
+        if self.size(chat.text, "messages") <= INLINE_BYTES:
+            return self.tokenizer.encode_chat(chat, special=special)
+        return await asyncio.to_thread(self.tokenizer.encode_chat, chat, special=special)
 
     async def spelling(self, sampling: SamplingParams) -> Spelling:
         """Once for all choices of an answer."""

@@ -30,10 +30,10 @@ def test_a_prompt_gets_the_special_tokens_and_comes_back(tokenizer: Tokenizer) -
 
 
 def test_a_rendered_chat_gets_them_once(tokenizer: Tokenizer) -> None:
-    text = tokenizer.render_chat(MESSAGES)
+    text = tokenizer.render_chat(MESSAGES).text
     assert text == f"{tiny.BOS}user: hi\nassistant:"
     assert tokenizer.encode(text, special=False).count(tiny.BOS_ID) == 1
-    assert not tokenizer.render_chat(MESSAGES, add_generation_prompt=False).endswith("assistant:")
+    assert not tokenizer.render_chat(MESSAGES, add_generation_prompt=False).text.endswith("assistant:")
 
 
 def test_the_models_recommendations(tokenizer: Tokenizer) -> None:
@@ -78,7 +78,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
 import sys
 from mtpserve.text.tokenizer import Tokenizer
 tokenizer = Tokenizer({str(tiny.write(tmp_path))!r})
-tokenizer.decode(tokenizer.encode(tokenizer.render_chat({MESSAGES!r}), special=False))
+tokenizer.decode(tokenizer.encode_chat(tokenizer.render_chat({MESSAGES!r})))
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
