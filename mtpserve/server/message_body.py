@@ -12,6 +12,7 @@ from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToo
 from mtpserve.server.errors import Unsupported
 from mtpserve.server.fields import either
 from mtpserve.server.openai import ChatRequest, Label, RequestId, Strict, Texts, Timeout, refuse
+from mtpserve.text.requests import check_text
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
 CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
@@ -99,7 +100,9 @@ class CountRequest(Strict):
         return refuse(body, UNSUPPORTED)
 
     def chat(self) -> ChatRequest:
-        messages = [] if self.system is None else [ChatMessage(role="system", content=text_of(self.system, "system"))]
+        system = None if self.system is None else text_of(self.system, "system")
+        check_text(system or "", "system")
+        messages = [] if system is None else [ChatMessage(role="system", content=system)]
         for message in self.messages:
             messages += spoken(message)
         # An assistant's message at the end is the beginning of the answer.
