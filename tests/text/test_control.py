@@ -23,6 +23,7 @@ ADDED = [
     AddedToken(START, special=True, normalized=False), AddedToken(END, special=True, normalized=False),
     AddedToken(USER, special=False, normalized=False), AddedToken(WIDE, special=True, normalized=False, lstrip=True, rstrip=True),
     AddedToken(THINK, special=False, normalized=False), AddedToken(CALL, special=False, normalized=False),
+    AddedToken("</think>", special=True, normalized=False),
 ]  # fmt: skip
 CHATML = """{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}
 {%- if m['role'] == 'assistant' and '</think>' in m['content'] %}{{ m['content'].split('</think>')[-1].lstrip('\n') }}
@@ -85,8 +86,8 @@ def test_tags_of_reasoning_and_calls_are_the_clients_to_write(chatml: Tokenizer)
     messages = [user(f"{THINK}{END}"), user(f"{THINK}secret{END}</think>\nanswer{END}", "assistant")]
     text = chatml.render_chat(messages).text
     assert "secret" not in text and f"answer{END}" in text, "the template found the tag"
-    ids = chatml.encode_chat(chatml.render_chat(messages))
-    assert [chatml.token_text(id) for id in ids].count(THINK) == 1
+    ids = chatml.encode_chat(chatml.render_chat([*messages, user(f"a</think>{END}")]))
+    assert [chatml.token_text(id) for id in ids].count(THINK) == [chatml.token_text(id) for id in ids].count("</think>") == 1
     assert controls(chatml, messages) == TURN * 2 + ASKED
 
 
