@@ -174,6 +174,11 @@ def test_what_nobody_has_heard_of_is_left_out(http: httpx.AsyncClient, caplog: p
         assert send(http, "POST", COMPLETIONS, json={"prompt": "a"} | fields).status_code == 200
 
 
+def test_prompts_and_choices_are_bounded_together(http: httpx.AsyncClient, app: FastAPI, client: FakeClient) -> None:
+    app.state.service.tokenizer = Untouchable()
+    assert "1024" in refused(http, COMPLETIONS, {"prompt": ["a"] * 9, "n": 128})["message"] and not client.submitted
+
+
 def test_a_limit_is_named_as_the_client_did(http: httpx.AsyncClient) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         for value in (0, CONTEXT, 10**30):
