@@ -16,6 +16,8 @@ MAX_BIASED = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20  # OpenAI's limit
 MAX_GRAMMAR_BYTES = 1 << 20
+MIN_PENALTY = 1e-6  # less overflows the model's own numbers
+MAX_COUNT = 2**31 - 1  # of tokens: more than any vocabulary or context has, and less than would not fit into the engine's numbers
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls"]
 
@@ -24,16 +26,20 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "
 class GrammarSpec:
     """What the output must look like. `text` is a JSON schema, a regular expression, a JSON list of choices, a grammar in EBNF (Lark
     or GBNF), a JSON structural tag, or the calls of tools in Lark; empty for json_object. Rules in Lark, empty for
-    nothing: `front`, what stands before it, and `calls`, in `instead`, the calls of tools that may stand in its place."""
+    nothing: `front`, what stands before it, and `calls`, in `instead`, the calls of tools that may stand in its place. `field` is the
+    request's, for errors."""
 
     kind: GrammarKind
     text: str = ""
     front: str = ""
     instead: str = ""
+    field: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(f"{self.kind} has {len(self.text)} characters, at most {MAX_GRAMMAR_BYTES} are allowed", self.kind)
+            raise InvalidRequest(
+                f"{self.kind} has {len(self.text)} characters, at most {MAX_GRAMMAR_BYTES} are allowed", self.field or self.kind
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +105,14 @@ class SamplingParams:
 
         require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         require(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "in [0, 100]")
-        require(self.top_k >= -1, "top_k", "-1 or 0 (off) or positive")
+        require(-1 <= self.top_k <= MAX_COUNT, "top_k", f"-1 or 0 (off) or at most {MAX_COUNT}")
         require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit signed integer")
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         require(all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop), "stop", f"strings of 1 to {MAX_STOP_LENGTH} characters")
         require(len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS} ids")
-        require(0 < self.repetition_penalty <= 2, "repetition_penalty", "in (0, 2]")
+        require(MIN_PENALTY <= self.repetition_penalty <= 2, "repetition_penalty", f"in [{MIN_PENALTY}, 2]")
         require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         require(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         require(len(self.logit_bias) <= MAX_BIASED, "logit_bias", f"at most {MAX_BIASED} entries")
@@ -115,7 +121,7 @@ class SamplingParams:
         require(
             all(0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words), "bad_words", f"strings of 1 to {MAX_STOP_LENGTH} characters"
         )
-        require(self.min_tokens >= 0, "min_tokens", "at least 0")
+        require(0 <= self.min_tokens <= MAX_COUNT, "min_tokens", f"in [0, {MAX_COUNT}]")
         require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens = {self.max_tokens}")
         require(-(2**31) <= self.priority < 2**31, "priority", "a 32-bit signed integer")
         for name in ("logprobs", "prompt_logprobs"):

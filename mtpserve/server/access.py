@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.server.errors import JSON, error_body, printable
+from mtpserve.server.errors import Refusal, error_body, printable
 
 log = logging.getLogger(__name__)
 
@@ -76,19 +76,19 @@ class Keys:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         await (self.app if refusal is None else refusal)(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> JSON | None:
+    def _refusal(self, scope: Scope) -> Refusal | None:
         path: str = scope["path"]
         if not path.isprintable():  # a route's pattern also matches in front of a final line break
-            return JSON(error_body(404, f"{scope['method']} {path}: Not Found", code="not_found"), 404)
+            return Refusal(404, error_body(404, f"{scope['method']} {path}: Not Found", code="not_found"))
         given = digest(credentials(Headers(scope=scope)))
         is_admin, is_known = fits(given, self.admin_keys), fits(given, self.keys)
         if path in OPEN or is_admin:
             return None
         if self.keys and not is_known:
             message = "a key is needed: send Authorization: Bearer KEY"
-            return JSON(error_body(401, message, code="invalid_api_key"), 401, headers={"WWW-Authenticate": "Bearer"})
+            return Refusal(401, error_body(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
         if self.admin_keys and path in MANAGEMENT:
-            return JSON(error_body(403, f"{path} needs the admin's key", code="admin_key_required"), 403)
+            return Refusal(403, error_body(403, f"{path} needs the admin's key", code="admin_key_required"))
         return None
 
 

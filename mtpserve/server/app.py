@@ -10,12 +10,12 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.protocols import EngineClient
-from mtpserve.server import responses
+from mtpserve.server import described, responses
 from mtpserve.server.about import health, model, model_info, models, server_info, version
 from mtpserve.server.access import Keys, RequestLog
 from mtpserve.server.chat import chat
@@ -36,7 +36,7 @@ from mtpserve.text.tokenizer import Tokenizer
 
 # FastAPI would describe its own error bodies, which this server never sends.
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+STREAMS: dict[str, Any] = {"content": {"text/event-stream": {}}}  # besides JSON
 
 
 async def metrics_text(request: Request) -> Response:
@@ -45,32 +45,33 @@ async def metrics_text(request: Request) -> Response:
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any]], ...] = (
-    ("GET", ("/",), page),
-    ("GET", ("/stats",), stats),
-    ("GET", ("/health", "/ready", "/ping"), health),
-    ("GET", ("/health_generate",), health_generate),
-    ("GET", ("/version",), version),
-    ("GET", ("/metrics",), metrics_text),
-    ("GET", ("/v1/models",), models),
-    ("GET", ("/v1/models/{id:path}",), model),
-    ("GET", ("/model_info", "/get_model_info"), model_info),
-    ("GET", ("/server_info", "/get_server_info"), server_info),
-    ("POST", ("/v1/completions",), completions),
-    ("POST", ("/v1/chat/completions",), chat),
-    ("POST", ("/v1/responses",), responses.create),
-    ("GET", ("/v1/responses/{id}",), responses.retrieve),
-    ("DELETE", ("/v1/responses/{id}",), responses.delete),
-    ("POST", ("/v1/responses/{id}/cancel",), responses.cancel),
-    ("POST", ("/v1/messages",), messages),
-    ("POST", ("/v1/messages/count_tokens",), count_tokens),
-    ("POST", ("/generate",), generate),
-    ("POST", ("/tokenize", "/v1/tokenize"), tokenize),
-    ("POST", ("/detokenize", "/v1/detokenize"), detokenize),
-    ("POST", ("/parse_function_call",), parse_function_call),
-    ("POST", ("/separate_reasoning",), separate_reasoning),
-    ("POST", ("/flush_cache",), flush_cache),
-    ("POST", ("/abort_request",), abort_request),
+# What each answers is what the document says of it; a class of response where it is no JSON.
+ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], Any], ...] = (
+    ("GET", ("/",), page, HTMLResponse),
+    ("GET", ("/stats",), stats, described.Stats),
+    ("GET", ("/health", "/ready", "/ping"), health, described.Healthy),
+    ("GET", ("/health_generate",), health_generate, described.Healthy),
+    ("GET", ("/version",), version, described.Version),
+    ("GET", ("/metrics",), metrics_text, PlainTextResponse),
+    ("GET", ("/v1/models",), models, described.ModelList | described.AnthropicModels),
+    ("GET", ("/v1/models/{id:path}",), model, described.ModelObject | described.AnthropicModel),
+    ("GET", ("/model_info", "/get_model_info"), model_info, described.ModelInfo),
+    ("GET", ("/server_info", "/get_server_info"), server_info, described.ServerInfo),
+    ("POST", ("/v1/completions",), completions, described.Completion),
+    ("POST", ("/v1/chat/completions",), chat, described.ChatCompletion),
+    ("POST", ("/v1/responses",), responses.create, described.ResponseObject),
+    ("GET", ("/v1/responses/{id}",), responses.retrieve, described.ResponseObject),
+    ("DELETE", ("/v1/responses/{id}",), responses.delete, described.DeletedResponse),
+    ("POST", ("/v1/responses/{id}/cancel",), responses.cancel, described.ResponseObject),
+    ("POST", ("/v1/messages",), messages, described.MessageObject),
+    ("POST", ("/v1/messages/count_tokens",), count_tokens, described.CountedTokens),
+    ("POST", ("/generate",), generate, described.Generated | list[described.Generated]),
+    ("POST", ("/tokenize", "/v1/tokenize"), tokenize, described.Tokenized),
+    ("POST", ("/detokenize", "/v1/detokenize"), detokenize, described.Detokenized),
+    ("POST", ("/parse_function_call",), parse_function_call, described.ParsedCalls),
+    ("POST", ("/separate_reasoning",), separate_reasoning, described.SeparatedReasoning),
+    ("POST", ("/flush_cache",), flush_cache, described.Flushed),
+    ("POST", ("/abort_request",), abort_request, described.Aborted),
 )
 
 
@@ -104,8 +105,12 @@ def create_app(
         )
     app.add_middleware(RequestLog)
     add_error_handlers(app)
-    for method, paths, endpoint in ROUTES:
-        documented = ERRORS | (STREAMED if endpoint in (completions, chat, generate, messages, responses.create) else {})
+    for method, paths, endpoint, answer in ROUTES:
+        plain = answer in (HTMLResponse, PlainTextResponse)
+        said: dict[str, Any] = {} if plain else {"model": answer}
+        streamed = STREAMS if endpoint in (completions, chat, generate, messages, responses.create) else {}
+        documented = ERRORS | {200: said | streamed}
+        kind = answer if plain else JSON
         for path in paths:
-            app.add_api_route(path, endpoint, methods=[method], response_model=None, response_class=JSON, responses=documented)
+            app.add_api_route(path, endpoint, methods=[method], response_model=None, response_class=kind, responses=documented)
     return app

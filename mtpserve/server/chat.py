@@ -14,6 +14,7 @@ from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sequence import Finish
 from mtpserve.server.answer import Answer, Prompt
 from mtpserve.server.dialogue import prepared
+from mtpserve.server.errors import renamed
 from mtpserve.server.logprobs import Spelling, chat_logprobs
 from mtpserve.server.openai import ChatRequest
 from mtpserve.server.output import Output
@@ -101,6 +102,7 @@ async def chat(request: Request, body: ChatRequest) -> Response:
     """Continue a conversation, as OpenAI's chat completions."""
     arrival = perf_counter()
     service: Service = request.app.state.service
-    asked = await prepared(service, body)
+    with renamed({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
+        asked = await prepared(service, body)
     shape = ChatShape(asked.plan, body.shows_reasoning, service.tokenizer)
     return await Answer(service, shape, [Prompt(asked.prompt, asked.sampling)], asked.spelling, body, arrival).respond(request)

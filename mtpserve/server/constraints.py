@@ -74,14 +74,14 @@ def spec(kind: GrammarKind, value: object, field: str, place: str) -> GrammarSpe
     if not isinstance(value, types) or (isinstance(value, list) and not all(isinstance(choice, str) for choice in value)):
         raise InvalidRequest(f"{place} must be {expected}, got {type(value).__name__}", field)
     if kind == "json_object":
-        return GrammarSpec(kind)
+        return GrammarSpec(kind, field=field)
     try:
         # Spelled out, so that half a surrogate pair does not hide behind its escape until the engine reads it.
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
         raise InvalidRequest(f"{place} is nested too deeply", field) from error
     check_text(text, field)
-    return GrammarSpec(kind, text)
+    return GrammarSpec(kind, text, field=field)
 
 
 def response_format(value: Any) -> GrammarSpec | None:
@@ -92,7 +92,7 @@ def response_format(value: Any) -> GrammarSpec | None:
             return None
         case "json_object":
             only(value, {"type"}, "response_format")
-            return GrammarSpec("json_object")
+            return GrammarSpec("json_object", field="response_format")
         case "json_schema":
             only(value, {"type", "json_schema"}, "response_format")
             wrapped = value.get("json_schema")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mtpserve.core.sampling import SamplingParams
@@ -13,6 +14,7 @@ from mtpserve.server.errors import ContextLengthExceeded
 from mtpserve.server.openai import ChatRequest
 from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
 from mtpserve.server.tools import OutputPlan, ToolUse, call_format, output_plan, planned, template_variables, tool_use
+from mtpserve.text.control import RenderedChat
 from mtpserve.text.parsers.tools import instructions
 from mtpserve.text.requests import Spelling
 
@@ -21,7 +23,7 @@ def asked_tools(service: Service, body: ChatRequest) -> ToolUse:
     return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.formats)
 
 
-async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
+async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> RenderedChat:
     """The conversation as the template writes it. Its size is bounded before the template's code runs over it."""
     messages = for_template(body.messages)
     size = size_of(messages) + len(json.dumps(use.shown or []))
@@ -30,28 +32,29 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
     goes_on = bool(body.continue_final_message)
     variables = service.template_defaults | template_variables(body.template_kwargs, body.effort, service.tokenizer)
 
-    def render() -> str:
+    def render() -> RenderedChat:
         return service.tokenizer.render_chat(
-            suited(service, messages, use),
+            messages,
             add_generation_prompt=body.add_generation_prompt is not False and not goes_on,
             continue_final_message=goes_on,
             tools=use.shown,
             variables=variables,
+            arranged=partial(suited, service, use),
         )
 
     return render() if size <= INLINE_BYTES else await asyncio.to_thread(render)
 
 
-def suited(service: Service, messages: list[dict[str, Any]], use: ToolUse) -> list[dict[str, Any]]:
+def suited(service: Service, use: ToolUse, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """What the template needs of the messages, once there are tools or calls; and the tools, where it does not speak of them."""
-    if not use.shown and not any("tool_calls" in message for message in messages):
+    if not tools and not any("tool_calls" in message for message in messages):
         return messages
     needs = service.template_needs
     example = call_format(use, service.formats).example
     made = needs.suited(messages, example)
-    if needs.tools_told or not use.shown:
+    if needs.tools_told or not tools:
         return made
-    told = instructions(use.shown, example)
+    told = instructions(tools, example)
     if made[0]["role"] != "system":
         return [{"role": "system", "content": told}, *made]
     return [{**made[0], "content": f"{made[0]['content']}\n\n{told}"}, *made[1:]]
@@ -72,12 +75,11 @@ async def prepared(service: Service, body: ChatRequest) -> Prepared:
     sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
     service.check_sampling(sampling)
     use = asked_tools(service, body)
-    text = await rendered(service, body, use)
+    chat = await rendered(service, body, use)
     begun = body.messages[-1].text() if body.continue_final_message else None
-    plan = output_plan(use, text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
+    plan = output_plan(use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
     sampling = planned(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)
-    prompt = await service.encode(text, "messages", special=False)
-    prompt = service.truncated(prompt, body.truncate_prompt_tokens, body.wanted_tokens)
+    prompt = service.truncated(await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens)
     service.check_length(prompt, body.wanted_tokens, "messages")
     return Prepared(prompt, sampling, spelling, plan)

@@ -1,4 +1,5 @@
-"""Every error's way to HTTP: one place, one shape, OpenAI's `{"error": {"message", "type", "param", "code"}}`.
+"""Every error's way to HTTP: one place, one shape, OpenAI's `{"error": {"message", "type", "param", "code"}}`. On Anthropic's routes it is
+Anthropic's too, which has `"type": "error"` beside it and other words for the error's type.
 
 Texts are cut and made printable here, so that no request can make a large, unencodable or line-breaking error out of its input.
 """
@@ -8,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, QueueFull, RequestFailed
 
+T = TypeVar("T")
 MAX_ERRORS = 10
 MAX_INPUT = 200
 MAX_NAME = 80
@@ -35,6 +38,8 @@ CODES = {
 }
 STATUS_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ANTHROPICS = "/v1/messages"
+ANTHROPICS_KINDS = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 RETRY_AFTER = {"Retry-After": "1"}
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would ask twice again for what took too long already
 
@@ -80,11 +85,28 @@ class ErrorAnswer(BaseModel):
     error: ErrorObject
 
 
-class JSON(Response):
-    media_type = "application/json"
-
+class JSON(JSONResponse):
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
+
+
+class Refusal(JSON):
+    """`body` is what `error_body` makes."""
+
+    def __init__(self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(body, status, headers)
+        self._told = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith(ANTHROPICS):
+            await super().__call__(scope, receive, send)
+            return
+        headers = {name: value for name, value in self.headers.items() if name != "content-length"}
+        await JSON(anthropics(self.status_code, self._told), self.status_code, headers)(scope, receive, send)
+
+
+def anthropics(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "error", "error": body["error"] | {"type": ANTHROPICS_KINDS.get(status, body["error"]["type"])}}
 
 
 @contextlib.contextmanager
@@ -99,6 +121,14 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
         if error.param is None or told == error.param:
             raise
         raise type(error)(str(error).replace(error.param, told), told) from error
+
+
+async def renaming(objects: AsyncGenerator[T, None], names: dict[str, str]) -> AsyncGenerator[T, None]:
+    """The same while a stream is written: the engine may refuse what the route could not see."""
+    with renamed(names):
+        async with contextlib.aclosing(objects):
+            async for each in objects:
+                yield each
 
 
 def printable(text: str, limit: int) -> str:
@@ -146,7 +176,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 def error_response(error: Exception) -> Response:
     status, body = describe(error)
     headers = RETRY_AFTER if isinstance(error, EngineBusy) else NO_RETRY if isinstance(error, DeadlineExceeded) else None
-    return JSON(body, status, headers=headers)
+    return Refusal(status, body, headers)
 
 
 def validation_message(errors: Sequence[Any]) -> tuple[str, str | None, str]:
@@ -189,13 +219,13 @@ def add_error_handlers(app: FastAPI) -> None:
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         message, param, code = validation_message(error.errors())
-        return JSON(error_body(400, message, param=param, code=code), 400)
+        return Refusal(400, error_body(400, message, param=param, code=code))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = error.status_code
         message = f"{request.method} {request.url.path}: {error.detail}" if status in (404, 405) else str(error.detail)
-        return JSON(error_body(status, message, code=STATUS_CODES.get(status, "invalid_request")), status, headers=error.headers)
+        return Refusal(status, error_body(status, message, code=STATUS_CODES.get(status, "invalid_request")), error.headers)
 
     app.add_exception_handler(MTPServeError, ours)
     app.add_exception_handler(ClientGone, gone)

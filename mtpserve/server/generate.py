@@ -15,7 +15,7 @@ from starlette.responses import Response
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
-from mtpserve.server.errors import JSON, renamed
+from mtpserve.server.errors import JSON, renamed, renaming
 from mtpserve.server.logprobs import finite
 from mtpserve.server.native import DEFAULT_MAX_TOKENS, NativeRequest, NativeSampling
 from mtpserve.server.service import Piece, Service, merge
@@ -23,7 +23,10 @@ from mtpserve.server.sse import EventStream, unless_gone
 from mtpserve.server.usage import kept_nodes
 from mtpserve.text.requests import Spelling, request_of
 
-RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed", "logprobs": "top_logprobs_num"}
+RENAMED = {
+    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed", "logprobs": "top_logprobs_num",
+    "structured_outputs": "structural_tag",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -179,6 +182,7 @@ async def generate(request: Request, body: NativeRequest) -> Response:
         return [output.object() for output in made]
 
     if body.stream:
-        return EventStream(chunks(), service.server_config.sse_keep_alive_interval)
-    found = await unless_gone(request.receive, whole())
+        return EventStream(renaming(chunks(), RENAMED), service.server_config.sse_keep_alive_interval)
+    with renamed(RENAMED):
+        found = await unless_gone(request.receive, whole())
     return JSON(found if several else found[0])

@@ -16,7 +16,7 @@ from fastapi.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from mtpserve.server.errors import JSON, STATUS_CODES, error_body
+from mtpserve.server.errors import STATUS_CODES, Refusal, error_body
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > self.limit:
-            await JSON(error_body(413, self.message, code=STATUS_CODES[413]), 413)(scope, receive, send)
+            await Refusal(413, error_body(413, self.message, code=STATUS_CODES[413]))(scope, receive, send)
             return
         received = 0
 

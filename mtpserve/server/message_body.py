@@ -12,6 +12,7 @@ from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToo
 from mtpserve.server.errors import NoThreads, Unsupported
 from mtpserve.server.fields import either
 from mtpserve.server.openai import ChatRequest, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
+from mtpserve.text.requests import check_text
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"compaction": (None,), "container": (None,), "mcp_servers": (None, [])}
 CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
@@ -116,7 +117,9 @@ class CountRequest(Strict):
         return refuse(body, {name: neutral for name, neutral in unsupported(cls).items() if name != "service_tier"} | UNSUPPORTED)
 
     def chat(self) -> ChatRequest:
-        messages = [] if self.system is None else [ChatMessage(role="system", content=text_of(self.system, "system"))]
+        system = None if self.system is None else text_of(self.system, "system")
+        check_text(system or "", "system")
+        messages = [] if system is None else [ChatMessage(role="system", content=system)]
         for message in self.messages:
             messages += spoken(message)
         # An assistant's message at the end is the beginning of the answer.

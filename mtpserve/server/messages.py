@@ -107,5 +107,5 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
         raise InvalidRequest("messages is empty", "messages")
     with renamed(RENAMED):
         chat = body.chat()
-        text = await rendered(service, chat, asked_tools(service, chat))
-    return JSON({"input_tokens": len(await service.encode(text, "messages", special=False))})
+        tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat)))
+    return JSON({"input_tokens": len(tokens)})

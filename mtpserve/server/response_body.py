@@ -11,6 +11,7 @@ from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToo
 from mtpserve.server.errors import SHORT, Unsupported
 from mtpserve.server.fields import either
 from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, SamplingFields, Strict, Timeout, refuse, unsupported
+from mtpserve.text.requests import check_text
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
@@ -93,6 +94,7 @@ class ResponsesRequest(SamplingFields):
             raise InvalidRequest("input is empty", "input")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        check_text(self.instructions or "", "instructions")
 
     def chat(self, conversation: list[ChatMessage]) -> ChatRequest:
         instructions = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]

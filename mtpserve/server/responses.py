@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.server.errors import JSON, NotStored, renamed
+from mtpserve.server.errors import JSON, NotStored, renamed, renaming
 from mtpserve.server.response_answer import Answer, events
 from mtpserve.server.response_body import ResponsesRequest, messages_of
 from mtpserve.server.response_store import ResponseStore
@@ -40,9 +40,10 @@ async def create(request: Request, body: ResponsesRequest) -> Response:
         turn = await turn_of(service, body.chat(conversation), id, arrival)
     answer = Answer(body, turn, id, store_of(request), conversation)
     if body.stream:
-        return NamedEventStream(events(answer), service.server_config.sse_keep_alive_interval)
+        return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
     try:
-        await unless_gone(request.receive, turn.whole())
+        with renamed(RENAMED):
+            await unless_gone(request.receive, turn.whole())
     except MTPServeError as error:
         answer.failed(error)
         raise

@@ -22,6 +22,7 @@ from mtpserve.server.metrics import Metrics
 from mtpserve.server.observed import RequestClock
 from mtpserve.server.template_needs import Needs, needs_of
 from mtpserve.server.tools import Formats
+from mtpserve.text.control import RenderedChat
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import Spelling, check_text, spelling_of
 from mtpserve.text.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ class Service:
     def template_needs(self) -> Needs:
         """Found out when a conversation first has tools."""
         if self._needs is None:
-            self._needs = needs_of(lambda messages, tools: self.tokenizer.render_chat(messages, tools=tools))
+            self._needs = needs_of(lambda messages, tools: self.tokenizer.render_chat(messages, tools=tools).text)
         return self._needs
 
     def check_alive(self) -> None:
@@ -97,6 +98,11 @@ class Service:
         if self.size(text, field) <= INLINE_BYTES:
             return self.tokenizer.encode(text, special=special)
         return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
+
+    async def encode_chat(self, chat: RenderedChat, *, special: bool = False) -> list[int]:
+        if self.size(chat.text, "messages") <= INLINE_BYTES:
+            return self.tokenizer.encode_chat(chat, special=special)
+        return await asyncio.to_thread(self.tokenizer.encode_chat, chat, special=special)
 
     async def spelling(self, sampling: SamplingParams) -> Spelling:
         """Once for all choices of an answer."""

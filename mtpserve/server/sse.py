@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.server.errors import ClientGone, describe, error_response
+from mtpserve.server.errors import ClientGone, anthropics, describe, error_response
 
 T = TypeVar("T")
 COMMENT = b": waiting\n\n"  # event streams begin comments with a colon; clients skip them
@@ -87,10 +87,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
     last = DONE
-    failure: ClassVar[dict[str, Any]] = {}  # what an error's event has beside the error
 
     def encoded(self, each: Any) -> bytes:
         return event(each)
+
+    def failed(self, error: MTPServeError) -> Any:
+        return describe(error)[1]
 
     def __init__(self, objects: AsyncGenerator[Any, None], keep_alive: float = 0) -> None:
         """`keep_alive`: seconds of silence after which a comment is sent; the response then starts with it. 0: never."""
@@ -121,7 +123,7 @@ class EventStream(Response):
                 if not started:
                     await error_response(error)(scope, receive, send)
                     return
-                last = self.encoded(describe(error)[1] | self.failure)
+                last = self.encoded(self.failed(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
@@ -129,7 +131,10 @@ class NamedEventStream(EventStream):
     """Events with their objects' type as their name, and nothing behind the last one: Anthropic's streams, and OpenAI's newer ones."""
 
     last = b""
-    failure: ClassVar[dict[str, Any]] = {"type": "error"}
+
+    def failed(self, error: MTPServeError) -> Any:
+        """Anthropic's: in OpenAI's streams of this kind a failure is an event of its own."""
+        return anthropics(*describe(error))
 
     def encoded(self, each: Any) -> bytes:
         return f"event: {each['type']}\n".encode() + event(each)

@@ -52,13 +52,16 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
+    fields = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
     if body.messages is not None:
-        fields = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
         chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in fields})
         chat.check()
-        special = bool(body.add_special_tokens)
-        found = [await service.encode(await rendered(service, chat, asked_tools(service, chat)), "messages", special=special)]
+        written = await rendered(service, chat, asked_tools(service, chat))
+        found = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
     else:
+        for name in fields[2:]:
+            if getattr(body, name):
+                raise InvalidRequest(f"{name} needs messages: a prompt has no template", name)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
         check_count(len(texts), "prompt")
         found = [await service.encode(text, "prompt", special=body.add_special_tokens is not False) for text in texts]

@@ -60,7 +60,7 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec) -> GrammarMatcher:
         """Raises InvalidRequest that names the field and the reason; EngineBusy while grammars of others hold up the compiler."""
-        field = FIELDS.get(spec.kind, spec.kind)
+        field = spec.field or FIELDS.get(spec.kind, spec.kind)
         longest = MAX_SOURCE.get(spec.kind, MAX_JSON_SOURCE)
         if len(spec.text) > longest and spec.kind != "choice":  # choices are as flat as they are long
             raise InvalidRequest(f"{field}: {spec.kind} has {len(spec.text)} characters, at most {longest} are compiled", field)
@@ -95,9 +95,10 @@ class GrammarCompiler:
             matcher = LLMatcher(self._tokenizer, source(spec), log_level=0, limits=LIMITS)
             # Some grammars are found to fit nothing, to begin with themselves, or to be beyond the limits, when they are first asked.
             starts = b"" if matcher.is_error() else matcher.compute_bitmask()
-            if matcher.is_error() and not str(matcher.stop_reason()).startswith("NoExtension"):
-                return SAID.get(one_line(matcher.get_error()), matcher.get_error())
-            return matcher if any(starts) and not matcher.is_error() else "nothing fits it"
+            reasons = (str(matcher.stop_reason()), str(matcher.get_error())) if matcher.is_error() else ()
+            if reasons and not any(reason.startswith("NoExtension") for reason in reasons):
+                return SAID.get(one_line(reasons[1]), reasons[1])
+            return matcher if any(starts) and not reasons else "nothing fits it"
         except BaseException as error:  # a panic is no Exception; whatever it is, it is the request's fault and no one else's
             return str(error) or type(error).__name__
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from decimal import Decimal
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
@@ -12,12 +14,30 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.text.structural import JSON_LAYOUT, structural_grammar
 
+BLANK = r"(?:\s|\\+[nrt])*"  # a grammar may be a string of JSON in JSON
+MULTIPLE = re.compile(rf'multipleOf\\*"{BLANK}:{BLANK}([0-9][0-9.eE+-]*)')
+ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
+MAX_REMAINDERS = 200_000  # two seconds, a hundred megabytes
 IS_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark's rules have one colon
 
 
 def source(spec: GrammarSpec) -> str:
     """Raises ValueError, and whatever else the converters raise."""
-    return around(spec, body(spec)) if spec.front or spec.instead else body(spec)
+    found = around(spec, body(spec)) if spec.front or spec.instead else body(spec)
+    check_multiples(found)
+    return found
+
+
+def check_multiples(grammar: str) -> None:
+    """For `multipleOf` llguidance makes a state for each remainder, for several together one for each of their least common multiple's,
+    and all that again wherever a `$ref` brings them; no limit of its own holds. Zeros at the end are free. Raises ValueError."""
+    plain = ESCAPE.sub(lambda found: chr(int(found[1], 16)), grammar)
+    given = MULTIPLE.findall(plain)
+    together, places = 1, len(given) + plain.count("$ref")
+    for number in given:
+        together = math.lcm(together, int("".join(map(str, Decimal(number).normalize().as_tuple().digits))))
+        if together * places > MAX_REMAINDERS:
+            raise ValueError(f"multipleOf {number} leaves too many remainders, alone or together with others")
 
 
 def around(spec: GrammarSpec, grammar: str) -> str:

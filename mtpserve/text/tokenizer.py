@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template. A thin wrapper around transformers' fast tokenizer; no incremental decoding here.
 
-Text that a client writes may contain the spelling of a special token, and then encodes to it, in prompts and in chat messages
-alike: the rendered template is one text. A chat client can so forge a turn of its own conversation, and no one else's.
+A prompt that spells a special token means it, and encodes to it. What a client writes into a conversation is text, whatever it spells:
+see control.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError
+from mtpserve.text.control import ControlTokens, RenderedChat, marked
 
 # Parameters of the renderer and what it sets: through them a request would choose the template itself, or call the tokenizer.
 # And the functions that templates call.
@@ -40,6 +41,9 @@ def byte_letters() -> dict[str, int]:
 
 
 BYTES = byte_letters()
+
+
+Arranged = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], list[dict[str, Any]]]
 
 
 class Tokenizer:
@@ -69,6 +73,7 @@ class Tokenizer:
         self._added: dict[int, bytes] = {id: token.content.encode() for id, token in added.items()}
         self._marker_ids = {token.content: id for id, token in added.items()}
         self.hidden_ids = frozenset(id for id, token in added.items() if token.special)  # not shown where special tokens are skipped
+        self._control = ControlTokens(self.fast)
         space = self.fast.token_to_id("Ġ")  # in byte-level vocabularies all bytes are tokens, and a space is spelled so
         self._byte_level = space is not None and self.decode([space]) == " "
 
@@ -96,6 +101,10 @@ class Tokenizer:
         """`special` adds what the model expects around a prompt; a rendered chat has it already."""
         ids: list[int] = self.fast.encode(text, add_special_tokens=special).ids
         return ids
+
+    def encode_chat(self, chat: RenderedChat, *, special: bool = False) -> list[int]:
+        """Control tokens are those that the template wrote. Raises InvalidRequest where a vocabulary cannot spell one as text."""
+        return self._control.encode(chat, special=special) if chat.spellings else self.encode(chat.marked, special=special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self.fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -130,17 +139,25 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+        arranged: Arranged | None = None,
+    ) -> RenderedChat:
         """The model's own template, in Jinja's immutable sandbox. Raises InvalidRequest when there is none or when it fails.
 
         `variables` are the template's, none that the library reads. With `continue_final_message` the text ends where the last message
-        does.
+        does. `arranged` makes of the messages and the tools what the template needs; what it adds may hold control tokens, which the
+        client's own text may not.
         """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
         if tools is None and isinstance(self._tokenizer.chat_template, dict) and any("tool_calls" in message for message in messages):
             tools = []  # of several templates, the library then takes the one that knows of calls
+        spellings: dict[int, str] = {}
         try:
+            if marks := self._control.marks([messages, tools, variables]):
+                messages, tools, variables = marked([messages, tools, variables], marks)
+                spellings = {ord(mark): token for token, mark in marks.items()}
+            if arranged is not None:
+                messages = arranged(messages, tools)
             text = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
@@ -149,9 +166,12 @@ class Tokenizer:
                 continue_final_message=continue_final_message,
                 **(variables or {}),
             )
+        except InvalidRequest:
+            raise
         except Exception as error:  # a template can raise anything, and refuses conversations by raising
-            raise InvalidRequest(f"the model's chat template failed: {' '.join(str(error).split())[:200]}", "messages") from error
-        return str(text)
+            said = " ".join(str(error).split())[:200]
+            raise InvalidRequest(f"the model's chat template failed: {said.translate(spellings)}", "messages") from error
+        return RenderedChat(str(text), spellings)
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from mtpserve.core.errors import EngineDead, RequestFailed
 from mtpserve.core.request import EngineStats, Request, TokenEvent
+from mtpserve.engine.messages import Submit
 from tests.server.fake_engine import FakeEngine
 
 
@@ -20,8 +23,9 @@ class FakeClient:
         self.aborted: list[str] = []
 
     async def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
+        msgspec.msgpack.encode(Submit(request))  # as it would travel: numbers of any size do not
         self.submitted.append(request)
-        self.engine.add(request)
+        self.engine.add(request, self.engine.compile(request.sampling.grammar))
         while True:
             await asyncio.sleep(self.pause)
             if self.dead is not None:

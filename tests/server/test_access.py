@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import re
 from collections.abc import Callable
@@ -55,6 +56,8 @@ def test_every_path_needs_the_key(serving: Serving, client: FakeClient) -> None:
             assert error(send(http, method, path), 401)["code"] == "invalid_api_key", (method, path)
     for path in OPEN:
         assert send(http, "GET", path).status_code == 200
+    for host in ("test/health", "test/health?x=", "test/health#", "/health"):  # what a framework would make a URL of
+        assert error(send(http, "POST", COMPLETIONS, json=HELLO, headers={"host": host}), 401)["code"] == "invalid_api_key"
     for wrong in ({}, bearer(""), bearer("on"), bearer("onee"), bearer("Ünes"), {"authorization": "Basic one"}, {"x-api-key": "tw"}):
         encoded = {name: value.encode("latin-1") for name, value in wrong.items()}
         response = send(http, "POST", COMPLETIONS, json=HELLO, headers=encoded)
@@ -62,6 +65,17 @@ def test_every_path_needs_the_key(serving: Serving, client: FakeClient) -> None:
     assert not client.submitted
     for right in (bearer("one"), bearer("two"), {"authorization": "bearer  one"}, {"x-api-key": "two"}):
         assert send(http, "POST", COMPLETIONS, json=HELLO, headers=right).status_code == 200
+
+
+def test_keys_are_compared_whole_and_all_of_them(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it takes says nothing of a key: each comparison is that of the library, over digests, and none is left out."""
+    http, compared = serving(api_key=("one", "two", "three")), list[tuple[bytes, bytes]]()
+    same = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or same(a, b))
+    for given, status in (("one", 200), ("o", 401)):
+        compared.clear()
+        assert send(http, "POST", COMPLETIONS, json=HELLO, headers=bearer(given)).status_code == status
+        assert len(compared) == 3 and all(len(key) == 32 for pair in compared for key in pair)
 
 
 def test_management_has_its_own_key(serving: Serving) -> None:

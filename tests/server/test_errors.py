@@ -7,14 +7,17 @@ import json
 import logging
 import re
 import socket
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from mtpserve.config import ModelConfig
 from mtpserve.server.app import create_app
 from mtpserve.server.openai import UNSUPPORTED, CompletionRequest, GenerationRequest
+from mtpserve.text.grammar import GrammarCompiler
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
@@ -30,6 +33,8 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     assert len(response.content) < 8000
     content = response.json()
+    if response.url.path.startswith("/v1/messages"):  # Anthropic's clients look for this too
+        assert content.pop("type") == "error"
     assert content.keys() == {"error"}
     assert content["error"].keys() == {"message", "type", "param", "code"}
     assert content["error"]["message"] and content["error"]["code"]
@@ -105,7 +110,11 @@ def test_a_body_that_is_too_long(http: httpx.AsyncClient, declared: bool) -> Non
         ("top_p", 0),
         ("top_p", 1.1),
         ("top_k", -2),
+        ("top_k", 2**31),
+        ("top_k", 10**30),
+        ("min_tokens", 10**30),
         ("min_p", 2),
+        ("repetition_penalty", 1e-320),
         ("seed", 2**63),
         ("seed", 0.5),
         ("stop", 5),
@@ -169,6 +178,41 @@ def test_what_nobody_has_heard_of_is_left_out(http: httpx.AsyncClient, caplog: p
     ]
     for fields in ({"user": "me"}, {"metadata": {"a": "b"}}, {"cache_salt": "x"}, {"prompt_cache_key": "x"}, {"store": False}):
         assert send(http, "POST", COMPLETIONS, json={"prompt": "a"} | fields).status_code == 200
+
+
+def test_prompts_and_choices_are_bounded_together(http: httpx.AsyncClient, app: FastAPI, client: FakeClient) -> None:
+    app.state.service.tokenizer = Untouchable()
+    assert "1024" in refused(http, COMPLETIONS, {"prompt": ["a"] * 9, "n": 128})["message"] and not client.submitted
+
+
+def test_a_limit_is_named_as_the_client_did(http: httpx.AsyncClient) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        for value in (0, CONTEXT, 10**30):
+            assert refused(http, CHAT, {"messages": USER, name: value})["param"] == name
+    assert refused(http, CHAT, {"messages": USER, "min_tokens": 10**30})["param"] == "min_tokens"  # which no limit bounds here
+
+
+GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": "a", "guided_json": {}}, "guided_json"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"grammar": "x"}}, "structured_outputs"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
+    (CHAT, {"messages": USER, "guided_grammar": "x"}, "guided_grammar"),
+    (CHAT, {"messages": USER, "json_schema": "{}"}, "json_schema"),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text"),
+    ("/generate", {"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+    ("/generate", {"text": "a", "sampling_params": {"structural_tag": "{}"}}, "structural_tag"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "request_", "param"), GRAMMARS, ids=str)
+def test_what_the_engine_cannot_compile_is_named_as_the_client_did(
+    http: httpx.AsyncClient, client: FakeClient, path: str, request_: dict[str, Any], param: str, stream: bool
+) -> None:
+    compiler = GrammarCompiler(ModelConfig().directory, 2048, [1])
+    client.engine.compile = lambda spec: compiler.compile(replace(spec, kind="regex", text="("))  # type: ignore[assignment,arg-type,return-value,method-assign]
+    assert refused(http, path, request_ | {"stream": stream})["param"] == param
 
 
 def test_not_a_number_is_refused(http: httpx.AsyncClient) -> None:

@@ -101,7 +101,7 @@ def bodies(app: FastAPI, path: str) -> dict[str, st.SearchStrategy[Any]]:
 
 
 def test_every_body_is_covered() -> None:
-    assert {paths[0] for _, paths, endpoint in ROUTES if "body" in endpoint.__annotations__} == GOOD.keys()
+    assert {paths[0] for _, paths, endpoint, _ in ROUTES if "body" in endpoint.__annotations__} == GOOD.keys()
 
 
 SETTINGS = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

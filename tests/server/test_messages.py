@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.text.tokenizer import Tokenizer
@@ -91,6 +92,8 @@ def test_reasoning_and_the_beginning_of_an_answer(http: httpx.AsyncClient, clien
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "messages"),
         ({"system": [{"type": "image"}]}, "system"),
+        ({"system": "\ud800"}, "system"),
+        ({"top_k": 10**30}, "top_k"),
         ({"thinking": {"type": "much"}}, "thinking"),
         ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
@@ -100,7 +103,7 @@ def test_reasoning_and_the_beginning_of_an_answer(http: httpx.AsyncClient, clien
     ],
 )
 def test_what_is_wrong_is_named(http: httpx.AsyncClient, client: FakeClient, fields: dict[str, Any], param: str) -> None:
-    assert error(send(http, "POST", ROUTE, json=BODY | fields), 400)["param"] == param
+    assert error(send_raw(http, BODY | fields), 400)["param"] == param
     assert not client.submitted
 
 
@@ -129,7 +132,28 @@ def test_models_in_the_form_of_its_clients(http: httpx.AsyncClient) -> None:
     assert error(send(http, "GET", "/v1/models/other", headers=headers), 404)["code"] == "model_not_found"
 
 
+def send_raw(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+    """Half characters escaped, as JSON has them."""
+    return send(http, "POST", ROUTE, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+
+
+def test_errors_are_anthropics_too(http: httpx.AsyncClient, app: FastAPI) -> None:
+    """In all layers: what `error` looks for is there in each of them."""
+    assert error(send(http, "POST", ROUTE, json=BODY | {"model": "other"}), 404)["type"] == "not_found_error"
+    assert error(send(http, "POST", ROUTE, content=b"{"), 400)["type"] == "invalid_request_error"
+    assert error(send(http, "GET", ROUTE), 405)["code"] == "method_not_allowed"
+    assert error(send(http, "POST", ROUTE, content=b" " * (9 << 20)), 413)["type"] == "request_too_large"
+    app.state.service.draining = True
+    response = send(http, "POST", ROUTE, json=BODY)
+    assert error(response, 503)["type"] == "overloaded_error" and response.headers["retry-after"]
+    app.state.service.draining = False
+    app.state.service.tokenizer = None
+    response = send(http, "POST", ROUTE, json=BODY)
+    assert error(response, 500)["type"] == "api_error" and response.headers["x-request-id"]
+
+
 def test_an_error_in_a_stream_is_an_event(http: httpx.AsyncClient, client: FakeClient) -> None:
     client.pause = 0.05
     *_, (name, data) = named(send(http, "POST", ROUTE, json=BODY | {"stream": True, "max_tokens": 4000, "timeout": 0.3}).text)
     assert name == data["type"] == "error" and data["error"]["code"] == "deadline_exceeded"
+    assert data["error"]["type"] == "invalid_request_error"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -128,10 +129,12 @@ def test_one_that_fails(http: httpx.AsyncClient, app: FastAPI, client: FakeClien
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"reasoning": {"effort": "much"}}, "reasoning"),
         ({"stream_options": {}}, "stream_options"),
+        ({"instructions": "\ud800"}, "instructions"),
     ],
 )
 def test_what_is_wrong_is_named(http: httpx.AsyncClient, client: FakeClient, fields: dict[str, Any], param: str) -> None:
-    assert error(send(http, "POST", ROUTE, json=BODY | fields), 400)["param"] == param
+    content = json.dumps(BODY | fields).encode()  # half characters escaped
+    assert error(send(http, "POST", ROUTE, content=content, headers={"content-type": "application/json"}), 400)["param"] == param
     assert not client.submitted
 
 

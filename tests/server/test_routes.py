@@ -55,6 +55,9 @@ def test_tokens_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
         ("/tokenize", {"prompt": ["a"] * 129}, "prompt"),
         ("/tokenize", {"messages": [{"role": 5}]}, "messages"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [VOCAB]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
@@ -81,6 +84,8 @@ def test_tokens_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
         ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": CONTEXT}}, "max_new_tokens"),
         ("/generate", {"text": "a", "sampling_params": {"sampling_seed": 2**63}}, "sampling_seed"),
         ("/generate", {"text": "a", "sampling_params": {"temperature": -1}}, "temperature"),
+        ("/generate", {"text": "a", "sampling_params": {"top_k": 2**63}}, "top_k"),
+        ("/generate", {"text": "a", "sampling_params": {"min_new_tokens": 10**30}}, "min_new_tokens"),
         ("/generate", {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "ebnf"),
         *(("/generate", {"text": "a", name: "x"}, name) for name in UNSUPPORTED),
         *(("/generate", {"text": "a", "sampling_params": {name: "x"}}, name) for name in UNSUPPORTED_SAMPLING),
@@ -187,7 +192,7 @@ def test_requests_end_by_their_id(http: httpx.AsyncClient, app: FastAPI, client:
 
 def test_the_document_describes_every_route_and_its_body(http: httpx.AsyncClient) -> None:
     document = send(http, "GET", "/openapi.json").json()
-    for method, paths, endpoint in ROUTES:
+    for method, paths, endpoint, _ in ROUTES:
         for path in paths:
             told = document["paths"][path.replace(":path", "")][method.lower()]
             assert told["description"], path

@@ -213,7 +213,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("vocab", [100, 8193])
+@pytest.mark.parametrize("vocab", [100, 8193, 10_000])
 @pytest.mark.parametrize("how", BROKEN.values(), ids=BROKEN.keys())
 def test_broken_rows_fail_alone_and_stay_in_the_vocabulary(how: object, vocab: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -232,6 +232,19 @@ def test_broken_rows_fail_alone_and_stay_in_the_vocabulary(how: object, vocab: i
     assert verdict.tokens.min() >= 0 and verdict.tokens.max() < vocab and verdict.accepted.min() >= 0 and verdict.accepted.max() <= 2
     others = ~verdict.failed
     assert torch.equal(verdict.tokens[others], good.tokens[others]) and torch.equal(verdict.accepted[others], good.accepted[others])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [100, 8193, 10_000, 151_936])
+def test_mass_in_the_first_tokens_alone(vocab: int, temperature: float) -> None:
+    """Whatever block of a vocabulary comes last: nothing is chosen out of it, or behind it."""
+    logits = torch.full((4, 3, vocab), -torch.inf)
+    logits[:, :, :3] = torch.tensor([0.0, 1.0, 2.0])
+    drafts = torch.tensor([[0, 1], [2, 2], [7, 1], [vocab - 1, 0]])
+    verdict = accept(logits, batch_of(drafts, vocab, temperature, torch.nn.functional.one_hot(drafts, vocab).float()))
+    assert not verdict.failed.any() and (verdict.accepted[2:] == 0).all()
+    for row, accepted in enumerate(verdict.accepted.tolist()):
+        assert set(verdict.tokens[row, : accepted + 1].tolist()) <= {0, 1, 2}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -167,8 +169,11 @@ def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        ("json_schema", '{"$ref":"#"}'),
+        ("json_schema", '{"$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}'),
+        ("json_schema", '{"allOf":[{"$ref":"#"}]}'), ("json_schema", '{"$ref":"http://127.0.0.1:9/x"}'), ("json_schema", '{"$ref":"file:///a"}'),
         ("json_schema", "{"), ("json_schema", "3"), ("json_schema", '{"type":"nonsense"}'), ("json_schema", '{"$ref":"#/definitions/x"}'),
-        ("json_schema", '{"$ref":"#"}'), ("json_schema", '{"$ref":"#/a","a":{"$ref":"#/b"},"b":{"allOf":[{"$ref":"#/a"}]}}'),
+        ("json_schema", '{"$ref":"#/a","a":{"$ref":"#/b"},"b":{"allOf":[{"$ref":"#/a"}]}}'),
         ("json_schema", '{"type":"string","pattern":"("}'), ("json_schema", '{"allOf":[{"type":"string"},{"type":"integer"}]}'),
         ("json_schema", '{"type":"object","propertyNames":{"pattern":"a"}}'), ("regex", "(("), ("regex", ""), ("choice", "[]"),
         ("choice", '["a",""]'), ("choice", '["\\ud800"]'), ("choice", '{"a":1}'), ("json_schema", "false"), ("ebnf", 'start ::= "a"'),
@@ -206,6 +211,53 @@ def test_deep_grammars_end_no_process(compiler: GrammarCompiler, kind: GrammarKi
         refused = ""
         assert allowed(matcher, [])
     assert len(refused) < 700
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type":"integer","multipleOf":9999991}'),
+        ("json_schema", '{"type":"integer","multipleOf":99.9991}'),
+        ("json_schema", '{"properties":{"a":{"allOf":[{"multipleOf":997},{"multipleOf":9.91}]}}}'),
+        ("json_schema", json.dumps({"anyOf": [{"type": "integer", "multipleOf": 9973, "minimum": i} for i in range(30)]})),
+        (
+            "json_schema",
+            json.dumps({"$defs": {"m": {"multipleOf": 9973}}, "anyOf": [{"$ref": "#/$defs/m", "minimum": i} for i in range(30)]}),
+        ),
+        ("ebnf", 'start: %json {"type": "integer", "multipleOf": 9999991}'),
+        ("ebnf", 'start: %json {"type": "integer", "\\u006dultipleOf"\n\t:\n9999991}'),
+        ("structural_tag", json.dumps({"format": {"type": "json_schema", "json_schema": {"type": "integer", "multipleOf": 9999991}}})),
+    ],
+)
+def test_numbers_that_would_fill_the_memory_are_refused_at_once(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, kind: GrammarKind, text: str
+) -> None:
+    """A state for each remainder, in a thread that no deadline ends: gigabytes a minute."""
+    monkeypatch.setattr(grammar, "LLMatcher", lambda *_, **__: pytest.fail("it was compiled"))
+    with pytest.raises(InvalidRequest, match="too many remainders"):
+        compiler.compile(GrammarSpec(kind, text))
+
+
+@pytest.mark.parametrize("step", [5, 0.01, 86400, 10**6, 1e-7])
+def test_multiples_that_people_ask_for(compiler: GrammarCompiler, step: float) -> None:
+    fields = {name: {"type": "number", "multipleOf": step} for name in "ab"}
+    assert allowed(compiler.compile(GrammarSpec("json_schema", json.dumps({"type": "object", "properties": fields}))), [])
+
+
+def resident() -> int:
+    """In bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_a_thousand_grammars_leave_nothing_behind(compiler: GrammarCompiler) -> None:
+    """No cache, and so none that grows; kept, they would take a hundred megabytes."""
+    start = 0
+    for number in range(1100):
+        names = [f"f{number}_{i}" for i in range(12)]
+        schema = {**OBJECT, "properties": {name: {"type": ["string", "integer", "boolean"]} for name in names}, "required": names}
+        compiler.compile(GrammarSpec("json_schema", json.dumps(schema)))
+        start = resident() if number == 100 else start
+    assert resident() - start < 40 << 20
 
 
 def test_a_grammar_that_compiles_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,10 @@ def test_a_prompt_gets_the_special_tokens_and_comes_back(tokenizer: Tokenizer) -
 
 
 def test_a_rendered_chat_gets_them_once(tokenizer: Tokenizer) -> None:
-    text = tokenizer.render_chat(MESSAGES)
+    text = tokenizer.render_chat(MESSAGES).text
     assert text == f"{tiny.BOS}user: hi\nassistant:"
     assert tokenizer.encode(text, special=False).count(tiny.BOS_ID) == 1
-    assert not tokenizer.render_chat(MESSAGES, add_generation_prompt=False).endswith("assistant:")
+    assert not tokenizer.render_chat(MESSAGES, add_generation_prompt=False).text.endswith("assistant:")
 
 
 def test_the_models_recommendations(tokenizer: Tokenizer) -> None:
@@ -90,7 +90,7 @@ if "torch" in sys.modules:  # transformers' older versions bring it along whatev
     sys.exit()
 from mtpserve.text.tokenizer import Tokenizer
 tokenizer = Tokenizer({str(tiny.write(tmp_path))!r})
-tokenizer.decode(tokenizer.encode(tokenizer.render_chat({MESSAGES!r}), special=False))
+tokenizer.decode(tokenizer.encode_chat(tokenizer.render_chat({MESSAGES!r})))
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
@@ -112,7 +112,7 @@ def test_a_template_of_the_operators_own(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     tiny.write(tmp_path)
     file.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}", encoding="utf-8")
-    assert Tokenizer(tmp_path, chat_template=str(file)).render_chat(MESSAGES) == "hi!"
+    assert Tokenizer(tmp_path, chat_template=str(file)).render_chat(MESSAGES).text == "hi!"
     file.write_text("{{ raise_exception('no empty messages') }}", encoding="utf-8")
     assert Tokenizer(tmp_path, chat_template=str(file)).has_chat_template
     for text, said in (("{% if %}", "line 1: "), (b"\xff", "utf-8"), (None, "No such file")):

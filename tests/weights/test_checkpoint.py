@@ -64,8 +64,10 @@ def test_nothing_in_the_directory(tmp_path: Path) -> None:
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    marker = tmp_path / "it ran"
+    (tmp_path / "pytorch_model.bin").write_bytes(f"cposix\nmkdir\n(S{str(marker)!r}\ntR.".encode())
     refused(tmp_path, "pickled weights", "pytorch_model.bin", "safetensors")
+    assert not marker.exists()
 
 
 def test_a_missing_shard_is_named_with_a_tensor(tmp_path: Path) -> None:
