@@ -94,7 +94,8 @@ class ChatMessage(BaseModel):
         return "\n".join(part.text or "" for part in self.content)
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
+MAX_MESSAGES = 1 << 14  # more would keep everybody waiting while they are looked at, one by one
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
 def called(call: MessageToolCall, place: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidato
 from pydantic_core import PydanticCustomError
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.sampling import MAX_BIASED
 from mtpserve.text.requests import check_text
 
 MAX_BIAS = 100
@@ -40,6 +41,8 @@ def texts(field: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def biases(given: dict[str, float]) -> dict[int, float]:
+    if len(given) > MAX_BIASED:  # megabytes of them would keep everybody waiting
+        raise InvalidRequest(f"logit_bias must be at most {MAX_BIASED} entries, got {len(given)}", "logit_bias")
     found: dict[int, float] = {}
     for token, bias in given.items():
         if not token.isascii() or not token.isdigit() or len(token) > MAX_ID_DIGITS:

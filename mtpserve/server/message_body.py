@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
+from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.errors import NoThreads, Unsupported
 from mtpserve.server.fields import either
 from mtpserve.server.openai import ChatRequest, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
@@ -100,7 +100,7 @@ class ToolChoice(Strict):
 
 class CountRequest(Strict):
     model: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)]
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     system: Annotated[str | TextBlocks | None, either(CONTENT)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall, called
+from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, called
 from mtpserve.server.errors import SHORT, Unsupported
 from mtpserve.server.fields import either
 from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, SamplingFields, Strict, Timeout, refuse, unsupported
@@ -63,7 +63,10 @@ class TextOptions(Strict):
 
 
 class ResponsesRequest(SamplingFields):
-    input: Annotated[str | Annotated[list[Item], Field(fail_fast=True)], either("a string or a list of items")]
+    input: Annotated[
+        str | Annotated[list[Item], Field(fail_fast=True, max_length=MAX_MESSAGES)],
+        either(f"a string or a list of at most {MAX_MESSAGES} items"),
+    ]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from mtpserve.config import ModelConfig
 from mtpserve.server.app import create_app
+from mtpserve.server.conversation import MAX_MESSAGES, ChatMessage
 from mtpserve.server.openai import UNSUPPORTED, CompletionRequest, GenerationRequest
 from mtpserve.text.grammar import GrammarCompiler
 from mtpserve.text.tokenizer import Tokenizer
@@ -247,6 +248,19 @@ def test_what_is_not_supported_is_refused_by_name(http: httpx.AsyncClient, field
 def test_messages_that_cannot_be(http: httpx.AsyncClient, client: FakeClient, messages: Any) -> None:
     assert refused(http, CHAT, {"messages": messages})["param"].startswith("messages")
     assert not client.submitted
+
+
+def test_what_is_long_is_refused_before_it_is_looked_at_one_by_one(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of some megabytes keeps nobody else waiting: its length is known at once."""
+    many = [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)
+    monkeypatch.setattr(ChatMessage, "for_template", None)
+    for route, field in ((CHAT, "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input"), ("/tokenize", "messages")):
+        found = send(http, "POST", route, json={field: many, "max_tokens": 1} if route != "/v1/responses" else {field: many})
+        assert found.status_code == 400 and str(MAX_MESSAGES) in found.json()["error"]["message"], found.text
+    wrong = {f"no id {i}": 1 for i in range(1025)}
+    assert (
+        refused(http, COMPLETIONS, {"prompt": "a", "logit_bias": wrong})["message"] == "logit_bias must be at most 1024 entries, got 1025"
+    )
 
 
 def test_a_context_that_is_too_small_has_its_code(http: httpx.AsyncClient) -> None:
