@@ -136,7 +136,6 @@ class CountRequest(Strict):
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
 
-
     def _form(self) -> dict[str, Any] | None:
         """As OpenAI's response_format."""
         new = None if self.output_config is None else self.output_config.format
