@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import UTC, datetime
+from time import gmtime, strftime
 from typing import Any
 
 from starlette.requests import Request
@@ -49,7 +49,7 @@ def model_for_anthropic(service: Service) -> dict[str, Any]:
         "type": "model",
         "id": card.name,
         "display_name": card.name,
-        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+        "created_at": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(service.created)),
         "max_input_tokens": card.context_length,
         "max_tokens": card.context_length,
     }
