@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.core.request import EngineStats
-from mtpserve.server.errors import JSON, ModelNotFound
+from mtpserve.server.errors import JSON
 from mtpserve.server.service import Service
 
 
@@ -26,10 +26,10 @@ async def version() -> Response:
     return JSON({"version": __version__})
 
 
-def model_object(service: Service) -> dict[str, Any]:
+def model_object(service: Service, name: str) -> dict[str, Any]:
     card = service.client.card
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "mtpserve",
@@ -40,16 +40,16 @@ def model_object(service: Service) -> dict[str, Any]:
 
 
 async def models(request: Request) -> Response:
-    """The model that is served, as a list of one."""
-    return JSON({"object": "list", "data": [model_object(request.app.state.service)]})
+    """The model that is served, once under each of its names."""
+    service: Service = request.app.state.service
+    return JSON({"object": "list", "data": [model_object(service, name) for name in service.names]})
 
 
 async def model(request: Request, id: str) -> Response:
     """The model that is served; 404 for any other name."""
     service: Service = request.app.state.service
-    if id != service.model:
-        raise ModelNotFound(f"the model {id[:200]!r} does not exist; this server offers {service.model!r}", "model")
-    return JSON(model_object(service))
+    service.check_model(id)
+    return JSON(model_object(service, id))
 
 
 async def model_info(request: Request) -> Response:

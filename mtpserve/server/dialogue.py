@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.conversation import calls_in_text, for_template, size_of
-from mtpserve.server.errors import ContextLengthExceeded
+from mtpserve.server.conversation import calls_in_text, for_template, in_turns, size_of
 from mtpserve.server.openai import ChatRequest
 from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
 from mtpserve.server.tools import OutputPlan, ToolUse, output_plan, planned, template_variables, tool_use
@@ -26,7 +26,7 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
     messages = for_template(body.messages)
     size = size_of(messages) + len(json.dumps(use.shown or []))
     if max(size, len(messages)) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
-        raise ContextLengthExceeded(f"messages and tools have {size} characters, too many for this model's context", "messages")
+        raise service.too_long(f"messages and tools have {size} characters", "messages")
     goes_on = bool(body.continue_final_message)
     variables = service.template_defaults | template_variables(body.chat_template_kwargs, body.reasoning_effort, service.tokenizer)
 
@@ -40,14 +40,26 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> str:
         )
 
     def render() -> str:
-        try:
-            return written(messages)
-        except InvalidRequest:
-            if not any("tool_calls" in message for message in messages):
-                raise
-            return written(calls_in_text(messages))
+        refusals = []
+        for attempt in spellings(messages):
+            try:
+                return written(attempt)
+            except InvalidRequest as error:
+                refusals.append(error)
+        raise refusals[-1]
 
     return render() if size <= INLINE_BYTES else await asyncio.to_thread(render)
+
+
+def spellings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The conversation as most templates take it, and as those do that refuse it so."""
+    yield messages
+    in_text = calls_in_text(messages)
+    if in_text != messages:
+        yield in_text
+    for each in (messages, in_text):
+        if (turns := in_turns(each)) != each:
+            yield turns
 
 
 @dataclass(frozen=True, slots=True)

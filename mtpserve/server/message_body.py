@@ -11,7 +11,8 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.errors import Unsupported
 from mtpserve.server.fields import either
-from mtpserve.server.openai import ChatRequest, Label, RequestId, Strict, Texts, Timeout, refuse
+from mtpserve.server.offers import Offer
+from mtpserve.server.openai import ChatRequest, Effort, Label, RequestId, Strict, Texts, Timeout, refuse
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
 CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
@@ -63,12 +64,10 @@ class ToolDefinition(Strict):
 
     def function(self, place: str) -> dict[str, Any]:
         """As OpenAI's."""
-        if self.type not in (None, "custom"):
-            raise Unsupported(f"{place}.type {self.type[:50]!r} is not supported: this server has no tools of its own", f"{place}.type")
         if self.input_schema is None:
             raise InvalidRequest(f"{place}.input_schema: field required", f"{place}.input_schema")
         given = {"name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict}
-        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class ToolChoice(Strict):
@@ -85,6 +84,21 @@ class ToolChoice(Strict):
         return {"type": "function", "function": {"name": self.name}}
 
 
+class OutputConfig(Strict):
+    """`effort` is told to the chat template, `format` is a JSON schema that the answer keeps to."""
+
+    effort: Effort | None = None
+    format: dict[str, Any] | None = None
+
+    def response_format(self) -> dict[str, Any] | None:
+        """As OpenAI's."""
+        if self.format is None:
+            return None
+        if self.format.get("type") != "json_schema" or not isinstance(self.format.get("schema"), dict):
+            raise InvalidRequest("output_config.format must be {'type': 'json_schema', 'schema': an object}", "output_config")
+        return {"type": "json_schema", "json_schema": {"name": "output", "schema": self.format["schema"]}}
+
+
 class CountRequest(Strict):
     model: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)]
@@ -92,13 +106,25 @@ class CountRequest(Strict):
     thinking: Thinking | None = None
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
     def refuse_by_name(cls, body: Any) -> Any:
         return refuse(body, UNSUPPORTED)
 
-    def chat(self) -> ChatRequest:
+    def offer(self) -> Offer:
+        found = Offer()
+        for index, tool in enumerate(self.tools or []):
+            place = f"tools[{index}]"
+            if tool.type in (None, "custom"):
+                found.add(tool.function(place), place)
+            else:
+                found.leave_out(tool.type, place, tool.name)
+        found.check(None if self.tool_choice is None else self.tool_choice.name)
+        return found
+
+    def chat(self, offer: Offer) -> ChatRequest:
         messages = [] if self.system is None else [ChatMessage(role="system", content=text_of(self.system, "system"))]
         for message in self.messages:
             messages += spoken(message)
@@ -107,13 +133,15 @@ class CountRequest(Strict):
         if goes_on and messages[-1].tool_calls:
             raise InvalidRequest("messages: tool_use blocks in the last message need their tool_result blocks behind it", "messages")
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
-        choice = self.tool_choice
+        choice, output = self.tool_choice, self.output_config or OutputConfig()
         return ChatRequest.model_construct(
             messages=messages,
             continue_final_message=goes_on,
             chat_template_kwargs=None if thinks is None else dict.fromkeys(("thinking", "enable_thinking"), thinks),
             include_reasoning=thinks,
-            tools=[tool.function(f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
+            reasoning_effort=output.effort,
+            response_format=output.response_format(),
+            tools=offer.functions,
             tool_choice=None if choice is None else choice.chosen(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
@@ -131,9 +159,12 @@ class MessagesRequest(CountRequest):
     rid: RequestId | None = None
     timeout: Timeout | None = None
 
-    def chat(self) -> ChatRequest:
-        names = ("model", "max_tokens", "stream", "temperature", "top_k", "top_p", "timeout")
-        return CountRequest.chat(self).model_copy(update={name: getattr(self, name) for name in names} | {"stop": self.stop_sequences})
+    def chat(self, offer: Offer) -> ChatRequest:
+        """Without `max_tokens`, which may be more than there is room for."""
+        names = ("model", "stream", "temperature", "top_k", "top_p", "timeout")
+        return CountRequest.chat(self, offer).model_copy(
+            update={name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+        )
 
 
 def spoken(message: Message) -> list[ChatMessage]:

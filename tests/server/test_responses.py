@@ -123,7 +123,7 @@ def test_one_that_fails(http: httpx.AsyncClient, app: FastAPI, client: FakeClien
         ({"input": [{"type": "function_call", "call_id": "a", "name": "a", "arguments": "{"}]}, "input[0].arguments"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"reasoning": {"effort": "much"}}, "reasoning"),
         ({"stream_options": {}}, "stream_options"),
