@@ -54,7 +54,9 @@ class ModelConfig:
         "generation-config",
         choices=("model", "openai", "auto", "vllm"),
     )
-    served_model_name: str | None = option(None, "name under which the API offers the model (default: --model as given)")
+    served_model_name: tuple[str, ...] = option(
+        (), "names under which the API offers the model; answers and metrics have the first (default: --model as given)"
+    )
     load_format: str = option(
         "auto",
         "auto, safetensors: the checkpoint's weights; dummy: random ones from config.json alone, to measure the engine with",
@@ -80,12 +82,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check(self.context_length is None or self.context_length >= 2, "context_length", self.context_length, "at least 2")
+        check(isinstance(self.served_model_name, tuple), "served_model_name", self.served_model_name, "a tuple of names")
 
     @property
     def directory(self) -> Path:
         """Where the checkpoint lies; "demo" is the bundled one, unless a directory of that name is here."""
         given = Path(self.model)
         return Path(__file__).parent / "demo" if self.model == "demo" and not given.is_dir() else given
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The API's names of the model."""
+        return self.served_model_name or (self.model,)
 
     @property
     def tokenizer_directory(self) -> Path:

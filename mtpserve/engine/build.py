@@ -136,7 +136,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
         vocab=arch.vocab,
         eos_ids=arch.eos_ids,
         want=spec.steps,
-        name=config.model.served_model_name or config.model.model,
+        name=config.model.names[0],
         grammars=None if config.model.numbers_for_text else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
         lossy=spec.lossy,
         overlap=overlap,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.core.request import EngineStats
-from mtpserve.server.errors import JSON, ModelNotFound
+from mtpserve.server.errors import JSON
 from mtpserve.server.service import Service
 
 
@@ -27,11 +27,11 @@ async def version() -> Response:
     return JSON({"version": __version__})
 
 
-def model_object(service: Service) -> dict[str, Any]:
+def model_object(service: Service, name: str) -> dict[str, Any]:
     """`root` is where vLLM's clients look for the tokenizer."""
     card = service.client.card
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "mtpserve",
@@ -43,12 +43,12 @@ def model_object(service: Service) -> dict[str, Any]:
     }
 
 
-def model_for_anthropic(service: Service) -> dict[str, Any]:
+def model_for_anthropic(service: Service, name: str) -> dict[str, Any]:
     card = service.client.card
     return {
         "type": "model",
-        "id": card.name,
-        "display_name": card.name,
+        "id": name,
+        "display_name": name,
         "created_at": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(service.created)),
         "max_input_tokens": card.context_length,
         "max_tokens": card.context_length,
@@ -61,20 +61,20 @@ def from_anthropic(request: Request) -> bool:
 
 
 async def models(request: Request) -> Response:
-    """The model that is served, as a list of one; in Anthropic's form for its clients."""
+    """The model that is served, once under each of its names; in Anthropic's form for its clients."""
     service: Service = request.app.state.service
+    names = service.names
     if from_anthropic(request):
-        name = service.model
-        return JSON({"data": [model_for_anthropic(service)], "has_more": False, "first_id": name, "last_id": name})
-    return JSON({"object": "list", "data": [model_object(service)]})
+        listed = [model_for_anthropic(service, name) for name in names]
+        return JSON({"data": listed, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    return JSON({"object": "list", "data": [model_object(service, name) for name in names]})
 
 
 async def model(request: Request, id: str) -> Response:
     """The model that is served; 404 for any other name."""
     service: Service = request.app.state.service
-    if id != service.model:
-        raise ModelNotFound(f"the model {id[:200]!r} does not exist; this server offers {service.model!r}", "model")
-    return JSON(model_for_anthropic(service) if from_anthropic(request) else model_object(service))
+    service.check_model(id)
+    return JSON(model_for_anthropic(service, id) if from_anthropic(request) else model_object(service, id))
 
 
 async def model_info(request: Request) -> Response:

@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.protocols import EngineClient
-from mtpserve.server import described, responses
+from mtpserve.server import described, described_state, responses
 from mtpserve.server.about import health, model, model_info, models, server_info, version
 from mtpserve.server.access import Keys, RequestLog
 from mtpserve.server.chat import chat
@@ -48,15 +48,15 @@ async def metrics_text(request: Request) -> Response:
 # What each answers is what the document says of it; a class of response where it is no JSON.
 ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], Any], ...] = (
     ("GET", ("/",), page, HTMLResponse),
-    ("GET", ("/stats",), stats, described.Stats),
-    ("GET", ("/health", "/ready", "/ping"), health, described.Healthy),
-    ("GET", ("/health_generate",), health_generate, described.Healthy),
-    ("GET", ("/version",), version, described.Version),
+    ("GET", ("/stats",), stats, described_state.Stats),
+    ("GET", ("/health", "/ready", "/ping"), health, described_state.Healthy),
+    ("GET", ("/health_generate",), health_generate, described_state.Healthy),
+    ("GET", ("/version",), version, described_state.Version),
     ("GET", ("/metrics",), metrics_text, PlainTextResponse),
-    ("GET", ("/v1/models",), models, described.ModelList | described.AnthropicModels),
-    ("GET", ("/v1/models/{id:path}",), model, described.ModelObject | described.AnthropicModel),
-    ("GET", ("/model_info", "/get_model_info"), model_info, described.ModelInfo),
-    ("GET", ("/server_info", "/get_server_info"), server_info, described.ServerInfo),
+    ("GET", ("/v1/models",), models, described_state.ModelList | described_state.AnthropicModels),
+    ("GET", ("/v1/models/{id:path}",), model, described_state.ModelObject | described_state.AnthropicModel),
+    ("GET", ("/model_info", "/get_model_info"), model_info, described_state.ModelInfo),
+    ("GET", ("/server_info", "/get_server_info"), server_info, described_state.ServerInfo),
     ("POST", ("/v1/completions",), completions, described.Completion),
     ("POST", ("/v1/chat/completions",), chat, described.ChatCompletion),
     ("POST", ("/v1/responses",), responses.create, described.ResponseObject),

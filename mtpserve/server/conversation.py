@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +15,8 @@ from mtpserve.server.fields import either, refuse_constant
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT = "a string or a list of parts like {'type': 'text', 'text': ...}"
+# What client libraries put beside a message: marks for caches, and the same reasoning again.
+SAYS_NOTHING = frozenset({"annotations", "cache_control", "provider_specific_fields", "thinking_blocks"})
 
 
 class ContentPart(BaseModel):
@@ -38,7 +41,7 @@ class MessageToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """Extra keys pass only when they are null, since clients send back whole messages that they were given."""
+    """Other keys than these and SAYS_NOTHING pass only when they are null, since clients send back whole messages that they were given."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -63,7 +66,7 @@ class ChatMessage(BaseModel):
                 f"{place}: role {self.role[:50]!r} is not supported; {', '.join(ROLES[:-1])} and {ROLES[-1]} are", "messages"
             )
         for name, value in (self.model_extra or {}).items():
-            if value not in (None, []):
+            if value not in (None, []) and name not in SAYS_NOTHING:
                 raise Unsupported(f"{place}: {name[:50]} is not supported: leave it out", "messages")
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text(place)}
         if (reasoning := self.reasoning_content or self.reasoning) is not None:
@@ -120,6 +123,19 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequest("messages is empty", "messages")
     return [message.for_template(f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same for templates that take one system message, in front: later ones become the user's, and what the user says in several
+    messages without an answer between, as coding agents do, becomes one."""
+    front = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    rest = [message | {"role": "user"} if message["role"] == "system" else message for message in messages[front:]]
+    found: list[dict[str, Any]] = []
+    for role, following in groupby([*messages[:front], *rest], lambda message: message["role"]):
+        run = list(following)
+        joined = len(run) > 1 and role in ("system", "user")
+        found += [run[0] | {"content": "\n\n".join(message["content"] for message in run)}] if joined else run
+    return found
 
 
 def size_of(messages: Sequence[dict[str, Any]]) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.conversation import for_template, size_of
-from mtpserve.server.errors import ContextLengthExceeded
+from mtpserve.server.conversation import for_template, in_turns, size_of
 from mtpserve.server.openai import ChatRequest
 from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
 from mtpserve.server.tools import OutputPlan, ToolUse, call_format, output_plan, planned, template_variables, tool_use
@@ -28,19 +28,27 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> Rendere
     messages = for_template(body.messages)
     size = size_of(messages) + len(json.dumps(use.shown or []))
     if max(size, len(messages)) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
-        raise ContextLengthExceeded(f"messages and tools have {size} characters, too many for this model's context", "messages")
+        raise service.too_long(f"messages and tools have {size} characters", "messages")
     goes_on = bool(body.continue_final_message)
     variables = service.template_defaults | template_variables(body.template_kwargs, body.effort, service.tokenizer)
 
-    def render() -> RenderedChat:
+    def written(conversation: list[dict[str, Any]]) -> RenderedChat:
         return service.tokenizer.render_chat(
-            messages,
+            conversation,
             add_generation_prompt=body.add_generation_prompt is not False and not goes_on,
             continue_final_message=goes_on,
             tools=use.shown,
             variables=variables,
             arranged=partial(suited, service, use),
         )
+
+    def render() -> RenderedChat:
+        try:
+            return written(messages)
+        except InvalidRequest:
+            if (turns := in_turns(messages)) == messages:
+                raise
+            return written(turns)
 
     return render() if size <= INLINE_BYTES else await asyncio.to_thread(render)
 

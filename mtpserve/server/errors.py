@@ -115,9 +115,10 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        told = error.param or ""
-        for name, theirs in names.items():
-            told = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", theirs, told)
+        if not names:
+            raise
+        known = "|".join(re.escape(name) for name in names)
+        told = re.sub(rf"(?<!\w)(?:{known})(?!\w)", lambda found: names[found[0]], error.param or "")
         if error.param is None or told == error.param:
             raise
         raise type(error)(str(error).replace(error.param, told), told) from error

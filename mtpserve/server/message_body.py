@@ -11,6 +11,7 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.errors import NoThreads, Unsupported
 from mtpserve.server.fields import either
+from mtpserve.server.offers import Offer
 from mtpserve.server.openai import ChatRequest, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
 from mtpserve.text.requests import check_text
 
@@ -76,12 +77,10 @@ class ToolDefinition(Strict):
 
     def function(self, place: str) -> dict[str, Any]:
         """As OpenAI's."""
-        if self.type not in (None, "custom"):
-            raise Unsupported(f"{place}.type {self.type[:50]!r} is not supported: this server has no tools of its own", f"{place}.type")
         if self.input_schema is None:
             raise InvalidRequest(f"{place}.input_schema: field required", f"{place}.input_schema")
         given = {"name": self.name, "description": self.description, "parameters": self.input_schema, "strict": self.strict}
-        return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class ToolChoice(Strict):
@@ -116,7 +115,18 @@ class CountRequest(Strict):
             raise NoThreads("thread is not supported: this server keeps no messages, send all of them", "thread")
         return refuse(body, {name: neutral for name, neutral in unsupported(cls).items() if name != "service_tier"} | UNSUPPORTED)
 
-    def chat(self) -> ChatRequest:
+    def offer(self) -> Offer:
+        found = Offer()
+        for index, tool in enumerate(self.tools or []):
+            place = f"tools[{index}]"
+            if tool.type in (None, "custom"):
+                found.add(tool.function(place), place)
+            else:
+                found.leave_out(tool.type, place, tool.name)
+        found.check(None if self.tool_choice is None else self.tool_choice.name)
+        return found
+
+    def chat(self, offer: Offer) -> ChatRequest:
         system = None if self.system is None else text_of(self.system, "system")
         check_text(system or "", "system")
         messages = [] if system is None else [ChatMessage(role="system", content=system)]
@@ -136,7 +146,7 @@ class CountRequest(Strict):
             include_reasoning=thinks,
             reasoning_effort=output.effort,
             response_format=self._form(),
-            tools=[tool.function(f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
+            tools=offer.functions,
             tool_choice=None if choice is None else choice.chosen(),
             parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         )
@@ -159,12 +169,13 @@ class MessagesRequest(CountRequest, SamplingFields):
     rid: RequestId | None = None
     timeout: Timeout | None = None
 
-    def chat(self) -> ChatRequest:
-        names = ("model", "max_tokens", "stream", "timeout", *SamplingFields.model_fields)
+    def chat(self, offer: Offer) -> ChatRequest:
+        """Without `max_tokens`, which may be more than there is room for."""
+        names = ("model", "stream", "timeout", *SamplingFields.model_fields)
         given = {name: getattr(self, name) for name in names}
         if self.stop_sequences is not None:
             given["stop"] = self.stop_sequences
-        return CountRequest.chat(self).model_copy(update=given)
+        return CountRequest.chat(self, offer).model_copy(update=given)
 
 
 def spoken(message: Message) -> list[ChatMessage]:

@@ -44,6 +44,8 @@ def stop_reason(turn: Turn) -> str | None:
         return None
     if turn.called:
         return "tool_use"
+    if turn.cut_short:
+        return "model_context_window_exceeded"
     return "stop_sequence" if turn.stop_string is not None else STOP_REASONS.get(turn.finish, "end_turn")
 
 
@@ -91,8 +93,9 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     arrival = perf_counter()
     service: Service = request.app.state.service
     id = body.rid or f"msg_{uuid.uuid4().hex}"
-    with renamed(RENAMED):
-        turn = await turn_of(service, body.chat(), id, arrival)
+    offer = body.offer()
+    with renamed(RENAMED | offer.places):
+        turn = await turn_of(service, body.chat(offer), id, arrival, at_most=body.max_tokens)
     if body.stream:
         return NamedEventStream(events(id, turn), service.server_config.sse_keep_alive_interval)
     await unless_gone(request.receive, turn.whole())
@@ -105,7 +108,8 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
     service.check_model(body.model)
     if not body.messages:
         raise InvalidRequest("messages is empty", "messages")
-    with renamed(RENAMED):
-        chat = body.chat()
+    offer = body.offer()
+    with renamed(RENAMED | offer.places):
+        chat = body.chat(offer)
         tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat)))
     return JSON({"input_tokens": len(tokens)})

@@ -69,7 +69,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
-    "verbosity": (None, "medium"),
+    "verbosity": (None, "low", "medium", "high"),  # a wish that no template passes on
     "vllm_xargs": (None, {}),
     "web_search_options": (None,),
 }
@@ -99,6 +99,17 @@ class Strict(BaseModel):
         if isinstance(body, dict) and log.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - cls.model_fields.keys()):
             log.debug("%s: fields left out: %s", cls.__name__, ", ".join(ascii(name[:50]) for name in sorted(unknown)[:20]))
         return body
+
+
+SAID: set[str] = set()
+MAX_SAID = 256  # clients choose the words
+
+
+def say_once(what: str) -> None:
+    """For what clients send with every request and what only allows something: leaving it out gives no wrong answer."""
+    if what not in SAID and len(SAID) < MAX_SAID:
+        SAID.add(what)
+        log.info("left out of requests from now on: %s", ascii(what)[1:-1])
 
 
 def refuse(body: Any, unsupported: dict[str, tuple[Any, ...]]) -> Any:

@@ -19,12 +19,17 @@ from mtpserve.server.turn import Block, Turn
 PARTS = {"text": "output_text", "reasoning": "reasoning_text"}
 EVENTS = PARTS | {"call": "function_call_arguments"}
 
+Members = dict[str, tuple[str, str]]  # as Offer has them
+
 
 class Answer:
     """One response while it comes to be."""
 
-    def __init__(self, body: ResponsesRequest, turn: Turn, id: str, store: ResponseStore, conversation: list[ChatMessage]) -> None:
+    def __init__(
+        self, body: ResponsesRequest, turn: Turn, id: str, store: ResponseStore, conversation: list[ChatMessage], members: Members
+    ) -> None:
         self.body, self.turn, self.id = body, turn, id
+        self.members = members
         self.created = int(time())  # a date, not a duration
         self.status = "in_progress"
         self.error: dict[str, Any] | None = None
@@ -50,7 +55,7 @@ class Answer:
     def item(self, index: int) -> dict[str, Any]:
         """Only the last one can have been cut off."""
         whole = self.status in ("completed", "in_progress") or index < len(self.turn.blocks) - 1
-        return item(self.turn.blocks[index], "completed" if whole else "incomplete")
+        return item(self.turn.blocks[index], "completed" if whole else "incomplete", self.members)
 
     def object(self) -> dict[str, Any]:
         body, turn = self.body, self.turn
@@ -103,24 +108,32 @@ def part(block: Block) -> dict[str, Any]:
     return {"type": PARTS[block.kind], "text": block.text, **more}
 
 
-def item(block: Block, status: str) -> dict[str, Any]:
+def item(block: Block, status: str, members: Members) -> dict[str, Any]:
     match block.kind:
         case "text":
             return {"type": "message", "id": item_id(block), "status": status, "role": "assistant", "content": [part(block)]}
         case "reasoning":
             return {"type": "reasoning", "id": item_id(block), "status": status, "summary": [], "content": [part(block)]}
         case "call":
-            said = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            said = {"call_id": block.call_id, **names(block, members), "arguments": block.text}
             return {"type": "function_call", "id": item_id(block), "status": status, **said}
+
+
+def names(block: Block, members: Members) -> dict[str, str]:
+    """Of a call, as the client's list of tools has them."""
+    if block.name not in members:
+        return {"name": block.name}
+    around, name = members[block.name]
+    return {"namespace": around, "name": name}
 
 
 def item_id(block: Block) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
 
 
-def begun(block: Block) -> dict[str, Any]:
+def begun(block: Block, members: Members) -> dict[str, Any]:
     """The item before it has any text."""
-    empty = item(Block(block.kind, call_id=block.call_id, name=block.name, id=block.id), "in_progress")
+    empty = item(Block(block.kind, call_id=block.call_id, name=block.name, id=block.id), "in_progress", members)
     return empty | ({} if block.kind == "call" else {"content": []})
 
 
@@ -145,7 +158,7 @@ class Events:
         if index == self.opened:
             yield from self.closed()
             self.opened += 1
-            yield self.event("output_item.added", output_index=index, item=begun(block))
+            yield self.event("output_item.added", output_index=index, item=begun(block, self.answer.members))
             if block.kind != "call":
                 empty = part(Block(block.kind))
                 yield self.event("content_part.added", **self.place(index), part=empty)
@@ -161,7 +174,9 @@ class Events:
         block, place = self.answer.turn.blocks[index], self.place(index)
         match block.kind:
             case "call":
-                yield self.event("function_call_arguments.done", **place, name=block.name, arguments=block.text)
+                yield self.event(
+                    "function_call_arguments.done", **place, name=names(block, self.answer.members)["name"], arguments=block.text
+                )
             case "text":
                 yield self.event("output_text.done", **place, text=block.text, logprobs=[])
             case "reasoning":

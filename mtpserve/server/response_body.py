@@ -10,14 +10,13 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, called
 from mtpserve.server.errors import SHORT, Unsupported
 from mtpserve.server.fields import either
-from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, SamplingFields, Strict, Timeout, refuse, unsupported
+from mtpserve.server.offers import Offer
+from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, SamplingFields, Strict, Timeout, refuse, say_once, unsupported
 from mtpserve.text.requests import check_text
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "conversation": (None,),
-    # Reasoning comes as text and is taken back as text: nothing has to be encrypted for a client that keeps it itself.
-    "include": (None, [], ["reasoning.encrypted_content"]),
     "max_tool_calls": (None,),
     "prompt": (None,),
     "request_id": (None,),
@@ -26,6 +25,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
+# What may be included, and never is there: nobody encrypts reasoning here, and the others are of tools that other servers run.
+NOTHING_TO_INCLUDE = frozenset(
+    {
+        "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+        "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
+    }
+)  # fmt: skip
 CONTENT = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
 TEXTS = ("input_text", "output_text", "text")
 
@@ -46,20 +52,23 @@ class Item(Strict):
     content: Annotated[str | Parts | None, either(CONTENT)] = None
     call_id: Label | None = None
     name: Label | None = None
+    namespace: Label | None = None
     arguments: str | None = None
     output: Annotated[str | Parts | None, either(CONTENT)] = None
 
 
 class Reasoning(Strict):
+    """`summary` allows one; there is none, since reasoning is told in full."""
+
     effort: Effort | None = None
-    summary: Literal["auto"] | None = None  # OpenAI's word for what there is, which is the reasoning itself
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextOptions(Strict):
-    """`format` as in chat completions, but with the schema's fields beside its type."""
+    """`format` as in chat completions, but with the schema's fields beside its type. `verbosity` is a wish that no template passes on."""
 
     format: dict[str, Any] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesRequest(SamplingFields):
@@ -72,6 +81,7 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     store: bool | None = None
     previous_response_id: Label | None = None
     reasoning: Reasoning | None = None
@@ -98,8 +108,20 @@ class ResponsesRequest(SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         check_text(self.instructions or "", "instructions")
+        for name in self.include or []:
+            if name not in NOTHING_TO_INCLUDE:
+                raise Unsupported(f"include {SHORT.repr(name)} is not supported: leave it out", "include")
+            say_once(f"include {name!r}")
 
-    def chat(self, conversation: list[ChatMessage]) -> ChatRequest:
+    def offer(self) -> Offer:
+        found = Offer()
+        for index, tool in enumerate(self.tools or []):
+            add_tool(found, tool, f"tools[{index}]")
+        kind = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else None
+        found.check(kind if isinstance(kind, str) else None)
+        return found
+
+    def chat(self, conversation: list[ChatMessage], offer: Offer) -> ChatRequest:
         instructions = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         return ChatRequest.model_construct(
             messages=[*instructions, *conversation],
@@ -110,7 +132,7 @@ class ResponsesRequest(SamplingFields):
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             response_format=self._format(),
             structured_outputs=self.structured_outputs,
-            tools=[function(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or [])],
+            tools=offer.functions,
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             timeout=self.timeout,
@@ -133,12 +155,24 @@ class ResponsesRequest(SamplingFields):
         return {"type": "function", "function": {"name": given["name"]}}
 
 
-def function(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """A tool as chat completions have it, where all but its type stands one level deeper."""
-    if tool.get("type") != "function":
-        kind = SHORT.repr(tool.get("type"))
-        raise Unsupported(f"{place}.type {kind} is not supported: this server has no tools of its own, only functions", f"{place}.type")
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
+    """Where it is a function. The model knows those in a namespace by both names, with a dot between."""
+    match tool.get("type"):
+        case "function":
+            offer.add({name: value for name, value in tool.items() if name not in ("type", "defer_loading")}, place)
+        case "namespace":
+            around, inside = tool.get("name"), tool.get("tools")
+            if not isinstance(around, str) or not isinstance(inside, list):
+                raise InvalidRequest(f"{place}: a namespace needs a name, and a list of tools", f"{place}")
+            for index, member in enumerate(inside):
+                if not isinstance(member, dict) or member.get("type") != "function" or not isinstance(member.get("name"), str):
+                    where = f"{place}.tools[{index}]"
+                    raise Unsupported(f"{where} must be a function with a name: only they are supported in a namespace", where)
+                whole = f"{around}.{member['name']}"
+                offer.members[whole] = (around, member["name"])
+                add_tool(offer, member | {"name": whole}, f"{place}.tools[{index}]")
+        case kind:
+            offer.leave_out(kind, place)
 
 
 def messages_of(given: str | list[Item]) -> list[ChatMessage]:
@@ -148,7 +182,7 @@ def messages_of(given: str | list[Item]) -> list[ChatMessage]:
     reasoning = ""
     for index, item in enumerate(given):
         if item.type == "reasoning":
-            reasoning += text_of(item.content, ("reasoning_text",))
+            reasoning += text_of(item.content, ("reasoning_text", "text"))
             continue
         message = message_of(item, f"input[{index}]")
         if item.type == "function_call" and messages and messages[-1].role == "assistant" and not reasoning:
@@ -171,7 +205,8 @@ def message_of(item: Item, place: str) -> ChatMessage:
         case "function_call":
             if item.call_id is None or item.name is None or item.arguments is None:
                 raise InvalidRequest(f"{place}: a function_call needs call_id, name and arguments", "input")
-            call = MessageToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+            name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
+            call = MessageToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments))
             called(call, place)
             return ChatMessage(role="assistant", content="", tool_calls=[call])
         case "function_call_output":

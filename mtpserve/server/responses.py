@@ -35,10 +35,11 @@ async def create(request: Request, body: ResponsesRequest) -> Response:
     body.check()
     before = store_of(request).get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
     id = f"resp_{uuid.uuid4().hex}"
-    with renamed(RENAMED):
+    offer = body.offer()
+    with renamed(RENAMED | offer.places):
         conversation = [*([] if before is None else before.conversation), *messages_of(body.input)]
-        turn = await turn_of(service, body.chat(conversation), id, arrival)
-    answer = Answer(body, turn, id, store_of(request), conversation)
+        turn = await turn_of(service, body.chat(conversation, offer), id, arrival)
+    answer = Answer(body, turn, id, store_of(request), conversation, offer.members)
     if body.stream:
         return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
     try:

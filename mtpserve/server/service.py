@@ -68,6 +68,11 @@ class Service:
         return self.client.card.name
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Those that a request may call the model by: the first is its own."""
+        return (self.model, *self.engine_config.model.served_model_name[1:])
+
+    @property
     def formats(self) -> Formats:
         return Formats(self.server_config.tool_call_parser, self.server_config.reasoning_parser)
 
@@ -89,8 +94,9 @@ class Service:
         self.check_model(model)
 
     def check_model(self, model: str | None) -> None:
-        if model is not None and model != self.model:
-            raise ModelNotFound(f"the model {model[:200]!r} does not exist; this server offers {self.model!r}", "model")
+        if model is not None and model not in self.names:
+            offered = ", ".join(map(repr, self.names))
+            raise ModelNotFound(f"the model {model[:200]!r} does not exist; this server offers {offered}", "model")
 
     # -- prompts --------------------------------------------------------------------------------------------------------------
 
@@ -116,10 +122,13 @@ class Service:
         check_text(text, field)
         size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * self.client.card.context_length
         if size > limit:
-            raise ContextLengthExceeded(
-                f"{field} has {size} bytes; a context of {self.client.card.context_length} tokens takes at most {limit}", field
-            )
+            raise self.too_long(f"{field} has {size} bytes, at most {limit} are tokenized", field)
         return size
+
+    def too_long(self, what: str, field: str) -> ContextLengthExceeded:
+        """In words by which coding agents see that they must shorten their conversation."""
+        context = self.client.card.context_length
+        return ContextLengthExceeded(f"prompt is too long: {what}; this model's maximum context length is {context} tokens", field)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         vocab = self.client.card.vocab
@@ -151,7 +160,7 @@ class Service:
         if not prompt:
             raise InvalidRequest(f"{field} is empty", field)
         if len(prompt) >= context:
-            raise ContextLengthExceeded(f"{field} has {len(prompt)} tokens; the context has {context}, of which one must be left", field)
+            raise self.too_long(f"{len(prompt)} tokens > {context - 1} maximum in {field}", field)
         if len(prompt) + (max_tokens or 0) > context:
             asked = f"{field} has {len(prompt)} tokens and max_tokens is {str(max_tokens)[:50]}"
             raise ContextLengthExceeded(f"{asked}; together they exceed the context of {context}", "max_tokens")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mtpserve.core.request import Request
@@ -53,6 +53,7 @@ class Turn:
     tokens: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
     finish: Finish | None = None
+    at_most: int | None = None  # tokens that were asked for
 
     async def steps(self) -> AsyncGenerator[list[tuple[int, str]], None]:
         """What each step adds: the block's index, which may be that of a new one, and text. There is a block in the end."""
@@ -98,15 +99,23 @@ class Turn:
         return self.output.called and self.finish is Finish.STOP
 
     @property
+    def cut_short(self) -> bool:
+        """Whether the context came to its end before as many tokens as were allowed."""
+        return self.finish is Finish.LENGTH and self.at_most is not None and len(self.tokens) < self.at_most
+
+    @property
     def stop_string(self) -> str | None:
         """The one that ended the answer."""
         found = self.service.matched(self.request.sampling, self.tokens) if self.finish is Finish.STOP else None
         return found if isinstance(found, str) else None
 
 
-async def turn_of(service: Service, chat: ChatRequest, id: str, arrival: float) -> Turn:
-    """Validates and encodes; `id` is what /abort_request takes."""
+async def turn_of(service: Service, chat: ChatRequest, id: str, arrival: float, at_most: int | None = None) -> Turn:
+    """Validates and encodes; `id` is what /abort_request takes. `at_most` is a limit of the output that the context may undercut."""
     asked = await prepared(service, chat)
-    request = request_of(asked.spelling, f"{id}-0", asked.prompt, asked.sampling)
+    sampling, room = asked.sampling, service.client.card.context_length - len(asked.prompt)
+    if at_most is not None:
+        sampling = replace(sampling, max_tokens=min(at_most, room))
+    request = request_of(asked.spelling, f"{id}-0", asked.prompt, sampling)
     output = Output(asked.plan, service.tokenizer, chat.shows_reasoning)
-    return Turn(service, request, output, arrival, chat.timeout, bool(chat.stream))
+    return Turn(service, request, output, arrival, chat.timeout, bool(chat.stream), at_most=at_most)

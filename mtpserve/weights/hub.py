@@ -29,7 +29,7 @@ def fetched(config: EngineConfig, download: bool = True) -> EngineConfig:
     if is_id(model.model):
         files = TOKENIZER if model.load_format == "dummy" else WEIGHTS
         found = directory_of(model.model, files, *where)
-        model = replace(model, model=found, served_model_name=model.served_model_name or model.model)
+        model = replace(model, model=found, served_model_name=model.served_model_name or (model.model,))
     if model.tokenizer is not None and is_id(model.tokenizer):
         model = replace(model, tokenizer=directory_of(model.tokenizer, TOKENIZER, None, *where[1:]))
     if spec.speculative_draft_model_path is not None and is_id(spec.speculative_draft_model_path):

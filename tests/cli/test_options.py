@@ -12,7 +12,7 @@ from mtpserve.cli import launch
 from mtpserve.cli.options import SECTIONS, Option, Settings, add_options, all_options, given, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.cli.peers import INSTEAD, SHORT
-from mtpserve.config import option
+from mtpserve.config import ModelConfig, option
 from mtpserve.core.errors import ConfigError
 from tests.house.tree import ROOT
 
@@ -162,7 +162,7 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ("port: true", ["--port", "whole number", "True"]),
         ("port: 1.5", ["--port", "1.5"]),
         ("port: null", ["--port", "None"]),
-        ("served-model-name: 7", ["--served-model-name", "quotes", "7"]),
+        ("tokenizer: 7", ["--tokenizer", "quotes", "7"]),
         ("dtype: half", ["--dtype", "float16"]),
         ("model: demo\nmodel-path: other", ["model", "twice", "'demo'", "'other'"]),
         ("model: [demo]", ["--model", "text"]),
@@ -228,6 +228,10 @@ def test_every_option_reaches_the_settings(one: Option) -> None:
 
 def test_lists_are_given_in_any_way_and_never_repeated(tmp_path: Path) -> None:
     assert parse("--api-key", "a", "--api-key", "b,c").server.api_key == ("a", "b", "c")
+    assert parse("--served-model-name", "a,org/b", "--served-model-name", "c").engine.model.names == ("a", "org/b", "c")
+    assert parse("--model", "m").engine.model.names == ("m",)
+    with pytest.raises(ConfigError, match="--served-model-name must be a tuple of names, got 'a'"):
+        ModelConfig(served_model_name="a")  # type: ignore[arg-type]
     assert from_yaml(tmp_path, "api-key: [a, b]").server.api_key == ("a", "b")
     for bad in ("", "secret,,b", "secret b", "secret\nc"):
         with pytest.raises(ConfigError, match="must be texts without blanks") as found:

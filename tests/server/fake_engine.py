@@ -113,7 +113,7 @@ def build(config: EngineConfig, *, progress: bool) -> FakeEngine:
             raise RuntimeError("unexpected")
         case "slow":
             time.sleep(60)
-    return FakeEngine(config.model.served_model_name or "fake", float(os.environ.get("FAKE_PAUSE", "0.005")))
+    return FakeEngine((config.model.served_model_name or ("fake",))[0], float(os.environ.get("FAKE_PAUSE", "0.005")))
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """A client whose engine says what a test wants, some tokens a step, and a template that shows all that it is given.
 
-`python -m tests.server.speaking TEXT` serves it, for clients that need a socket.
+`python -m tests.server.speaking TEXT...` serves it, for clients that need a socket.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ class SpeakingClient(FakeClient):
             yield TokenEvent(request.id, step, 0, Proposal(), finish, None, scores)
 
 
-def main(text: str) -> None:
+def main(*texts: str) -> None:
     tokenizer = Tokenizer(checkpoint(Path(tempfile.mkdtemp())))
-    app: Any = create_app(
-        SpeakingClient(tokenizer, [text]), tokenizer, server_config=ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3")
-    )
+    client = SpeakingClient(tokenizer, texts)
+    client.card = replace(client.card, context_length=1 << 20)  # coding agents have long instructions, and a token here is a byte
+    app: Any = create_app(client, tokenizer, server_config=ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3"))
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off"))
     config = server.config
     config.load()
@@ -79,4 +80,4 @@ def main(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

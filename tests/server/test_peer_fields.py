@@ -144,7 +144,8 @@ def test_output_config_of_messages(http: httpx.AsyncClient) -> None:
     body = message_body.MessagesRequest(
         messages=USER, max_tokens=1, output_config={"effort": "high"}, chat_template_kwargs={"thinking": True}
     )
-    assert (body.chat().effort, body.chat().chat_template_kwargs) == ("high", {"thinking": True})
+    chat = body.chat(body.offer())
+    assert (chat.effort, chat.chat_template_kwargs) == ("high", {"thinking": True})
     for config in ({"format": {"type": "text"}}, {"effort": "much"}):
         found = error(send(http, "POST", "/v1/messages", json=BODIES["/v1/messages"] | {"output_config": config}), 400)
         assert (found["param"] or found["message"]).startswith("output_config")

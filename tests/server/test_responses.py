@@ -125,7 +125,6 @@ def test_one_that_fails(http: httpx.AsyncClient, app: FastAPI, client: FakeClien
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"reasoning": {"effort": "much"}}, "reasoning"),
         ({"stream_options": {}}, "stream_options"),

@@ -98,7 +98,7 @@ from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
 from mtpserve.weights.hub import fetched
 spec = SpecConfig(speculative_algorithm="MTP", speculative_draft_model_path=sys.argv[1])
 found = fetched(EngineConfig(model=ModelConfig(model=sys.argv[1], tokenizer=sys.argv[1], revision=sys.argv[2]), spec=spec))
-assert found.model.served_model_name == sys.argv[1]
+assert found.model.served_model_name == (sys.argv[1],)
 assert found.model.tokenizer == found.spec.speculative_draft_model_path == found.model.model, found
 print(found.model.model)
 """
