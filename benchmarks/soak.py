@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    command = [sys.executable, "-m", "mtpserve.cli.main", "launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--port", "0"]
+    command = [sys.executable, "-m", "mtpserve", "launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--port", "0"]
     command += ["--log-interval", "0", "--max-total-tokens", "32768"]
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115
     server = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
