@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import Literal, Protocol
 
 import msgspec
@@ -55,6 +56,7 @@ PR_SET_PDEATHSIG = 1
 # megabytes before it levels off. Steady decoding needs a few dozen. Read when torch is imported, which is after `main` has begun.
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
 MAX_COMPILING = 64  # requests whose grammars are being compiled or wait for it; more are refused as by a full queue
+TRIM_S = 10.0  # how often freed memory is given back to the system
 POLL_MS = 5  # how often the loop looks for compiled grammars while it has nothing else to do
 
 
@@ -153,10 +155,21 @@ class Inbox:
             self.pipe.send(Rejected(request.id, "busy", str(error)))
 
 
+def give_back() -> None:
+    """Tensors of ever other sizes leave holes: glibc keeps them, tens of megabytes more each hour, unless it is asked. Others have no
+    such function."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def loop(engine: EngineLike, pipe: Pipe) -> None:
     """Step while there is work, block in the socket while there is none."""
-    inbox = Inbox(engine, pipe)
+    inbox, trimmed = Inbox(engine, pipe), perf_counter()
     while True:
+        if perf_counter() - trimmed > TRIM_S:
+            give_back()
+            trimmed = perf_counter()
         if not engine.has_work:
             engine.check_integrity()
             if inbox.compiling:
