@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 LEAVE = "leave it out"
-MEASURED = f"drafting is as deep as --speculative-num-steps says, up to --speculative-disable-by-batch-size: {LEAVE}"
 ONE_DEVICE = f"an engine has one device: {LEAVE}"
 INSTEAD = {
     "async-scheduling": f"it is so on a GPU, see --disable-overlap-schedule: {LEAVE}",
@@ -28,7 +27,7 @@ INSTEAD = {
     "schedule-low-priority-values-first": "use --scheduling-policy priority, under which lower values go first",
     "seed": "use --random-seed for the server, or `seed` in a request",
     "skip-server-warmup": f"there is none: {LEAVE}",
-    "speculative-adaptive": MEASURED,
+    "speculative-adaptive": f"drafts are as deep as --speculative-num-steps says, up to --speculative-disable-by-batch-size: {LEAVE}",
     "speculative-draft-attention-backend": f"drafting uses --attention-backend: {LEAVE}",
     "speculative-attention-mode": f"drafts are verified by one kernel: {LEAVE}",
     "speculative-use-rejection-sampling": f"chains from an MTP layer always are: {LEAVE}",

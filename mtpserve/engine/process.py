@@ -156,8 +156,7 @@ class Inbox:
 
 
 def give_back() -> None:
-    """Tensors of ever other sizes leave holes: glibc keeps them, tens of megabytes more each hour, unless it is asked. Others have no
-    such function."""
+    """Tensors of ever other sizes leave holes, which glibc keeps unless it is asked. Other libraries have no such function."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
