@@ -20,6 +20,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.server.installing import install
 from tests.server.test_end_to_end import Running, running
 
 CLIENTS = Path(__file__).parent / "clients"
@@ -92,13 +93,7 @@ def test_openai_keeps_the_reasoning_itself(client: openai.OpenAI) -> None:
 def anthropic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the library and all that it needs."""
     target = tmp_path_factory.mktemp("anthropic")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target), "anthropic>=2,<3"]
-    try:
-        installed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except subprocess.TimeoutExpired:
-        pytest.skip("pip installs for longer than a minute")
-    if installed.returncode:
-        pytest.skip(f"pip cannot install the library: {installed.stderr[-200:]}")
+    install([sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--target", str(target), "anthropic>=2,<3"], 60)
     return target
 
 

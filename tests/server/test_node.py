@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.installing import install
 from tests.server.test_end_to_end import running
 
 LIBRARIES = ("openai@6", "@anthropic-ai/sdk")
@@ -18,13 +19,7 @@ LIBRARIES = ("openai@6", "@anthropic-ai/sdk")
 def client(tmp_path: Path) -> Path:
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("node and npm are not installed")
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), *LIBRARIES]
-    try:
-        installed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except subprocess.TimeoutExpired:
-        pytest.skip("npm installs for longer than half a minute")
-    if installed.returncode:
-        pytest.skip(f"npm cannot install the libraries: {installed.stderr[-200:]}")
+    install(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), *LIBRARIES], 30)
     return Path(shutil.copy(Path(__file__).parent / "clients" / "openai.mjs", tmp_path))
 
 
