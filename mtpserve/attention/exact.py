@@ -78,7 +78,7 @@ class PlannedExact:
             by_length.setdefault(len(slots), []).append(row)
         for n, members in by_length.items():
             slots = torch.stack([self.seen[row] for row in members])
-            keys, values = (pool.widened(part[slots]).transpose(1, 2).flatten(0, 1) for part in (pool.keys(layer), pool.values(layer)))
+            keys, values = (part.transpose(1, 2).flatten(0, 1) for part in pool.gathered(layer, slots))
             counts = torch.tensor([self.lengths[row] for row in members], device=q.device).repeat_interleave(heads)
             mask = torch.zeros(len(counts), 1, n, dtype=q.dtype, device=q.device)
             mask.masked_fill_(torch.arange(n, device=q.device) >= counts[:, None, None], -torch.inf)

@@ -122,8 +122,8 @@ class PlannedAttention:
         q = q.view(spans, -1, kv_heads, group, q.shape[-1]).transpose(1, 2)  # [spans, kv_heads, width, group, key_dim]
         width = q.shape[2]
         k, v = (
-            pool.widened(seen[piece.slots]).unflatten(0, (spans, -1)).transpose(1, 2).flatten(0, 1)  # [spans * kv_heads, n, dim]
-            for seen in (pool.keys(layer), pool.values(layer))
+            seen.unflatten(0, (spans, -1)).transpose(1, 2).flatten(0, 1)  # [spans * kv_heads, n, dim]
+            for seen in pool.gathered(layer, piece.slots)
         )
         out = attend(q.reshape(spans * kv_heads, width * group, -1), k, v, piece.mask, backend.scale)
         return out.view(spans, kv_heads, width, group, -1).transpose(1, 2).reshape(spans * width, kv_heads * group, -1)

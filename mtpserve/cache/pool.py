@@ -72,6 +72,13 @@ class KVPool:
         """[slots, heads, value_dim], a view of the keys for the latent layout."""
         return self.k[layer, :, :, : self.layout.value_dim] if self.v is None else self.v[layer]
 
+    def gathered(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """slots [...] → copies in the type that is computed with: keys [..., heads, key_dim], values [..., heads, value_dim]."""
+        keys = self.widened(self.keys(layer)[slots])
+        if self.v is None:
+            return keys, keys[..., : self.layout.value_dim]
+        return keys, self.widened(self.v[layer][slots])
+
 
 def _write(part: Tensor, slots: Tensor, rows: Tensor) -> None:
     if part.dtype == FP8:
