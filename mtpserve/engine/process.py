@@ -53,8 +53,9 @@ DEFAULT_FACTORY = "mtpserve.engine.start:build_engine"
 LINGER_MS = 2000  # how long the last message may take to leave
 PR_SET_PDEATHSIG = 1
 # Every new number of rows makes oneDNN and torch's wrapper around it compile products anew and keep them, 1024 each: hundreds of
-# megabytes before it levels off. Steady decoding needs a few dozen. Read when torch is imported, which is after `main` has begun.
-CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128", "LRU_CACHE_CAPACITY": "128"}
+# megabytes before it levels off. Steady decoding needs two or three dozen. Many more do harm under a load that varies: as old ones
+# make room for new ones they leave holes all over the heap. Read when torch is imported, which is after `main` has begun.
+CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "48"}
 MAX_COMPILING = 64  # requests whose grammars are being compiled or wait for it; more are refused as by a full queue
 TRIM_S = 10.0  # how often freed memory is given back to the system
 POLL_MS = 5  # how often the loop looks for compiled grammars while it has nothing else to do
