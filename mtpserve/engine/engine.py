@@ -164,7 +164,9 @@ class Engine:
     def try_out(self) -> None:
         """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are finite, each by itself, may
         be damaged all the same, and kernels may not run here."""
-        self.add(Request("try out", [0], SamplingParams(max_tokens=min(4, self.context_length - 1), temperature=0, ignore_eos=True)))
+        # A seed of its own: none is drawn, so that --random-seed gives the first request what it gives without a trial.
+        sampling = SamplingParams(max_tokens=min(4, self.context_length - 1), temperature=0, ignore_eos=True, seed=0)
+        self.add(Request("try out", [0], sampling))
         events = []
         while self.has_work:
             events += self.step()

@@ -73,3 +73,15 @@ def test_trying_out_leaves_nothing(context: int, overlap: int) -> None:
         bench.add("r3")
         bench.drain()
         assert bench.texts["r3"] == REFERENCE["r3"]
+
+
+def test_trying_out_draws_no_seed() -> None:
+    texts = []
+    for tried in (False, True):
+        bench = Bench(noisy=True, drafts=0, random_seed=7)
+        if tried:
+            bench.engine.try_out()
+        bench.add("a", prompt=[1, 2])
+        bench.drain()
+        texts.append(bench.texts["a"])
+    assert texts[0] == texts[1]
