@@ -87,6 +87,13 @@ def tiny_drafter(model: DecoderModel, attention: Any, drafts: int | SpecConfig, 
     return make_drafter(drafts, model, attention, budget, reduced_head(model, token_map, CPU))
 
 
+def kernels_of(model: DecoderModel) -> tuple[str, Any, Decide | None]:
+    """The layers use them from here on. → the attention backend, `compact` and `decide`."""
+    use_kernels(model, triton_kernels())
+    compact, judge = (getattr(import_module(KERNELS[name]), name) for name in ("compact", "decide"))
+    return "triton", compact, judge
+
+
 def tiny_engine(
     model: DecoderModel,
     drafts: int | SpecConfig,
@@ -112,13 +119,7 @@ def tiny_engine(
 
     The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     arch = model.arch
-    compact: Any = reference.compact
-    judge: Decide | None = None
-    backend = "reference"
-    if kernels:
-        use_kernels(model, triton_kernels())
-        compact, judge = (getattr(import_module(KERNELS[name]), name) for name in ("compact", "decide"))
-        backend = "triton"
+    backend, compact, judge = kernels_of(model) if kernels else ("reference", reference.compact, None)
     dtype = model.embed.weight.dtype
     pool = KVPool(arch.kv, arch.kv_layers, pages + 1, page_size, dtype, CPU, poison=True, compact=compact, stored=cache)
     pool.clear(pages)

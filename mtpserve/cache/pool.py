@@ -73,7 +73,9 @@ class KVPool:
         return self.k[layer, :, :, : self.layout.value_dim] if self.v is None else self.v[layer]
 
     def gathered(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """slots [...] → copies in the type that is computed with: keys [..., heads, key_dim], values [..., heads, value_dim]."""
+        """Some slots [...] in the type that is computed with: keys [..., heads, key_dim] and values [..., heads, value_dim].
+
+        Copies, read once where the values are part of the keys; of a slice, views where nothing is converted."""
         keys = self.widened(self.keys(layer)[slots])
         if self.v is None:
             return keys, keys[..., : self.layout.value_dim]

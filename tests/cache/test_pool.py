@@ -37,6 +37,9 @@ def test_what_is_stored_comes_back_rounded(layout: KVLayout, stored: torch.dtype
         assert part.dtype == stored and torch.equal(made.widened(part[slots]), wanted.to(stored).float())
         untouched = [slot for slot in range(12) if slot not in slots]
         assert made.widened(part[untouched]).isnan().all() and made.widened(made.keys(0)).isnan().all()
+    for some in (slots, slots[:, None], slice(0, 12)):
+        for found, part in zip(made.gathered(1, some), (made.keys(1), made.values(1)), strict=True):
+            assert torch.equal(found.nan_to_num(), made.widened(part[some]).nan_to_num())
 
 
 def test_large_numbers_are_cut_off_and_nan_stays() -> None:

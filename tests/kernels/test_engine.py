@@ -42,12 +42,12 @@ def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig) -> None
 
 def test_replayed_and_late() -> None:
     """Padding rows and all, through the kernels."""
-    params = [SamplingParams(max_tokens=5, temperature=0.7 * (i % 2), seed=i) for i in range(2)]
-    wanted = run(tiny_engine(tiny_model(), CHAIN, page_size=16), prompts(2, longest=6), params)
+    params = [SamplingParams(max_tokens=5, temperature=0.7 * (i % 2), seed=i) for i in range(3)]
+    wanted = run(tiny_engine(tiny_model(), CHAIN, page_size=16), prompts(3, longest=6), params)
     recorder = Again()
-    engine = tiny_engine(tiny_model(), CHAIN, page_size=16, kernels=True, overlap=1, recorder=recorder, seats=3)
-    assert run(engine, prompts(2, longest=6), params) == wanted
-    assert recorder.replays > 0
+    engine = tiny_engine(tiny_model(), CHAIN, page_size=16, kernels=True, overlap=1, recorder=recorder, seats=4)
+    assert run(engine, prompts(3, longest=6), params) == wanted
+    assert 4 in recorder.replayed
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
