@@ -99,6 +99,8 @@ class Batch:
     # tree_start of its span. None: every row sees all that stands before it.
     tree_bits: Tensor | None = None  # [T] int64, -1 for a row that is no node
     tree_start: Tensor | None = None  # [R] int64, index of node 0
+    # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there is none. None: nowhere is one.
+    predictions: tuple[Tensor, Tensor] | None = None
 
     @property
     def drafts(self) -> Tensor:

@@ -94,11 +94,6 @@ class Seats(Protocol):
 
     def prompt_length(self, seat_ids: Tensor) -> Tensor: ...
 
-    def prediction(self, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What each request's output probably repeats [rows, longest] int64, and its length [rows], 0 where there is none. None:
-        nowhere is one."""
-        ...
-
 
 class SeatParameters(NamedTuple):
     """What the sampling kernels read, each [seats]; and whether any request of the batch uses the cut at all."""
@@ -269,6 +264,10 @@ class ModelRunner(Protocol):
 
     def admit(self, seq: Sequence) -> None:
         """The sequence has been given a seat (`seq.seat`): upload its tokens and sampling parameters."""
+        ...
+
+    def release(self, seats: Seq[int]) -> None:
+        """Requests that were admitted to these seats have ended or lost them. Called before the seats are given again."""
         ...
 
     def launch(self, spans: Seq[Span], want: int) -> Launched:

@@ -154,6 +154,8 @@ class Engine:
         events = self._book(leave=0) if self._scheduler.must_wait() else []
         want = self._wanted()
         spans = self._scheduler.plan(drafting=want > 0)
+        self._runner.release(self._scheduler.released)
+        self._scheduler.released = []
         events += self._admit(self._scheduler.admitted)
         spans = [span for span in spans if span.seq.finish is None]
         if spans:

@@ -78,6 +78,7 @@ class Rows:
     want: Want
     trees: bool
     sampler: Sampler
+    predictions: tuple[Tensor, Tensor] | None = None  # see Batch
 
 
 def rows_of(spans: Seq[Span], want: int, seats: SeatTensors, sampler: Sampler, depth: int | None) -> Rows:
@@ -92,6 +93,7 @@ def rows_of(spans: Seq[Span], want: int, seats: SeatTensors, sampler: Sampler, d
         Want(upload(wanted, device), max(wanted, default=0)),
         not seats.branching.isdisjoint(hosts),
         sampler,
+        seats.predicted(hosts),
     )
 
 
@@ -109,7 +111,8 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
     batch = place(rows, seats, seat_ids, seats.computed[seat_ids], given.sampler, given.draft_spans)
     # The host's counts are bounds.
     count = torch.minimum(rows.draft_count, seats.proposals(seat_ids))
-    batch = replace(batch, draft_count=count, samples=rows.samples.masked_fill(seats.done[seat_ids], 0))
+    samples = rows.samples.masked_fill(seats.done[seat_ids], 0)
+    batch = replace(batch, draft_count=count, samples=samples, predictions=given.predictions)
     if not given.trees or rows.widest == 0:
         return batch
     tree = seats.waiting_tree(seat_ids, rows.widest)
@@ -155,7 +158,7 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     depth = verdict.path.shape[1] - 1
     start = batch.index[batch.cu_q[:-1]]
     chained = place(rows, seats, batch.seat_ids, start, batch.sampler, batch.draft_spans)
-    chained = replace(chained, samples=batch.samples)
+    chained = replace(chained, samples=batch.samples, predictions=batch.predictions)
     node = verdict.path[rows.row_span, rows.node]
     old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)
     # Node j was stored j slots behind the root, and so will be the path's j-th.

@@ -15,7 +15,7 @@ from mtpserve.engine import build
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
-from tests.runtime.test_overlap import Again
+from tests.runtime.recorders import Again
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
