@@ -59,7 +59,8 @@ class LinearMethod(Protocol):
     def apply(self, module: nn.Module, x: Tensor) -> Tensor: ...
 
     def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
-        """A copy of the weight's rows `ids` [n], as numbers [n, inputs]; after `finish`."""
+        """A copy of the weight's rows `ids` [n], as numbers [n, inputs], float32 where they are stored in fewer bits than the model
+        computes with; after `finish`."""
         ...
 
 

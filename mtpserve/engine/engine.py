@@ -8,6 +8,8 @@ Faults stay with the requests that they hit, and free what these held:
     the runner refuses a request (`admit`)   that request ends with an error, the step goes on without it
     the runner raises in a step              nobody can say whose fault it was: all requests of that step end with an error
 
+Only a device that has failed (faults.py) ends the engine: whatever is open ends with EngineDead, and the process with an exit code.
+
 Up to `overlap` steps are in flight while the next one is planned and launched, so that the device never waits for the host:
 
     launch 0 | launch 1 | book 0, launch 2 | book 1, launch 3 | …
@@ -24,11 +26,12 @@ from time import perf_counter
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.config import SchedulerConfig, check
 from mtpserve.core.batch import Span
-from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, QueueFull
+from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
 from mtpserve.core.protocols import Grammar, GrammarCompiler, Launched, ModelRunner
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
+from mtpserve.engine.faults import is_fatal
 from mtpserve.engine.scheduler import Outcome, Scheduler, lookahead
 from mtpserve.engine.stats import count, new_stats
 
@@ -194,6 +197,7 @@ class Engine:
             try:
                 self._runner.admit(seq)
             except Exception as error:
+                _require_device(error)
                 log.exception("request %s could not be admitted", seq.id)
                 failed += self._report(self._scheduler.fail([seq], f"the engine could not start this request: {type(error).__name__}"))
         return failed
@@ -222,6 +226,7 @@ class Engine:
         return events
 
     def _failed(self, spans: list[Span], error: Exception) -> list[TokenEvent]:
+        _require_device(error)
         # The traceback is for the log; a client learns the kind of error and no more.
         log.error("a step with %d requests failed", len(spans), exc_info=error)
         message = f"the engine failed in the step that computed this request: {type(error).__name__}"
@@ -250,6 +255,14 @@ class Engine:
         for token in ids:
             if not 0 <= token < self.card.vocab:
                 raise InvalidRequest(f"{param} must be token ids in [0, {self.card.vocab - 1}], got {token}", param)
+
+
+def _require_device(error: Exception) -> None:
+    """Raises EngineDead where no other step can come to anything."""
+    if is_fatal(error):
+        reason = str(error).partition("\n")[0]  # what follows is advice for CUDA's developers
+        log.debug("the device has failed", exc_info=error)  # who hears of EngineDead logs its line
+        raise EngineDead(f"the device has failed: {reason}") from error
 
 
 def _require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:

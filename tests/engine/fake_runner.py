@@ -92,6 +92,7 @@ class FakeRunner:
         self.fail_ids: set[str] = set()  # requests whose logits are not finite
         self.refuse_ids: set[str] = set()  # requests that `admit` refuses
         self.raise_at: set[int] = set()  # steps that raise half-way
+        self.fault: Exception = RuntimeError("the device is unwell")  # what they raise
         self.lockstep_ids: set[str] = set()
         self.queue: deque[Callable[[], object]] = deque()
         self.while_running: Callable[[], None] = lambda: None  # called in the middle of each step
@@ -139,7 +140,7 @@ class FakeRunner:
         made = []
         for row, each in enumerate(given):
             if raises and row >= len(given) // 2:
-                step.error = RuntimeError("the device is unwell")
+                step.error = self.fault
                 return
             made.append(self._run(each, want))
         self.while_running()
