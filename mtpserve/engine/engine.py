@@ -81,7 +81,7 @@ class Engine:
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
-        self._allocator = allocator
+        self._allocator, self._budget, self._max_running = allocator, budget, max_running
         self._overlap, self._plain_above = overlap, plain_above
         self._in_flight: deque[tuple[list[Span], Launched]] = deque()
         self._scheduler = Scheduler(
@@ -166,18 +166,34 @@ class Engine:
         # Nothing was launched: nothing but what is in flight can give more to do.
         return events + self._book(leave=self._overlap if spans else max(len(self._in_flight) - 1, 0))
 
-    def try_out(self) -> None:
+    def try_out(self, compiles: bool = False) -> None:
         """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are finite, each by itself, may
-        be damaged all the same, and kernels may not run here."""
-        # A seed of its own: none is drawn, so that --random-seed gives the first request what it gives without a trial.
-        sampling = SamplingParams(max_tokens=min(4, self.context_length - 1), temperature=0, ignore_eos=True, seed=0)
-        self.add(Request("try out", [0], sampling))
-        events = []
-        while self.has_work:
-            events += self.step()
-        if events[-1].error is not None:
-            raise LoadError(f"the model fails to produce a token, its weights may be damaged: {events[-1].error}")
+        be damaged all the same, and kernels may not run here.
+
+        `compiles`: kernels are compiled when they first meet a size. Then prompt chunks of all sizes and batches of all sizes are
+        computed, in powers of two, so that the first real ones wait for no compiler."""
+        self._try([1])
+        if compiles:
+            began = perf_counter()
+            longest = min(self._budget, self.context_length - 1)
+            for length in _ladder(longest):
+                self._try([length], launched=True)
+            for requests in _ladder(self._max_running):
+                self._try([1] * requests, launched=True)
+            log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
         self._stats = new_stats(self._runner.depth, self._allocator.num_pages)
+
+    def _try(self, lengths: Seq[int], launched: bool = False) -> None:
+        """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""
+        for number, length in enumerate(lengths):
+            tokens = min(4, self.context_length - length)
+            # A seed of its own: none is drawn, so that --random-seed gives the first request what it gives without a trial.
+            sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens * launched, temperature=0, ignore_eos=not launched, seed=0)
+            self.add(Request(f"try out {number}", [0] * length, sampling))
+        while self.has_work:
+            for event in self.step():
+                if event.error is not None:
+                    raise LoadError(f"the model fails to produce a token, its weights may be damaged: {event.error}")
 
     def check_integrity(self) -> None:
         """Raise unless pages, seats and queues agree; while idle, unless all pages and seats are free."""
@@ -263,6 +279,11 @@ def _require_device(error: Exception) -> None:
         reason = str(error).partition("\n")[0]  # what follows is advice for CUDA's developers
         log.debug("the device has failed", exc_info=error)  # who hears of EngineDead logs its line
         raise EngineDead(f"the device has failed: {reason}") from error
+
+
+def _ladder(most: int) -> list[int]:
+    """1, 2, 4, … and `most`."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 def _require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:
