@@ -84,7 +84,7 @@ def tiny_drafter(model: DecoderModel, attention: Any, drafts: int | SpecConfig, 
     """`drafts` is the depth of a chain, or any configuration."""
     if isinstance(drafts, int):
         drafts = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
-    return make_drafter(drafts, model, attention, budget, reduced_head(model, token_map, CPU))
+    return make_drafter(drafts, model, attention, budget, reduced_head(model, token_map, model.embed.weight.device))
 
 
 def kernels_of(model: DecoderModel) -> tuple[str, Any, Decide | None]:
@@ -114,21 +114,22 @@ def tiny_engine(
     token_map: list[int] | None = None,
     rates: Sequence[float] | None = None,
     cache: torch.dtype | None = None,
+    device: torch.device = CPU,
 ) -> Engine:
-    """`cache`: what keys and values are stored in.
+    """`cache`: what keys and values are stored in. The model is moved to `device`.
 
     The pool is full of NaN: whatever reads a slot that was not written fails its request."""
-    arch = model.arch
+    arch = model.to(device).arch
     backend, compact, judge = kernels_of(model) if kernels else ("reference", reference.compact, None)
     dtype = model.embed.weight.dtype
-    pool = KVPool(arch.kv, arch.kv_layers, pages + 1, page_size, dtype, CPU, poison=True, compact=compact, stored=cache)
+    pool = KVPool(arch.kv, arch.kv_layers, pages + 1, page_size, dtype, device, poison=True, compact=compact, stored=cache)
     pool.clear(pages)
     attention = BACKENDS.get(backend)(pool, arch.heads, arch.scale)
     drafter = tiny_drafter(model, attention, drafts, budget, token_map)
     if rates is not None:
-        judge = SyntheticAcceptance(judge or decide, rates, CPU)
-    state = SeatTensors(seats, CONTEXT, drafter, arch.vocab, page_size, CPU, eos, pages)
-    sampling = SeatSampling(seats, LogitRules(state, seats, arch.vocab, eos, processors, CPU), CPU)
+        judge = SyntheticAcceptance(judge or decide, rates, device)
+    state = SeatTensors(seats, CONTEXT, drafter, arch.vocab, page_size, device, eos, pages)
+    sampling = SeatSampling(seats, LogitRules(state, seats, arch.vocab, eos, processors, device), device)
     step = Step(
         ExactModel(model) if exact else model,
         ExactAttention(pool, arch.heads, arch.scale) if exact else attention,
