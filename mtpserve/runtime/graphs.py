@@ -16,7 +16,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in 
 LOG_EVERY = 10  # captures at start
 
 
-class Outcome(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Outcome:
     """What a step leaves for the host, and all that a graph keeps of it: the memory of everything else is the next graph's too."""
 
     columns: Columns
@@ -84,8 +85,8 @@ class CudaRecorder:
         return made, graph.replay
 
     def clean_up(self) -> None:
-        """After a failed capture. Up to torch 2.12 the allocator then takes the capture for unfinished, and the next one dies of an
-        internal assertion (https://github.com/pytorch/pytorch/pull/180395). That the pool is never given back
+        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for unfinished in its allocator,
+        and the next one dies of an internal assertion. That the pool may never be given back
         (https://github.com/pytorch/pytorch/pull/190348) does no harm: the other graphs use it.
 
         Raises torch.AcceleratorError where the device itself has failed."""
@@ -178,8 +179,9 @@ class StepGraphs:
         def body() -> Outcome:
             verified = step.verify(rows)
             drafts = step.propose(rows, verified)
-            nothing = drafts is None
-            return Outcome(verified.columns, verified.table, None if nothing else drafts.count, not nothing and drafts.tree is not None)
+            if drafts is None:
+                return Outcome(verified.columns, verified.table, None, False)
+            return Outcome(verified.columns, verified.table, drafts.count, drafts.tree is not None)
 
         try:
             self.recorded[key] = Recorded(given, rows, *self.recorder.record(body))

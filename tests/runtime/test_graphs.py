@@ -19,6 +19,7 @@ from mtpserve.engine import build
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.graphs import Body, CaptureFailed, CudaRecorder, Outcome, StepGraphs, tiers, usual
 from mtpserve.runtime.sampling import Asked
+from mtpserve.spec.thresholds import Thresholds
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
@@ -106,6 +107,22 @@ def test_nothing_is_read_beside_requests_that_do_and_after_them(
     engine.add(Request("late", [1, 2], SamplingParams(**hot, max_tokens=9)))
     while engine.has_work:
         assert all(event.error is None for event in engine.step())
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{"thresholds": Thresholds(0.5, 0.7)}, {"rates": (0.7,) * 8}, {"token_map": [1, 5, 9, 20]}],
+    ids=["thresholds", "synthetic", "token map"],
+)
+def test_nor_does_what_options_add(spec: SpecConfig, greedy: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine(tiny_model("mimo"), spec, recorder=Watched(), seats=2, **options)
+    runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
+    recorded = graphs.record(graphs.key(2, 3, True, GREEDY if greedy else sampled(runner.drafter.coupled), spec is TREE))
+    assert recorded is not None
+    with torch.inference_mode():
+        recorded.again()
 
 
 @pytest.mark.parametrize("end", ["abort", "finish"])
