@@ -131,7 +131,7 @@ class Runner:
         return Part(places, spans, outcome.columns, Download(outcome.table), waiting, (), {})
 
     def note(self, spans: Seq[Span], want: int, count: Tensor | None, trees: bool) -> Download | Seq[int]:
-        """What is known on the host about the drafts that now wait: `count` [spans, and padding] on the device, None where nothing was drafted."""
+        """What is known on the host about the drafts that now wait. `count` [spans, and padding], None where nothing was drafted."""
         if count is None:
             return [0] * len(spans)
         self.seats.branch([seat_of(span) for span in spans], trees)
