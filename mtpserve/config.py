@@ -234,11 +234,6 @@ class SpecConfig:
         return min(pool, MAX_ROWS - 1, (self.topk * self.steps) if rows is None else rows - 1)
 
     @property
-    def reach(self) -> int:
-        """Tokens behind the last committed one that a step may write: an upper bound."""
-        return max(self.nodes + (FREE_DRAFTS if self.steps else 0), self.topk * (self.steps - 1))
-
-    @property
     def lossy(self) -> bool:
         return min(self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc) < 1
 

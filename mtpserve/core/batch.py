@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from mtpserve.core.protocols import Sampler, Seats
 
-MAX_DRAFTS = 63  # one bit each in an int64, and the root
-
 
 class Source(IntEnum):
     """Who proposed a draft."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mtpserve.core.arch import KVLayout, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Span, StepResult, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.sequence import Sequence
@@ -82,7 +83,7 @@ class CausalModel(Protocol):
 class Seats(Protocol):
     """The tensors that a step changes, one row per running request."""
 
-    tokens: Tensor  # [seats, max_len + slack] int64: committed tokens, then the waiting drafts
+    tokens: Tensor  # [seats, max_len + lookahead] int64: committed tokens, then the waiting drafts
     length: Tensor  # [seats] int64: committed tokens
     computed: Tensor  # [seats] int64: tokens whose KV is in the pages
     page_table: Tensor  # [seats, pages] int64
@@ -216,17 +217,9 @@ class LogitsProcessor(Protocol):
 class Drafter(Protocol):
     """Proposes what the next step verifies. Wanting nothing still absorbs the rows, so that the draft layer's KV stays aligned."""
 
-    max_drafts: int  # nodes that one request may have
-    depth: int  # of the deepest
-    reach: int  # tokens behind the last committed one that drafting writes, or that wait to be verified
-    plain_reach: int  # the same for a request with neither grammar nor prediction
-    trees: bool  # drafts may branch
+    sizes: DraftSizes
     coupled: bool  # drafts are point masses, for all requests
     graph_safe: bool  # `draft` reads nothing on the host, for requests with neither grammar nor prediction
-
-    def proposals(self, want: int, plain: bool) -> int:
-        """How many drafts may come of wanting them so deep, at most. `plain`: the request has neither grammar nor prediction."""
-        ...
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         """Called after the seats were advanced by the verdict and the surviving rows moved together. `want` speaks of the spans in
@@ -246,22 +239,7 @@ class ModelRunner(Protocol):
     """The device side of the engine. Tests of the scheduler bring a fake one without tensors."""
 
     @property
-    def max_drafts(self) -> int:
-        """Drafts that one request may have in one step."""
-        ...
-
-    @property
-    def depth(self) -> int:
-        """Of the deepest."""
-        ...
-
-    def reach(self, seq: Sequence | None) -> int:
-        """How many tokens behind its last committed one a step may write for this request; None: for any."""
-        ...
-
-    def proposals(self, seq: Sequence, want: int) -> int:
-        """How many drafts a step that wants them so deep may leave waiting for this request, at most."""
-        ...
+    def sizes(self) -> DraftSizes: ...
 
     def lockstep(self, seq: Sequence) -> bool:
         """Whether the host must have booked a request's last step before its next one is launched."""

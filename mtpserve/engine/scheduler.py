@@ -31,11 +31,6 @@ RANK = attrgetter("rank")
 NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
 
 
-def lookahead(reach: int, in_flight: int = 0) -> int:
-    """Tokens behind those that the host knows for which pages are held: what each step commits and drafts, of those in flight too."""
-    return (2 + in_flight) * (reach + 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one step gave one request, surplus behind a stop already dropped. `seq.finish` says whether it goes on."""
@@ -59,7 +54,6 @@ class Scheduler:
 
     def __init__(
         self, allocator: PageAllocator, *, page_size: int, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
-        in_flight: int = 0,
     ) -> None:  # fmt: skip
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
@@ -68,7 +62,6 @@ class Scheduler:
         self._max_running = max_running
         self._token_budget = token_budget
         self._max_drafts = max_drafts
-        self._in_flight = in_flight  # steps that may be, at most, while another is planned
         self._eos_ids = frozenset(eos_ids)
         self._free_seats = list(range(max_running))  # a heap
         self._turns: dict[str, int] = {}  # decoding requests → their place in the next step's budget
@@ -176,7 +169,7 @@ class Scheduler:
 
     def _pages_for(self, seq: Sequence, tokens: int) -> int:
         """Pages that hold `tokens` and the lookahead."""
-        return -(-(tokens + lookahead(seq.reach, self._in_flight)) // self._page_size)
+        return -(-(tokens + seq.lookahead) // self._page_size)
 
     def _missing(self, seq: Sequence) -> int:
         """Pages that a decoding request lacks for its next span; below 0: it has more."""

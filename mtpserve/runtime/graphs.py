@@ -98,9 +98,9 @@ class StepGraphs:
         return found.made
 
     def key(self, requests: int, drafts: int, any_wanted: bool, asked: Asked, trees: bool) -> Key:
-        width = min(1 << drafts.bit_length(), self.step.drafter.max_drafts + 1) if drafts else 1
+        width = min(1 << drafts.bit_length(), self.step.drafter.sizes.rows_per_step) if drafts else 1
         size = next(tier for tier in tiers(self.most) if tier >= requests)
-        return Key(size, width, self.step.drafter.depth if any_wanted else 0, trees, asked.rounded())
+        return Key(size, width, self.step.drafter.sizes.depth if any_wanted else 0, trees, asked.rounded())
 
     def record_first(self, drafts: int, asked: Iterable[Asked], trees: bool) -> None:
         """The largest before the others: their memory fits into its own."""
@@ -116,7 +116,7 @@ class StepGraphs:
         given[0] = step.seats.padding
         seat_ids, each = given.unbind(0)
         layout = row_layout.__wrapped__(
-            ((1, key.width - 1, True),) * key.requests, device, step.drafter.depth if step.drafter.trees else None
+            ((1, key.width - 1, True),) * key.requests, device, step.drafter.sizes.depth if step.drafter.sizes.branching else None
         )  # not from the cache, which forgets
         rows = Rows(layout, seat_ids, None, Want(each, key.deepest), key.trees, BatchSampler(self.sampling, key.asked))
 

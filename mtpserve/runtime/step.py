@@ -53,7 +53,7 @@ class Step:
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch))
         logits = self.model.logits(hidden.head[batch.sample_rows.flatten()])
         verdict = accept(
-            logits.unflatten(0, batch.sample_rows.shape), batch, self.drafter.depth, judge.thresholds, judge.processed_logprobs,
+            logits.unflatten(0, batch.sample_rows.shape), batch, self.drafter.sizes.depth, judge.thresholds, judge.processed_logprobs,
             judge.kernel,
         )  # fmt: skip
         sources = seats.draft_sources[batch.seat_ids, : batch.sample_rows.shape[1] - 1]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols import AttentionBackend, CausalModel
 from mtpserve.spec.reduced import ReducedHead
 from mtpserve.spec.streams import DRAFT, DRAW
@@ -27,21 +28,16 @@ from mtpserve.spec.streams import DRAFT, DRAW
 class MTPDrafter:
     """`coupled`: drafts race with the noise of the target's own choice, for use beside other sources (spec/accept)."""
 
-    trees = False
     graph_safe = True
 
     def __init__(
-        self, model: CausalModel, attention: AttentionBackend, steps: int, coupled: bool = False, reduced: ReducedHead | None = None
+        self, model: CausalModel, attention: AttentionBackend, sizes: DraftSizes, coupled: bool = False, reduced: ReducedHead | None = None
     ) -> None:
-        self.model, self.attention, self.coupled, self.reduced = model, attention, coupled, reduced
-        self.max_drafts = self.depth = self.reach = self.plain_reach = steps
-
-    def proposals(self, want: int, plain: bool) -> int:
-        return min(want, self.depth)
+        self.model, self.attention, self.sizes, self.coupled, self.reduced = model, attention, sizes, coupled, reduced
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         state, seat_ids = absorb(self.model, self.attention, batch, hidden, verdict)
-        steps = min(want.deepest, self.depth)
+        steps = min(want.deepest, self.sizes.steps)
         if steps == 0:
             return None
         sampler, length = batch.sampler, batch.seats.length[seat_ids]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
 
 
 class NullDrafter:
-    max_drafts = depth = reach = plain_reach = 0
-    trees, coupled = False, False
+    sizes = DraftSizes()
+    coupled = False
     graph_safe = True
-
-    def proposals(self, want: int, plain: bool) -> int:
-        return 0
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         return None

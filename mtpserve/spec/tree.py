@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Tree, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols import AttentionBackend, CausalModel
 from mtpserve.spec.mtp import absorb, head_logits, step_rows
 from mtpserve.spec.reduced import ReducedHead
@@ -43,21 +44,16 @@ class Frontier:
 
 
 class MTPTreeDrafter:
-    trees = coupled = graph_safe = True
+    coupled = graph_safe = True
 
     def __init__(
-        self, model: CausalModel, attention: AttentionBackend, steps: int, topk: int, nodes: int, reduced: ReducedHead | None = None
+        self, model: CausalModel, attention: AttentionBackend, sizes: DraftSizes, topk: int, reduced: ReducedHead | None = None
     ) -> None:
-        self.model, self.attention, self.topk, self.reduced = model, attention, topk, reduced
-        self.depth, self.max_drafts = steps, nodes
-        self.reach = self.plain_reach = max(nodes, topk * (steps - 1))
-
-    def proposals(self, want: int, plain: bool) -> int:
-        return self.max_drafts if want > 0 else 0
+        self.model, self.attention, self.sizes, self.topk, self.reduced = model, attention, sizes, topk, reduced
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         state, seat_ids = absorb(self.model, self.attention, batch, hidden, verdict)
-        steps = min(want.deepest, self.depth)
+        steps = min(want.deepest, self.sizes.steps)
         if steps == 0:
             return None
         length = batch.seats.length[seat_ids]
@@ -75,7 +71,7 @@ class MTPTreeDrafter:
             fed, state = self.feed(batch, seat_ids, length, frontier, step)
             pool, frontier = self.grow(batch, seat_ids, length, fed, state, step, sum(part.tokens.shape[1] for part in pools))
             pools.append(pool)
-        return choose(pools, want.each, self.max_drafts)
+        return choose(pools, want.each, self.sizes.proposed)
 
     def feed(self, batch: Batch, seat_ids: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
         """One pass of the layer over the frontier's nodes. → the same nodes, now with their own bit."""

@@ -43,7 +43,7 @@ class Listener:
 
     def __init__(self, drafter: MTPDrafter) -> None:
         self.drafter, self.model = drafter, drafter.model
-        for name in ("max_drafts", "depth", "reach", "plain_reach", "trees", "coupled", "graph_safe", "proposals"):
+        for name in ("sizes", "coupled", "graph_safe"):
             setattr(self, name, getattr(drafter, name))
         self.rounds: list[Round] = []
         self.logits: list[Tensor] = []

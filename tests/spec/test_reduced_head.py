@@ -21,7 +21,7 @@ from mtpserve.engine.planning import plan
 from mtpserve.layers.embedding import TiedHead
 from mtpserve.layers.linear import Linear
 from mtpserve.quant.unquantized import MIN_PACKED_BYTES, Unquantized
-from tests.tiny import CPU, VOCAB, prompts, run, tiny_engine, tiny_model
+from tests.tiny import VOCAB, prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=3, speculative_num_draft_tokens=8)
@@ -92,7 +92,7 @@ def test_rows_of_a_head_packed_or_not(dtype: torch.dtype, outputs: int) -> None:
 def test_a_tied_head_gives_copies_of_the_embedding() -> None:
     model = tiny_model()
     model.head = TiedHead(model.embed)
-    part = reduced_head(model, HOT, CPU)
+    part = reduced_head(model, HOT)
     hidden = torch.randn(5, 32)
     assert part is not None
     torch.testing.assert_close(part.multiply(hidden), model.logits(hidden)[:, HOT])
