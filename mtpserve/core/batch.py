@@ -97,6 +97,8 @@ class Batch:
     # tree_start of its span. None: every row sees all that stands before it.
     tree_bits: Tensor | None = None  # [T] int64, -1 for a row that is no node
     tree_start: Tensor | None = None  # [R] int64, index of node 0
+    # The key of column c (a place in the request) lies in the slot of token c + shift. Nothing else is shifted: index, kv_len, tree.
+    shift: int = 0
 
     @property
     def drafts(self) -> Tensor:
