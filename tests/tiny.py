@@ -124,3 +124,11 @@ def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def replace_passes(model: DecoderModel, passes: Any) -> Any:
+    """Let all passes of the model's MTP layer go through `passes`. → the layer's own."""
+    head: Any = model.mtp_head
+    own = head.absorb
+    head.absorb = head.step = passes
+    return own

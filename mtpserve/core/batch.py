@@ -99,6 +99,8 @@ class Batch:
     tree_start: Tensor | None = None  # [R] int64, index of node 0
     # The key of column c (a place in the request) lies in the slot of token c + shift. Nothing else is shifted: index, kv_len, tree.
     shift: int = 0
+    # [N] int64, spans that start right after pages which another request computed; None: none does.
+    resumed: Tensor | None = None
 
     @property
     def drafts(self) -> Tensor:
@@ -107,10 +109,14 @@ class Batch:
 
 
 class Hidden(NamedTuple):
-    """Two views of the last layer's output. The same tensor where a family feeds its MTP layer after the final norm."""
+    """What a pass of the trunk, or of a draft model, gives for each row."""
 
     head: Tensor  # [rows, hidden], what the language-model head multiplies
-    recycle: Tensor  # [rows, hidden], what an MTP layer is fed
+    features: Tensor | None  # [rows, Features.width], what a draft model's next pass is fed with; None: nothing
+
+    def at(self, rows: Tensor) -> Hidden:
+        """Some of the rows [n]."""
+        return Hidden(self.head[rows], None if self.features is None else self.features[rows])
 
 
 @dataclass(frozen=True, slots=True)

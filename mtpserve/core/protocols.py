@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mtpserve.core.arch import KVLayout, ModelArch
+from mtpserve.core.arch import Features, KVLayout, LayerKind, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Span, StepResult, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
@@ -64,19 +64,49 @@ class LinearMethod(Protocol):
         ...
 
 
-class CausalModel(Protocol):
-    """A family's trunk and MTP head. Rows of all requests are one dimension; attention alone knows whose they are."""
+class Trunk(Protocol):
+    """A model without its drafters. Rows of all requests are one dimension; only attention knows which request they belong to."""
 
     arch: ModelArch
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden: ...
+    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend, features: Features) -> Hidden: ...
 
-    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> Hidden:
-        """Row p: `hidden` of position p and the id of token p+1; its output predicts token p+2."""
+    def logits(self, head: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocabulary] float32."""
+        ...
+
+
+class DraftModel(Protocol):
+    """A model that proposes tokens: an MTP layer, an EAGLE head, a small model of its own. Its row with slot s knows token s.
+
+    lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is s - 1; slot 0 has no row
+    lag 0 (a small model)  row s has token s alone; its position is s
+    """
+
+    lag: int
+    features: Features  # what `absorb` is fed with
+    layers: tuple[LayerKind, ...]  # its own, stored in the same pages after the trunk's
+
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> Hidden:
+        """Rows [T] of what is committed, features [T, Features.width] of the trunk."""
+        ...
+
+    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, attend: Attend) -> Hidden:
+        """Rows of its own drafts; `state` is the features of its own output for the row before."""
         ...
 
     def logits(self, head: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocabulary] float32."""
+        ...
+
+
+class DraftSource(Protocol):
+    """Where a drafter's model comes from: what an entry of core.drafters names."""
+
+    in_checkpoint: bool  # it is the checkpoint's own MTP layer, loaded together with the trunk
+
+    def build(self, trunk: Trunk) -> DraftModel:
+        """Also called for a trunk on the meta device, where only shapes are wanted, to plan memory."""
         ...
 
 
@@ -220,6 +250,16 @@ class Drafter(Protocol):
     sizes: DraftSizes
     coupled: bool  # drafts are point masses, for all requests
     graph_safe: bool  # `draft` reads nothing on the host, for requests with neither grammar nor prediction
+
+    @property
+    def features(self) -> Features:
+        """That it wants of the trunk's rows."""
+        ...
+
+    @property
+    def lag(self) -> int | None:
+        """Of its draft model; None: it has none."""
+        ...
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         """Called after the seats were advanced by the verdict and the surviving rows moved together. `want` speaks of the spans in

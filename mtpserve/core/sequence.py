@@ -53,6 +53,8 @@ class Sequence:
     lockstep: bool = False  # its next step cannot be launched before the last one is booked: the host has a say in it
     proposals: int = 0  # that a step may leave waiting for it, at most
     computed: int = 0
+    seated_at: int = 0  # `computed` when it was last given a seat
+    shared: int = 0  # tokens in the pages that another request has computed; one of them may be computed again, and is not stored
     launched: int = 0  # `computed`, and the committed tokens of the spans in flight
     ahead: int = 0  # spans in flight that give tokens
     drafts: int = 0  # proposals that wait on the device to be verified by the next span; with spans in flight at most so many

@@ -10,12 +10,13 @@ import torch
 from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
+from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.cache.pool import KVPool
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import CausalModel, GrammarCompiler, LogitsProcessor
-from mtpserve.engine.drafters import make_drafter
+from mtpserve.core.protocols import GrammarCompiler, LogitsProcessor, Trunk
+from mtpserve.engine.drafters import make_draft_model, make_drafter, reduced_head
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
@@ -62,21 +63,24 @@ class EngineOptions:
     name: str = ""
 
 
-def assemble(model: CausalModel, sizes: EngineSizes, options: EngineOptions) -> Engine:
+def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
     kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.items()} if options.backend == "triton" else {}
     spare = sizes.pages  # the page after those that requests get
-    pool = KVPool(
-        arch.kv, arch.kv_layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison,
-        kernels.get("compact", reference.compact), options.stored,
-    )  # fmt: skip
+    draft_model = make_draft_model(spec, model)
+    layers = arch.num_layers + (0 if draft_model is None else len(draft_model.layers))
+    compact = kernels.get("compact", reference.compact)
+    pool = KVPool(arch.kv, layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison, compact, options.stored)
     pool.clear(spare)
     attention = BACKENDS.get(options.backend)(pool, arch.heads, arch.scale)
     if not attention.supports(arch.kv, device.type):
         raise ConfigError(f"--attention-backend {options.backend} does not support {arch.kv}; reference does")
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
-    drafter = make_drafter(spec, drafts, model, attention, options.token_map)
+    boundary = None
+    if draft_model is not None and (width := draft_model.features.width(arch.hidden)):
+        boundary = BoundaryRows(sizes.pages + 1, sizes.page_size, width, options.dtype, device)
+    drafter = make_drafter(spec, drafts, draft_model, attention, boundary, reduced_head(model, options.token_map))
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, spare, drafter.coupled, options.overlap
     )

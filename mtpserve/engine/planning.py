@@ -11,6 +11,7 @@ import torch
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch
+from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.engine.storage import Storage, storage_of
 from mtpserve.layers.decoder import DecoderModel
@@ -115,7 +116,8 @@ class Plan:
 
 def plan(config: EngineConfig) -> Plan:
     """Raises LoadError and ConfigError."""
-    found = describe(config, want_mtp="mtp" in config.spec.sources)
+    source = None if config.spec.drafter is None else DRAFTERS.get(config.spec.drafter)
+    found = describe(config, want_mtp=source is not None and source.in_checkpoint)
     device = device_of(config)
     dtype = dtype_of(config, found.arch, device)
     length = config.model.context_length

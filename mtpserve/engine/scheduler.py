@@ -159,7 +159,9 @@ class Scheduler:
             return None
         self._allocator.share(shared)
         seq.pages = shared + self._allocator.allocate(pages)
-        seq.computed = seq.launched = len(shared) * self._page_size
+        seq.shared = len(shared) * self._page_size
+        # The last token is computed again: what follows it is unknown.
+        seq.computed = seq.launched = seq.seated_at = min(seq.shared, _end(seq) - 1)
         seq.seat = heapq.heappop(self._free_seats)
         insort(self.running, self.waiting.pop(0), key=RANK)
         self.admitted.append(seq)
@@ -178,13 +180,13 @@ class Scheduler:
     def _shareable(self, seq: Sequence) -> list[int] | None:
         """Pages of another request with the same prompt that this one may read; None: they will be there in a few steps.
 
-        prompt     | page | page | page | pa        the last token of the prompt is computed by each for itself, and so is the
-        shared     | page | page |                  page that holds the one before it: an MTP layer's key knows the next token
+        prompt     | page | page | page | pa        a page depends on the tokens up to its end alone
+        shared     | page | page | page |
         """
         other = seq.shares
         if other is None or seq.sampling.prompt_logprobs is not None or self.live.get(other.id) is not other:
             return []
-        whole = (seq.prompt_len - 1) // self._page_size
+        whole = seq.prompt_len // self._page_size
         if other.seat is None or other.computed >= whole * self._page_size:
             return other.pages[:whole]
         return None
@@ -325,5 +327,9 @@ def _chunk(seq: Sequence, budget: int) -> Span:
     fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
     recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
     """
-    end = len(seq.tokens) - (1 if seq.output_len > 0 else 0)
-    return Span.of(seq, min(end - seq.launched, budget))
+    return Span.of(seq, min(_end(seq) - seq.launched, budget))
+
+
+def _end(seq: Sequence) -> int:
+    """Up to where it is computed before it decodes."""
+    return len(seq.tokens) - (1 if seq.output_len > 0 else 0)

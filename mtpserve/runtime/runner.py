@@ -97,7 +97,7 @@ class Runner:
 
     def run(self, places: Seq[int], spans: Seq[Span], want: int) -> Part:
         sampler = self.sampling.for_batch([span.seq for span in spans], self.drafter.coupled)
-        rows = rows_of(spans, want, self.seats, sampler, self.sizes.depth if self.sizes.branching else None)
+        rows = rows_of(spans, want, self.seats, sampler, self.sizes.depth if self.sizes.branching else None, self.drafter.lag)
         verified = self.step.verify(rows)
         table = Download(verified.table)
         logprobs = downloads(verified.verdict.logprobs)

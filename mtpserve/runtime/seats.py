@@ -36,6 +36,7 @@ class SeatTensors:
         spare_page: int = 0, coupled: bool = False, in_flight: int = 0,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
+        self.spare_slot = spare_page * page_size
         whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.

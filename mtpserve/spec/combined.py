@@ -27,6 +27,7 @@ class CombinedDrafter:
 
     def __init__(self, base: Drafter) -> None:
         self.base, self.sizes, self.coupled = base, base.sizes, base.coupled
+        self.features, self.lag = base.features, base.lag
         self.graph_safe = base.graph_safe and not self.sizes.always_free
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtpserve.core.arch import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
 
@@ -17,6 +18,7 @@ SHORTEST = 2
 class NGramDrafter:
     """core.protocols.Drafter that needs no MTP layer."""
 
+    features, lag = Features(), None
     coupled = True
     graph_safe = False  # it looks through as much text as the longest request has
 

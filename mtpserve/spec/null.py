@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from mtpserve.core.arch import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
 
 
 class NullDrafter:
     sizes = DraftSizes()
+    features, lag = Features(), None
     coupled = False
     graph_safe = True
 

@@ -16,7 +16,7 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
         # A tree's frontiers of topk nodes each lie one after the other, whatever they continue.
         written=max(spec.nodes, spec.topk * (spec.steps - 1)),
         free=min(FREE_DRAFTS, max(budget - spec.nodes - 1, 0)),
-        always_free=spec.sources == {"mtp", "ngram"},
+        always_free=spec.drafter is not None and spec.ngram,
         trees=spec.topk > 1,
     )
 
@@ -24,4 +24,4 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
 def coupled(spec: SpecConfig) -> bool:
     """Whether all drafts are point masses that follow the target's own noise. A chain that comes from one model alone is sampled instead
     and judged by its distribution, which accepts more."""
-    return spec.steps > 0 and (spec.topk > 1 or "ngram" in spec.sources or spec.lossy)
+    return spec.steps > 0 and (spec.topk > 1 or spec.ngram or spec.lossy)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import KVLayout
+from mtpserve.core.arch import Features, KVLayout
 from mtpserve.core.batch import Batch, Hidden
 from mtpserve.core.protocols import LogitsProcessor
 from mtpserve.core.request import Request
@@ -38,17 +38,30 @@ def tables() -> Tensor:
     return torch.cat([trunk, trunk + 0.7 * torch.randn(VOCAB, VOCAB, generator=generator)])
 
 
-class TableModel:
-    """core.protocols.CausalModel; a hidden state is the number of a row of `tables`."""
+class TableHead:
+    """core.protocols.DraftModel"""
 
-    arch: Any = SimpleNamespace(kv=KVLayout("gqa", 1, 1, 1), kv_layers=1, heads=1, scale=1.0, vocab=VOCAB)
+    lag, features, layers = 1, Features(last="post"), ()
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: object) -> Hidden:
-        state = ids.float().unsqueeze(1)
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor, attend: object) -> Hidden:
+        state = ids.float().unsqueeze(1) + VOCAB
         return Hidden(state, state)
 
-    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: object) -> Hidden:
-        state = ids.float().unsqueeze(1) + VOCAB
+    step = absorb
+
+    def logits(self, head: Tensor) -> Tensor:
+        return tables()[head.squeeze(1).long()]
+
+
+class TableModel:
+    """core.protocols.Trunk; a hidden state is the number of a row of `tables`."""
+
+    arch: Any = SimpleNamespace(kv=KVLayout("gqa", 1, 1, 1), num_layers=1, hidden=1, heads=1, scale=1.0, vocab=VOCAB)
+
+    mtp_head = TableHead()
+
+    def trunk(self, ids: Tensor, positions: Tensor, attend: object, features: Features) -> Hidden:
+        state = ids.float().unsqueeze(1)
         return Hidden(state, state)
 
     def logits(self, head: Tensor) -> Tensor:
