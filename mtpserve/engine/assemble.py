@@ -16,7 +16,6 @@ from mtpserve.cache.pool import KVPool
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols import GrammarCompiler, LogitsProcessor, Trunk
-from mtpserve.engine.drafters import make_draft_model, make_drafter, reduced_head
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
@@ -26,6 +25,7 @@ from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.runtime.step import Judge, Step
 from mtpserve.spec.accept import Decide, decide
+from mtpserve.spec.build import make_draft_model, make_drafter, reduced_head
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
 from mtpserve.spec.thresholds import Thresholds

@@ -14,13 +14,13 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
-from mtpserve.engine.drafters import reduced_head
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.inspect import token_map
 from mtpserve.engine.planning import plan
 from mtpserve.layers.embedding import TiedHead
 from mtpserve.layers.linear import Linear
 from mtpserve.quant.unquantized import MIN_PACKED_BYTES, Unquantized
+from mtpserve.spec.build import reduced_head
 from tests.tiny import VOCAB, prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
