@@ -115,7 +115,9 @@ class CacheConfig:
     page_size: int = option(16, "tokens in one page of the KV pool", "block-size")
     max_total_tokens: int | None = option(None, "tokens in the KV pool (default: what memory allows, see --mem-fraction-static)")
     mem_fraction_static: float | None = option(
-        None, "share of the device's memory for weights and KV pool (default: 0.85 on a GPU, 0.1 on a CPU)", "gpu-memory-utilization"
+        None,
+        "share of the memory for weights and KV pool: of what is free at start on a GPU, of all on a CPU (default: 0.85 and 0.1)",
+        "gpu-memory-utilization",
     )
 
     kv_cache_dtype: str = option(

@@ -20,7 +20,7 @@ from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.graphs import Recorder, StepGraphs
 
-VOCAB, CONTEXT = 37, 160
+CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
 
 
 def tiny_arch(family: str = "deepseek") -> ModelArch:
@@ -83,18 +83,22 @@ def tiny_engine(
     processed_logprobs: bool = False,
     kernels: bool = False,
     recorder: Recorder | None = None,
+    device: torch.device = CPU,
     **options: Any,
 ) -> Engine:
-    """`options` are those of EngineOptions. The pool is full of NaN: whatever reads a slot that was not written fails its request."""
+    """`options` are those of EngineOptions; the model is moved to `device`.
+
+    The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     if kernels:
         use_kernels(model, triton_kernels())
     return assemble(
-        model,
+        model.to(device),
         EngineSizes(pages=pages, page_size=page_size, seats=seats, context=CONTEXT),
         EngineOptions(
             spec=replace(spec_of(drafts), speculative_exact=exact),
             scheduler=SchedulerConfig(chunked_prefill_size=budget),
             sampling=SamplingConfig(logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs"),
+            device=device,
             dtype=model.embed.weight.dtype,
             backend="triton" if kernels else "reference",
             eos_ids=eos,

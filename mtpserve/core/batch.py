@@ -101,6 +101,8 @@ class Batch:
     shift: int = 0
     # [N] int64, spans that start right after pages which another request computed; None: none does.
     resumed: Tensor | None = None
+    # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there is none. None: nowhere is one.
+    predictions: tuple[Tensor, Tensor] | None = None
 
     @property
     def drafts(self) -> Tensor:

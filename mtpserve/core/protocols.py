@@ -60,7 +60,8 @@ class LinearMethod(Protocol):
     def apply(self, module: nn.Module, x: Tensor) -> Tensor: ...
 
     def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
-        """A copy of the weight's rows `ids` [n], as numbers [n, inputs]; after `finish`."""
+        """A copy of the weight's rows `ids` [n], as numbers [n, inputs], float32 where they are stored in fewer bits than the model
+        computes with; after `finish`."""
         ...
 
 
@@ -124,11 +125,6 @@ class Seats(Protocol):
         ...
 
     def prompt_length(self, seat_ids: Tensor) -> Tensor: ...
-
-    def prediction(self, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What each request's output probably repeats [rows, longest] int64, and its length [rows], 0 where there is none. None:
-        nowhere is one."""
-        ...
 
 
 class SeatParameters(NamedTuple):
@@ -287,6 +283,10 @@ class ModelRunner(Protocol):
 
     def admit(self, seq: Sequence) -> None:
         """The sequence has been given a seat (`seq.seat`): upload its tokens and sampling parameters."""
+        ...
+
+    def release(self, seats: Seq[int]) -> None:
+        """Requests that were admitted to these seats have ended or lost them. Called before the seats are given again."""
         ...
 
     def launch(self, spans: Seq[Span], want: int) -> Launched:

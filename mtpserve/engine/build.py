@@ -16,8 +16,8 @@ from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import backend_of, load_model, overlap_of, plan, positions
 from mtpserve.layers.kernels import triton_kernels, use_kernels
-from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs
-from mtpserve.runtime.sampling import Asked, SeatSampling
+from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
+from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.step import Step
 from mtpserve.spec.curves import Curve, read_curve
 from mtpserve.spec.sizes import draft_sizes
@@ -32,10 +32,8 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, runnin
         return None
     most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
     graphs = StepGraphs(step, sampling, CudaRecorder(), most)
-    coupled = step.drafter.coupled
-    plain = [Asked(greedy, True, 0, False, False, False, coupled, None) for greedy in (True, False)]
-    graphs.record_first(step.drafter.sizes.proposals(config.spec.steps, plain=True), plain, config.spec.topk > 1 and config.spec.steps > 0)
-    log.info("captured %d steps, for up to %d requests", len(graphs.recorded), most)
+    trees = config.spec.topk > 1 and config.spec.steps > 0
+    graphs.record_all(usual(step.drafter.coupled), trees, config.spec.speculative_disable_by_batch_size)
     return graphs
 
 

@@ -8,6 +8,8 @@ Faults stay with the requests that they hit, and free what these held:
     the runner refuses a request (`admit`)   that request ends with an error, the step goes on without it
     the runner raises in a step              nobody can say whose fault it was: all requests of that step end with an error
 
+Only a device that has failed (faults.py) ends the engine: whatever is open ends with EngineDead, and the process with an exit code.
+
 Up to `overlap` steps are in flight while the next one is planned and launched, so that the device never waits for the host:
 
     launch 0 | launch 1 | book 0, launch 2 | book 1, launch 3 | …
@@ -24,11 +26,12 @@ from time import perf_counter
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.config import SchedulerConfig, check
 from mtpserve.core.batch import Span
-from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, QueueFull
+from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
 from mtpserve.core.protocols import Grammar, GrammarCompiler, Launched, ModelRunner
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
+from mtpserve.engine.faults import is_fatal
 from mtpserve.engine.scheduler import Outcome, Scheduler
 from mtpserve.engine.stats import count, new_stats
 
@@ -79,7 +82,7 @@ class Engine:
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
-        self._allocator = allocator
+        self._allocator, self._budget, self._max_running = allocator, budget, max_running
         self._overlap, self._plain_above = overlap, plain_above
         self._in_flight: deque[tuple[list[Span], Launched]] = deque()
         self._scheduler = Scheduler(
@@ -155,6 +158,8 @@ class Engine:
         events = self._book(leave=0) if self._scheduler.must_wait() else []
         want = self._wanted()
         spans = self._scheduler.plan(drafting=want > 0)
+        self._runner.release(self._scheduler.released)
+        self._scheduler.released = []
         events += self._admit(self._scheduler.admitted)
         spans = [span for span in spans if span.seq.finish is None]
         if spans:
@@ -162,18 +167,34 @@ class Engine:
         # Nothing was launched: nothing but what is in flight can give more to do.
         return events + self._book(leave=self._overlap if spans else max(len(self._in_flight) - 1, 0))
 
-    def try_out(self) -> None:
+    def try_out(self, compiles: bool = False) -> None:
         """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are finite, each by itself, may
-        be damaged all the same, and kernels may not run here."""
-        # A seed of its own: none is drawn, so that --random-seed gives the first request what it gives without a trial.
-        sampling = SamplingParams(max_tokens=min(4, self.context_length - 1), temperature=0, ignore_eos=True, seed=0)
-        self.add(Request("try out", [0], sampling))
-        events = []
-        while self.has_work:
-            events += self.step()
-        if events[-1].error is not None:
-            raise LoadError(f"the model fails to produce a token, its weights may be damaged: {events[-1].error}")
+        be damaged all the same, and kernels may not run here.
+
+        `compiles`: kernels are compiled when they first meet a size. Then prompt chunks of all sizes and batches of all sizes are
+        computed, in powers of two, so that the first real ones wait for no compiler."""
+        self._try([1])
+        if compiles:
+            began = perf_counter()
+            longest = min(self._budget, self.context_length - 1)
+            for length in _ladder(longest):
+                self._try([length], launched=True)
+            for requests in _ladder(self._max_running):
+                self._try([1] * requests, launched=True)
+            log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
         self._stats = new_stats(self._runner.sizes.depth, self._allocator.num_pages)
+
+    def _try(self, lengths: Seq[int], launched: bool = False) -> None:
+        """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""
+        for number, length in enumerate(lengths):
+            tokens = min(4, self.context_length - length)
+            # A seed of its own: none is drawn, so that --random-seed gives the first request what it gives without a trial.
+            sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens * launched, temperature=0, ignore_eos=not launched, seed=0)
+            self.add(Request(f"try out {number}", [0] * length, sampling))
+        while self.has_work:
+            for event in self.step():
+                if event.error is not None:
+                    raise LoadError(f"the model fails to produce a token, its weights may be damaged: {event.error}")
 
     def check_integrity(self) -> None:
         """Raise unless pages, seats and queues agree; while idle, unless all pages and seats are free."""
@@ -193,6 +214,7 @@ class Engine:
             try:
                 self._runner.admit(seq)
             except Exception as error:
+                _require_device(error)
                 log.exception("request %s could not be admitted", seq.id)
                 failed += self._report(self._scheduler.fail([seq], f"the engine could not start this request: {type(error).__name__}"))
         return failed
@@ -221,6 +243,7 @@ class Engine:
         return events
 
     def _failed(self, spans: list[Span], error: Exception) -> list[TokenEvent]:
+        _require_device(error)
         # The traceback is for the log; a client learns the kind of error and no more.
         log.error("a step with %d requests failed", len(spans), exc_info=error)
         message = f"the engine failed in the step that computed this request: {type(error).__name__}"
@@ -249,6 +272,19 @@ class Engine:
         for token in ids:
             if not 0 <= token < self.card.vocab:
                 raise InvalidRequest(f"{param} must be token ids in [0, {self.card.vocab - 1}], got {token}", param)
+
+
+def _require_device(error: Exception) -> None:
+    """Raises EngineDead where no other step can come to anything."""
+    if is_fatal(error):
+        reason = str(error).partition("\n")[0]  # what follows is advice for CUDA's developers
+        log.debug("the device has failed", exc_info=error)  # who hears of EngineDead logs its line
+        raise EngineDead(f"the device has failed: {reason}") from error
+
+
+def _ladder(most: int) -> list[int]:
+    """1, 2, 4, … and `most`."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 def _require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:

@@ -100,6 +100,11 @@ def backend_of(config: EngineConfig, device: torch.device) -> str:
     return ("triton" if device.type == "cuda" else "reference") if name == "auto" else name
 
 
+def compiles(config: EngineConfig) -> bool:
+    """Whether kernels are compiled for sizes when they first meet them: not in plain torch, nor interpreted."""
+    return backend_of(config, device_of(config)) == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
 def has_bfloat16_units() -> bool:
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, but there is no public question
     return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)

@@ -70,6 +70,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self._arrivals = 0
         self.admitted: list[Sequence] = []  # seated by the last plan; the runner does not know them yet
+        self.released: list[int] = []  # seats that were left before the last plan, or in it; the runner does not know it yet
         self.preemptions = 0
 
     @property
@@ -224,6 +225,7 @@ class Scheduler:
         seq.pages = []
         if seq.seat is not None:
             heapq.heappush(self._free_seats, seq.seat)
+            self.released.append(seq.seat)
             seq.seat = None
 
     # ---------------------------------------------------------------------------------------------- commit

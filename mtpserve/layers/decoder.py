@@ -93,6 +93,6 @@ class DecoderModel(nn.Module):
     def logits_of(self, tokens: Tensor) -> Callable[[Tensor], Tensor]:
         """`logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of the head's rows."""
         part = Linear(self.arch.hidden, (len(tokens),), self.method)
-        part.weight = nn.Parameter(self.head.rows(tokens), requires_grad=False)
+        part.weight = nn.Parameter(self.head.rows(tokens).to(self.embed.weight.dtype), requires_grad=False)
         part.finish_loading()
         return lambda head: part(head).float()

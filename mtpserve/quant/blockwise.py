@@ -28,6 +28,14 @@ class Blockwise:
         if module.weight_scale_inv is None:
             self.plain.finish(module)
 
+    def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
+        if module.weight_scale_inv is None:
+            return self.plain.rows(module, ids)
+        weight, scale = cast(Tensor, module.weight), cast(Tensor, module.weight_scale_inv)
+        # Each row becomes a block of its own.
+        columns = scale[ids // BLOCK[0]].repeat_interleave(BLOCK[1], 1)[:, : weight.shape[1]]
+        return weight.detach()[ids].float() * columns
+
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
         if module.weight_scale_inv is None:
             return self.plain.apply(module, x)

@@ -1,68 +1,104 @@
 """Decoding steps that are captured once and replayed: one launch on the host instead of hundreds.
 
-A graph is a whole step (verify, accept, compact, absorb, draft) over a padded number of requests and rows each. It is fed with seats and
-wanted depths; everything else it finds on the device. What pads it is the seat that is nobody's.
+A graph is a whole step (verify, accept, compact, absorb, draft) for a padded number of requests, each with as many rows as the engine
+verifies. It is fed with seats and wanted depths; everything else it reads from the seats on the device. The seat that belongs to no
+request pads it.
 
-    requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    tier 4: who has fewer drafts is masked
+    requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    fewer drafts are masked
 
-Graphs that are not there yet are captured when they are first needed, which takes about as long as a few dozen steps.
+All tiers are captured at start for what most requests ask; others when they are first needed, which takes about as long as a few dozen
+steps. A step whose capture failed is launched as any other, from then on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Drafts, Want
+from mtpserve.core.batch import Want
 from mtpserve.runtime.inputs import Rows, row_layout
+from mtpserve.runtime.publish import Columns
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
-from mtpserve.runtime.step import Step, Verified
+from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import write
 
 log = logging.getLogger(__name__)
 
-Body = Callable[[], tuple[Verified, "Drafts | None"]]
-Made = tuple[Verified, "Drafts | None"]
-
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-FIRST = 8  # tiers up to here, and the largest, are captured at start
 WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in a capture
+LOG_EVERY = 10  # captures at start
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step leaves for the host, and all that a graph keeps of it: the memory of everything else is the next graph's too."""
+
+    columns: Columns
+    table: Tensor
+    count: Tensor | None  # [requests], the drafts that now wait; None: nothing was drafted
+    trees: bool  # they branch
+
+
+Body = Callable[[], Outcome]
+
+
+class CaptureFailed(Exception):
+    """The step can be launched, but not captured. The cause says why."""
 
 
 class Recorder(Protocol):
-    def record(self, body: Body) -> tuple[Made, Callable[[], object]]:
-        """Run `body` as often as needed, and give what its recorded run returns, and what repeats that run into the same tensors."""
+    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+        """Run `body` as often as needed, and give what its recorded run returns, and what repeats that run into the same tensors.
+        Raises CaptureFailed."""
         ...
 
 
 class CudaRecorder:
-    """All graphs share one pool of memory: only one of them runs at a time, and what one returns is kept alive by its owner."""
+    """All graphs share one pool of memory: only one of them runs at a time, and what one returns is kept alive by its owner. They share
+    one stream too, since libraries keep a workspace for each stream that they have seen."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
 
-    def record(self, body: Body) -> tuple[Made, Callable[[], object]]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                body()
-        torch.cuda.current_stream().wait_stream(stream)
+    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+        current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            made = body()
+        try:
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                for _ in range(WARM_UPS):
+                    body()
+            current.wait_stream(self.stream)
+            # torch.cuda.graph does not restore the stream if the end of the capture raises; the outer context does.
+            with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                made = body()
+        except Exception as error:
+            self.clean_up()
+            raise CaptureFailed from error
         return made, graph.replay
+
+    def clean_up(self) -> None:
+        """After a failed capture. Up to torch 2.12 the allocator then takes the capture for unfinished, and the next one dies of an
+        internal assertion (https://github.com/pytorch/pytorch/pull/180395). That the pool is never given back
+        (https://github.com/pytorch/pytorch/pull/190348) does no harm: the other graphs use it.
+
+        Raises torch.AcceleratorError where the device itself has failed."""
+        with contextlib.suppress(RuntimeError):  # the capture has ended there, too
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
     requests: int
-    width: int
+    width: int  # rows of each
     deepest: int  # 0: nothing is drafted
     trees: bool
     asked: Asked
@@ -72,7 +108,7 @@ class Key:
 class Recorded:
     given: Tensor  # [2, requests]: seats, wanted depths
     rows: Rows  # its tensors are read by every replay
-    made: Made
+    outcome: Outcome
     again: Callable[[], object]
 
 
@@ -81,36 +117,56 @@ def tiers(most: int) -> list[int]:
     return [*(size for size in ROWS if size < most), most]
 
 
+def usual(coupled: bool) -> list[Asked]:
+    """What most requests ask for: no temperature, temperature alone, or with any of top_k, top_p and min_p. `coupled` as in Asked."""
+    cuts = ((True, 0, False), (False, 0, False), (False, 1, True))
+    return [Asked(greedy, True, top_k, top_p, top_p, False, coupled, None).rounded() for greedy, top_k, top_p in cuts]
+
+
 class StepGraphs:
-    """`most` requests in one graph, at most."""
+    """`most` requests in one graph, at most. There are two widths: the engine's own, a token and all drafts of a request, and a
+    single row for steps that neither verify nor draft. Steps between the two are masked: near the end of its text a request has fewer
+    drafts for a step or two, which is not worth a capture."""
 
     def __init__(self, step: Step, sampling: SeatSampling, recorder: Recorder, most: int) -> None:
         self.step, self.sampling, self.recorder, self.most = step, sampling, recorder, most
-        self.recorded: dict[Key, Recorded] = {}
+        self.drafts = step.drafter.sizes.proposals(step.drafter.sizes.depth, plain=True)
+        self.recorded: dict[Key, Recorded | None] = {}  # None: cannot be captured
 
-    def replay(self, seats: Seq[int], wanted: Seq[int], drafts: int, asked: Asked, trees: bool) -> Made:
-        """`drafts` of the widest span. What it gives is overwritten by the next replay, on the device and in its order."""
+    def replay(self, seats: Seq[int], wanted: Seq[int], drafts: int, asked: Asked, trees: bool) -> Outcome | None:
+        """`drafts` of the widest span. What it gives is overwritten by the next replay, on the device and in its order. None: such a
+        step cannot be captured, and nothing was done."""
         key = self.key(len(seats), drafts, max(wanted) > 0, asked, trees)
-        found = self.recorded.get(key) or self.record(key)
+        recorded = self.recorded[key] if key in self.recorded else self.record(key)
+        if recorded is None:
+            return None
         padding = key.requests - len(seats)
-        write(found.given, [[*seats, *[self.step.seats.padding] * padding], [*wanted, *[0] * padding]])
-        found.again()
-        return found.made
+        write(recorded.given, [[*seats, *[self.step.seats.padding] * padding], [*wanted, *[0] * padding]])
+        recorded.again()
+        return recorded.outcome
 
     def key(self, requests: int, drafts: int, any_wanted: bool, asked: Asked, trees: bool) -> Key:
-        width = min(1 << drafts.bit_length(), self.step.drafter.sizes.rows_per_step) if drafts else 1
+        assert drafts <= self.drafts
         size = next(tier for tier in tiers(self.most) if tier >= requests)
-        return Key(size, width, self.step.drafter.sizes.depth if any_wanted else 0, trees, asked.rounded())
+        if drafts == 0 and not any_wanted:
+            return Key(size, 1, 0, False, asked.rounded())
+        return Key(size, self.drafts + 1, self.step.drafter.sizes.depth, trees, asked.rounded())
 
-    def record_first(self, drafts: int, asked: Iterable[Asked], trees: bool) -> None:
-        """The largest before the others: their memory fits into its own."""
-        for size in reversed(tiers(self.most)):
-            if size in (self.most, *(tier for tier in ROWS if tier <= FIRST)):
-                for each in asked:
-                    self.record(self.key(size, drafts, drafts > 0, each, trees))
+    def record_all(self, asked: Seq[Asked], trees: bool, plain_above: int | None = None) -> None:
+        """Every tier, the largest first: the memory of the others fits into its own. `plain_above`: with more requests than that the
+        engine drafts nothing."""
+        sizes = tiers(self.most)[::-1]
+        keys = [self.key(size, self.drafts, self.drafts > 0, each, trees) for size in sizes for each in asked]
+        if plain_above is not None:
+            keys += [self.key(size, 0, False, each, False) for size in sizes if size > plain_above for each in asked]
+        keys = list(dict.fromkeys(keys))
+        for number, key in enumerate(keys, 1):
+            self.record(key)
+            if number % LOG_EVERY == 0 or number == len(keys):
+                log.info("captured %d of %d steps, for up to %d requests", number, len(keys), self.most)
 
     @torch.inference_mode()
-    def record(self, key: Key) -> Recorded:
+    def record(self, key: Key) -> Recorded | None:
         step, device = self.step, self.step.seats.device
         given = torch.zeros(2, key.requests, dtype=torch.int64, device=device)
         given[0] = step.seats.padding
@@ -120,11 +176,21 @@ class StepGraphs:
         )  # not from the cache, which forgets
         rows = Rows(layout, seat_ids, None, Want(each, key.deepest), key.trees, BatchSampler(self.sampling, key.asked))
 
-        def body() -> Made:
+        def body() -> Outcome:
             verified = step.verify(rows)
-            return verified, step.propose(rows, verified)
+            drafts = step.propose(rows, verified)
+            count, trees = (None, False) if drafts is None else (drafts.count, drafts.tree is not None)
+            return Outcome(verified.columns, verified.table, count, trees)
 
-        made, again = self.recorder.record(body)
-        log.debug("captured a step of %d requests, %d rows each, %d deep", key.requests, key.width, key.deepest)
-        self.recorded[key] = Recorded(given, rows, made, again)
+        try:
+            self.recorded[key] = Recorded(given, rows, *self.recorder.record(body))
+            log.debug("captured a step of %d requests, %d rows each, %d deep", key.requests, key.width, key.deepest)
+        except CaptureFailed as failure:
+            self.recorded[key] = None
+            why = failure.__cause__ or failure
+            first = str(why).partition("\n")[0]
+            log.warning(
+                "a step of %d requests, %d rows each, cannot be captured and is launched each time: %s: %s",
+                key.requests, key.width, type(why).__name__, first,
+            )  # fmt: skip
         return self.recorded[key]

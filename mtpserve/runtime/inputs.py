@@ -80,6 +80,7 @@ class Rows:
     sampler: Sampler
     resumed: Tensor | None = None  # [N] spans that start right after pages of another request
     unstored: Tensor | None = None  # [N] rows of tokens that lie in such pages: they are computed again, and not stored
+    predictions: tuple[Tensor, Tensor] | None = None  # see Batch
 
 
 def rows_of(spans: Seq[Span], want: int, seats: SeatTensors, sampler: Sampler, depth: int | None, lag: int | None = None) -> Rows:
@@ -95,6 +96,7 @@ def rows_of(spans: Seq[Span], want: int, seats: SeatTensors, sampler: Sampler, d
         not seats.branching.isdisjoint(hosts),
         sampler,
         *after_others(spans, lag, device),
+        seats.predicted(hosts),
     )
 
 
@@ -126,7 +128,13 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
     batch = place(rows, seats, seat_ids, seats.computed[seat_ids], given.sampler, given.draft_spans)
     # The host's counts are bounds.
     count = torch.minimum(rows.draft_count, seats.proposals(seat_ids))
-    batch = replace(batch, draft_count=count, samples=rows.samples.masked_fill(seats.done[seat_ids], 0), resumed=given.resumed)
+    batch = replace(
+        batch,
+        draft_count=count,
+        samples=rows.samples.masked_fill(seats.done[seat_ids], 0),
+        resumed=given.resumed,
+        predictions=given.predictions,
+    )
     if given.unstored is not None:
         batch = replace(batch, slots=batch.slots.index_fill(0, given.unstored, seats.spare_slot))
     if not given.trees or rows.widest == 0:
@@ -174,7 +182,7 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     depth = verdict.path.shape[1] - 1
     start = batch.index[batch.cu_q[:-1]]
     chained = place(rows, seats, batch.seat_ids, start, batch.sampler, batch.draft_spans)
-    chained = replace(chained, samples=batch.samples, resumed=batch.resumed)
+    chained = replace(chained, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
     node = verdict.path[rows.row_span, rows.node]
     old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)
     # Node j was stored j slots behind the root, and so will be the path's j-th.

@@ -73,7 +73,7 @@ def plan_memory(
 
     if total is None:
         fraction = config.cache.mem_fraction_static or (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
-        budget = int(total_memory(device) * fraction) - weights
+        budget = int(usable_memory(device) * fraction) - weights
         running = scheduler.max_running_requests or concurrency(max(budget, 0) // token, context, most)
         budget -= sum(size for _, size in working(running)) + page_size * token
         total = min(budget // token, running * (context + ahead + page_size))
@@ -113,7 +113,9 @@ def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int
     return rows * layer * itemsize + sampled * arch.vocab * 4 * 4
 
 
-def total_memory(device: torch.device) -> int:
+def usable_memory(device: torch.device) -> int:
+    """Bytes, of which `--mem-fraction-static` is a share. On a GPU what is free now, before weights are loaded: other processes keep what
+    they have. On a CPU all that the machine has, since what counts as free there changes with every file that is read."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+        return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

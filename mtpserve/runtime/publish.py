@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from mtpserve.core.protocols import Trunk
 from mtpserve.core.request import TokenLogprob
 from mtpserve.runtime.transfer import upload
 from mtpserve.spec.logprobs import ranked
+
+SCORED = 128  # rows of a prompt whose logits are there at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +86,19 @@ def listed(found: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob
 
 
 def prompt_logprobs(spans: Seq[Span], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:
-    """For spans inside the prompt of requests that ask: of the token behind each row, the raw logits' log-probability, as one request.
+    """For spans inside the prompt of requests that ask: of the token after each row, the raw logits' log-probability, as one request.
 
-    The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is new.
+    The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is new. SCORED rows at a time: the
+    float32 logits of a whole chunk, and their copies, are gigabytes.
     """
     found, first = {}, 0
     for r, span in enumerate(spans):
         top = span.seq.sampling.prompt_logprobs
         rows = min(span.start + span.length, span.seq.prompt_len - 1) - span.start
         if top is not None and rows > 0:
-            logp = model.logits(hidden.head[first : first + rows]).log_softmax(-1).unsqueeze(0)
-            behind = upload([span.seq.tokens[span.start + 1 : span.start + rows + 1]], logp.device)
-            found[r] = ranked(logp, behind, top)
+            after = upload([span.seq.tokens[span.start + 1 : span.start + rows + 1]], hidden.head.device)
+            slices = zip(hidden.head[first : first + rows].split(SCORED), after.split(SCORED, 1), strict=True)
+            scored = [ranked(model.logits(part).log_softmax(-1).unsqueeze(0), tokens, top) for part, tokens in slices]
+            found[r] = Logprobs(*(torch.cat([getattr(part, field.name) for part in scored], 1) for field in fields(Logprobs)))
         first += span.width
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Drafts, Logprobs, Span, SpanResult, StepResult
+from mtpserve.core.batch import Logprobs, Span, SpanResult, StepResult
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.graphs import StepGraphs
@@ -75,6 +75,9 @@ class Runner:
         self.seats.admit(seq)
         self.sampling.admit(seq)
 
+    def release(self, seats: Seq[int]) -> None:
+        self.seats.release(seats)
+
     @torch.inference_mode()
     def launch(self, spans: Seq[Span], want: int) -> LaunchedStep:
         for span in spans:
@@ -83,6 +86,7 @@ class Runner:
             return LaunchedStep([self.run(range(len(spans)), spans, want)])
         replayed = [r for r, span in enumerate(spans) if self.replayable(span)][: self.graphs.most]
         rest = sorted(set(range(len(spans))).difference(replayed))
+        # What cannot be replayed after all is launched by itself: beside requests with grammars its drafts would become trees.
         parts = [self.replay(replayed, [spans[r] for r in replayed], want, self.graphs)] if replayed else []
         if rest:
             parts.append(self.run(rest, [spans[r] for r in rest], want))
@@ -103,25 +107,28 @@ class Runner:
         logprobs = downloads(verified.verdict.logprobs)
         scored = {r: downloads(found) for r, found in prompt_logprobs(spans, verified.hidden, self.step.model).items()}
         drafts = self.step.propose(rows, verified)
-        waiting = self.note([span for span in spans if span.drafts_next], want, drafts)
+        count, trees = (None, False) if drafts is None else (drafts.count, drafts.tree is not None)
+        waiting = self.note([span for span in spans if span.drafts_next], want, count, trees)
         return Part(places, spans, verified.columns, table, waiting, logprobs, scored)
 
     def replay(self, places: Seq[int], spans: Seq[Span], want: int, graphs: StepGraphs) -> Part:
         hosts, wanted = [seat_of(span) for span in spans], [wanted_of(span, want) for span in spans]
         asked = Asked.of([span.seq for span in spans], self.drafter.coupled)
         trees = not self.seats.branching.isdisjoint(hosts)
-        verified, drafts = graphs.replay(hosts, wanted, max(span.drafts for span in spans), asked, trees)
-        waiting = self.note(spans, want, drafts)
-        return Part(places, spans, verified.columns, Download(verified.table), waiting, (), {})
+        outcome = graphs.replay(hosts, wanted, max(span.drafts for span in spans), asked, trees)
+        if outcome is None:
+            return self.run(places, spans, want)
+        waiting = self.note(spans, want, outcome.count, outcome.trees)
+        return Part(places, spans, outcome.columns, Download(outcome.table), waiting, (), {})
 
-    def note(self, spans: Seq[Span], want: int, drafts: Drafts | None) -> Download | Seq[int]:
-        """What is known on the host about the drafts that now wait."""
-        if drafts is None:
+    def note(self, spans: Seq[Span], want: int, count: Tensor | None, trees: bool) -> Download | Seq[int]:
+        """What is known on the host about the drafts that now wait: `count` [spans] on the device, None where nothing was drafted."""
+        if count is None:
             return [0] * len(spans)
-        self.seats.branch([seat_of(span) for span in spans], drafts.tree is not None)
+        self.seats.branch([seat_of(span) for span in spans], trees)
         if self.overlapped:
             return [self.sizes.proposals(wanted_of(span, want), span.seq.plain) for span in spans]
-        return Download(drafts.count)
+        return Download(count)
 
 
 def downloads(found: Logprobs | None) -> tuple[Download, ...]:

@@ -11,7 +11,7 @@ in between leave its seat as it is. There is one seat more than requests can run
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class SeatTensors:
         )
         self.draft_sources = integers(seats, drafts)
         self.branching: set[int] = set()  # seats whose waiting drafts are not a chain; known on the host
-        self.predictions: dict[int, Tensor] = {}
+        self.predictions: dict[int, Tensor] = {}  # of seated requests, by seat
         self.pages_written = [0] * seats  # host's copy of how much of each page table row is true
 
     @property
@@ -80,6 +80,11 @@ class SeatTensors:
         if seq.prediction:
             self.predictions[seq.seat] = upload(seq.prediction, self.device)
 
+    def release(self, seats: Iterable[int]) -> None:
+        """Their requests are gone."""
+        for seat in seats:
+            self.predictions.pop(seat, None)
+
     def extend_pages(self, seq: Sequence) -> None:
         """Copy the pages that the scheduler has given since the last step."""
         assert seq.seat is not None
@@ -95,13 +100,12 @@ class SeatTensors:
     def prompt_length(self, seat_ids: Tensor) -> Tensor:
         return self.prompt[seat_ids]
 
-    def prediction(self, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        if not self.predictions:
-            return None
-        rows = [self.predictions.get(seat, self.length[:0]) for seat in seat_ids.tolist()]
+    def predicted(self, seats: Iterable[int]) -> tuple[Tensor, Tensor] | None:
+        """Batch.predictions of these seats."""
+        rows = [self.predictions.get(seat, self.length[:0]) for seat in seats]
         if not any(map(len, rows)):
-            return None  # what is kept is of requests that have ended, or are not drafted for in this step
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows], device=self.device)
+            return None
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), upload([len(row) for row in rows], self.device)
 
     def waiting_tree(self, seat_ids: Tensor, drafts: int) -> Tree:
         assert self.draft_tree is not None

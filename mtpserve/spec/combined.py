@@ -50,10 +50,10 @@ class CombinedDrafter:
             found.append((*forced, Source.GRAMMAR))
         seats = batch.seats
         length = seats.length[seat_ids]
-        prediction = seats.prediction(seat_ids)
-        if prediction is not None:
+        if batch.predictions is not None:
+            prediction, size = (part if batch.draft_spans is None else part[batch.draft_spans] for part in batch.predictions)
             tokens, prompt = seats.tokens[seat_ids, : int(length.max())], seats.prompt_length(seat_ids)
-            found.append((*predicted(*prediction, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
+            found.append((*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
         if self.sizes.always_free:
             found.append((*continued(seats.tokens, seat_ids, length, self.sizes.free), Source.NGRAM))
         return found

@@ -89,10 +89,12 @@ class FakeRunner:
         self.noisy = noisy
         self.kv: list[int | None] = [None] * (num_pages * page_size)
         self.seats: dict[int, Seat] = {}
+        self.seated: set[int] = set()  # as the host says: from `admit` to `release`
         self.steps: list[list[tuple[str, int, int, int]]] = []  # per step (id, start, length, drafts) of each span
         self.fail_ids: set[str] = set()  # requests whose logits are not finite
         self.refuse_ids: set[str] = set()  # requests that `admit` refuses
         self.raise_at: set[int] = set()  # steps that raise half-way
+        self.fault: Exception = RuntimeError("the device is unwell")  # what they raise
         self.lockstep_ids: set[str] = set()
         self.queue: deque[Callable[[], object]] = deque()
         self.while_running: Callable[[], None] = lambda: None  # called in the middle of each step
@@ -102,10 +104,17 @@ class FakeRunner:
 
     def admit(self, seq: Sequence) -> None:
         assert seq.seat is not None and seq.computed == 0
+        assert seq.seat not in self.seated, f"seat {seq.seat} is given while somebody has it"
+        self.seated.add(seq.seat)
         if seq.id in self.refuse_ids:
             raise ValueError(seq.id)
         seat, fresh = seq.seat, Seat(seq.id, list(seq.tokens))
         self.queue.append(lambda: self.seats.update({seat: fresh}))
+
+    def release(self, seats: Seq[int]) -> None:
+        for seat in seats:
+            assert seat in self.seated, f"seat {seat} was left, but nobody had it"
+            self.seated.remove(seat)
 
     def launch(self, spans: Seq[Span], want: int) -> FakeStep:
         assert spans and want <= self.max_drafts
@@ -127,7 +136,7 @@ class FakeRunner:
         made = []
         for row, each in enumerate(given):
             if raises and row >= len(given) // 2:
-                step.error = RuntimeError("the device is unwell")
+                step.error = self.fault
                 return
             made.append(self._run(each, want))
         self.while_running()

@@ -13,8 +13,8 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import plan
-from mtpserve.runtime.memory import ESTIMATE
+from mtpserve.engine.planning import fixed, plan, state_of
+from mtpserve.runtime.memory import ESTIMATE, plan_memory, usable_memory
 from mtpserve.weights.quantise import quantise
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
@@ -55,14 +55,19 @@ def test_the_pool_is_what_is_left() -> None:
     for fraction in (0.02, 0.05):
         planned = plan(EngineConfig(cache=CacheConfig(mem_fraction_static=fraction), scheduler=SchedulerConfig(max_running_requests=2000)))
         assert planned.device == device
-        whole = int(torch_memory() * fraction)
+        whole = int(usable_memory(device) * fraction)
         assert whole - 2**21 < planned.memory.total <= whole or "requests x" in str(planned.memory.rows)
 
 
-def torch_memory() -> int:
-    from mtpserve.runtime.memory import total_memory
-
-    return total_memory(torch.device("cpu"))
+@pytest.mark.parametrize("free", [2**28, 2**30])
+def test_on_a_gpu_the_share_is_of_what_is_free(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has the rest."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
+    config = EngineConfig(scheduler=SchedulerConfig(max_running_requests=100), cache=CacheConfig(mem_fraction_static=0.5))
+    found = plan(config).found
+    sizes, (state, tables) = fixed(found, torch.float32, 1000, False), state_of(config, found.arch)
+    planned = plan_memory(config, found.arch, torch.float32, torch.device("cuda"), sizes, state, tables)
+    assert free // 2 - 2**21 < planned.total <= free // 2
 
 
 def test_concurrency_follows_from_memory_and_budget() -> None:

@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
+from mtpserve.engine import planning
 from mtpserve.engine.start import build_engine
 from mtpserve.engine.stats import new_stats
 from tests.engine.harness import REFERENCE, Bench
+from tests.runtime.recorders import Again
+from tests.tiny import tiny_engine, tiny_model
 
 SHARD = "model-00003-of-00003.safetensors"
 
@@ -55,8 +59,8 @@ def test_finite_weights_that_give_no_numbers_are_refused(demo: Path) -> None:
 def test_an_engine_that_computes_nothing_does_not_start(fault: str) -> None:
     bench = Bench()
     bench.runner.raise_at = {2} if fault == "raises" else set()
-    bench.runner.fail_ids = {"try out"} if fault == "numbers" else set()
-    bench.runner.refuse_ids = {"try out"} if fault == "refused" else set()
+    bench.runner.fail_ids = {"try out 0"} if fault == "numbers" else set()
+    bench.runner.refuse_ids = {"try out 0"} if fault == "refused" else set()
     with pytest.raises(LoadError, match={"numbers": "NaN", "raises": "RuntimeError", "refused": "ValueError"}[fault]):
         bench.engine.try_out()
 
@@ -85,3 +89,46 @@ def test_trying_out_draws_no_seed() -> None:
         bench.drain()
         texts.append(bench.texts["a"])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(
+    ("budget", "context", "lengths"), [(32, 200, [1, 2, 4, 8, 16, 32]), (24, 200, [1, 2, 4, 8, 16, 24]), (32, 12, [1, 2, 4, 8, 11])]
+)
+def test_where_kernels_are_compiled_all_sizes_are_met_at_start(budget: int, context: int, lengths: list[int], overlap: int) -> None:
+    bench = Bench(overlap=overlap, budget=budget, context=context, running=6)
+    bench.engine.try_out(compiles=True)
+    chunks = [[length for _, start, length, _ in spans if start == 0] for spans in bench.runner.steps]
+    alone = [new[0] for new in chunks if len(new) == 1]
+    assert alone[: 1 + len(lengths)] == [1, *lengths], "every chunk that a real prompt may be cut into, rounded to a power of two"
+    decoding = {len(spans) for spans in bench.runner.steps if all(start > 0 for _, start, _, _ in spans)}
+    assert decoding >= {1, 2, 4, 6}
+    assert bench.engine.stats == new_stats(3, 200) and not bench.engine.has_work
+    bench.engine.check_integrity()
+
+
+def test_without_a_compiler_a_few_tokens_are_enough() -> None:
+    bench = Bench()
+    bench.engine.try_out()
+    assert sum(length for spans in bench.runner.steps for _, _, length, _ in spans) <= 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "interpreted", "expected"), [("reference", False, False), ("triton", True, False), ("triton", False, True)]
+)
+def test_who_compiles(backend: str, interpreted: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "device_of", lambda config: torch.device("cpu" if interpreted or backend == "reference" else "cuda"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
+    assert planning.compiles(EngineConfig(model=ModelConfig(attention_backend=backend))) is expected
+
+
+@pytest.mark.parametrize("eos", [(), (3,)])
+def test_what_is_launched_at_start_is_not_replayed(eos: tuple[int, ...]) -> None:
+    """Graphs have been tried by their captures; what runs beside them has not."""
+    recorder = Again()
+    engine = tiny_engine(tiny_model(), 3, recorder=recorder, eos=eos, seats=4)
+    engine.try_out()
+    before = list(recorder.replayed)
+    assert before
+    engine.try_out(compiles=True)
+    assert len(recorder.replayed) == 2 * len(before)

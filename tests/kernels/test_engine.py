@@ -1,4 +1,7 @@
-"""The whole engine with the kernels, interpreted where there is no GPU: the tokens are those of plain torch."""
+"""The whole engine with the kernels, natively where there is a GPU and interpreted elsewhere: the tokens are those of plain torch.
+
+In float32: what rounds more coarsely may choose another token where two are nearly equal.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,19 @@ from mtpserve.engine import build
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
-from tests.runtime.test_overlap import Again
+from mtpserve.runtime.graphs import CaptureFailed, CudaRecorder, Outcome, usual
+from mtpserve.runtime.publish import Columns
+from tests.runtime.recorders import Again, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2, speculative_eagle_topk=2, speculative_num_draft_tokens=5)
-
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny engine lives on the CPU: interpreted alone")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
-def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig) -> None:
+def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig, device: torch.device) -> None:
     asked = prompts(4, longest=8)
     params = [
         SamplingParams(max_tokens=5, temperature=0),
@@ -34,20 +38,58 @@ def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig) -> None
         SamplingParams(max_tokens=5, temperature=1.0, seed=6, top_k=5, frequency_penalty=0.5, logprobs=2),
         SamplingParams(max_tokens=5, temperature=0, min_tokens=3, logit_bias={3: 4.0}),
     ]
-    wanted = run(tiny_engine(tiny_model(family), shape, page_size=16), asked, params)
-    engine = tiny_engine(tiny_model(family), shape, page_size=16, kernels=True)
+    wanted = run(tiny_engine(tiny_model(family), shape, page_size=16, device=device), asked, params)
+    engine = tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, device=device)
     assert run(engine, asked, params) == wanted
     assert engine.stats.accepted_tokens_total > 0
 
 
-def test_replayed_and_late() -> None:
-    """Padding rows and all, through the kernels."""
+def test_replayed_and_late(device: torch.device) -> None:
+    """Padding rows and all, through the kernels; a graph's replay is the step called again."""
     params = [SamplingParams(max_tokens=5, temperature=0.7 * (i % 2), seed=i) for i in range(3)]
-    wanted = run(tiny_engine(tiny_model(), CHAIN, page_size=16), prompts(3, longest=6), params)
+    wanted = run(tiny_engine(tiny_model(), CHAIN, page_size=16, device=device), prompts(3, longest=6), params)
     recorder = Again()
-    engine = tiny_engine(tiny_model(), CHAIN, page_size=16, kernels=True, overlap=1, recorder=recorder, seats=4)
+    engine = tiny_engine(tiny_model(), CHAIN, page_size=16, kernels=True, overlap=1, recorder=recorder, seats=4, device=device)
     assert run(engine, prompts(3, longest=6), params) == wanted
     assert 4 in recorder.replayed
+
+
+@GPU
+@pytest.mark.parametrize("shape", [0, CHAIN, TREE], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+def test_captured_launched_and_in_plain_torch(family: str, shape: int | SpecConfig, device: torch.device) -> None:
+    """All sizes are captured first, as at start."""
+    params = [SamplingParams(max_tokens=20 + i, temperature=0.7 * (i % 2), top_p=1 - 0.1 * (i % 3), seed=i) for i in range(11)]
+    asked = prompts(11, longest=40)
+    wanted = run(tiny_engine(tiny_model(family), shape, page_size=16, device=device), asked, params)
+    assert run(tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, device=device), asked, params) == wanted
+    engine = tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, overlap=1, recorder=CudaRecorder(), seats=12, device=device)
+    runner = runner_of(engine)
+    assert runner.graphs is not None
+    runner.graphs.record_all(usual(runner.drafter.coupled), trees=shape is TREE)
+    made = len(runner.graphs.recorded)
+    assert run(engine, asked, params) == wanted
+    assert len(runner.graphs.recorded) == made and all(runner.graphs.recorded.values()), "not everything was captured at start"
+
+
+@GPU
+def test_a_failed_capture_spoils_nothing(device: torch.device) -> None:
+    numbers, recorder, stream = torch.arange(4.0, device=device), CudaRecorder(), torch.cuda.current_stream()
+    columns = Columns(0, 0, False)
+
+    def body(reads: bool) -> Outcome:
+        doubled = numbers * 2
+        return Outcome(columns, doubled + doubled.sum().item() if reads else doubled, None, False)
+
+    for _ in range(2):
+        with pytest.raises(CaptureFailed):
+            recorder.record(lambda: body(True))
+        assert torch.cuda.current_stream() == stream
+        made, again = recorder.record(lambda: body(False))
+        numbers += 1
+        again()
+        assert made.table.tolist() == (numbers * 2).tolist()
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -85,16 +127,17 @@ def test_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: b
 
 
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
-def test_float8_cache(family: str) -> None:
-    """Against itself without drafts: the interpreter rounds to float8 in a way of its own."""
+def test_float8_cache(family: str, device: torch.device) -> None:
+    """Against itself without drafts: devices and the interpreter round to float8 each in its own way."""
     asked, greedy = prompts(2, longest=6), SamplingParams(max_tokens=4, temperature=0)
     texts = [
-        run(tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, cache=torch.float8_e4m3fn), asked, greedy)
+        run(tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, stored=torch.float8_e4m3fn, device=device), asked, greedy)
         for shape in (0, CHAIN, TREE)
     ]
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_gpu_or_interpreter_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="--attention-backend triton needs a GPU"):

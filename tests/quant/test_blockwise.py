@@ -42,6 +42,28 @@ def test_linear(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> No
     torch.testing.assert_close(linear(x), wanted)
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (130, 200), (384, 128)])
+def test_rows(outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    linear = Linear(inputs, (outputs,), Blockwise())
+    make_room(linear, "weight", linear.parts)
+    assert linear.weight_scale_inv is not None
+    wide = fill(linear.weight, linear.weight_scale_inv, torch.randn(outputs, inputs) * torch.logspace(-3, 3, outputs)[:, None])
+    linear.finish_loading()
+    ids = torch.arange(0, outputs, 7)
+    assert torch.equal(linear.rows(ids), wide[ids])
+
+
+@pytest.mark.parametrize("outputs", [40, 5000])
+def test_rows_of_a_layer_without_scales(outputs: int) -> None:
+    linear = Linear(64, (outputs,), Blockwise())
+    linear.weight.data = torch.randn(outputs, 64)
+    ids = torch.tensor([3, 17, 39])
+    wanted = linear.weight.data[ids].clone()
+    linear.finish_loading()
+    assert torch.equal(linear.rows(ids), wanted)
+
+
 def test_a_layer_without_scales_is_multiplied_as_ever() -> None:
     torch.manual_seed(0)
     here, there = Linear(600, (520,), Blockwise()), Linear(600, (520,), Unquantized())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
@@ -19,8 +20,12 @@ from mtpserve.engine.inspect import token_map
 from mtpserve.engine.planning import plan
 from mtpserve.layers.embedding import TiedHead
 from mtpserve.layers.linear import Linear
+from mtpserve.quant.fp8 import FP8, quantize_block
 from mtpserve.quant.unquantized import MIN_PACKED_BYTES, Unquantized
 from mtpserve.spec.build import reduced_head
+from mtpserve.weights.checkpoint import INDEX
+from mtpserve.weights.quantise import quantise
+from tests.runtime.recorders import runner_of
 from tests.tiny import VOCAB, prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
@@ -142,3 +147,33 @@ def test_the_written_file_is_the_one_that_is_read(tmp_path: Path) -> None:
     found = plan(config).found
     assert found.token_map == written["tokens"] and len(written["tokens"]) == 300
     assert set(found.arch.eos_ids) <= set(written["tokens"])
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["trunk", "trunk and head"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_beside_weights_in_float8(tmp_path: Path, head: bool, dtype: str) -> None:
+    """The head, whose rows are copied, may be in float8 too. Greedy text does not depend on the drafts, but for roundings."""
+    directory = tmp_path / "fp8"
+    quantise(ModelConfig().directory, directory)
+    if head:
+        quantise_head(directory)
+    (tmp_path / "map.json").write_text(json.dumps(list(range(200, 500))))
+    model = ModelConfig(model=str(directory), quantization="fp8", dtype=dtype, context_length=256)
+    texts = []
+    for tokens in (None, str(tmp_path / "map.json")):
+        spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2, speculative_token_map=tokens)
+        engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec))
+        texts.append(run(engine, [[40, 41, 300], [270]], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)))
+    kept = dict(runner_of(engine).step.model.head.named_parameters())  # type: ignore[attr-defined]
+    assert ("weight" in kept and kept["weight"].dtype == FP8) == head
+    assert (texts[0] == texts[1] or dtype == "bfloat16") and engine.stats.accepted_tokens_total > 0
+
+
+def quantise_head(directory: Path) -> None:
+    index = json.loads((directory / INDEX).read_text())
+    file = directory / index["weight_map"]["lm_head.weight"]
+    tensors = load_file(file)
+    tensors["lm_head.weight"], tensors["lm_head.weight_scale_inv"] = quantize_block(tensors["lm_head.weight"])
+    save_file(tensors, file)
+    index["weight_map"]["lm_head.weight_scale_inv"] = file.name
+    (directory / INDEX).write_text(json.dumps(index))

@@ -1,0 +1,149 @@
+"""Stand-ins for the recorder of CUDA graphs: what they record is called again. One of them sees to it that nothing is read on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtpserve.engine.engine import Engine
+from mtpserve.runtime.graphs import Body, Outcome
+from mtpserve.runtime.runner import Runner
+
+
+def runner_of(engine: Engine) -> Runner:
+    runner = engine._runner
+    assert isinstance(runner, Runner)
+    return runner
+
+
+class Again:
+    """Replays by running the body again into the tensors of the first run, as a captured graph would."""
+
+    def __init__(self) -> None:
+        self.recordings = 0
+        self.replayed: list[int] = []  # requests of each replay, padding counted
+
+    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+        first = body()
+        self.recordings += 1
+
+        def again() -> None:
+            self.replayed.append(len(first.table))
+            fresh = self.repeat(body)
+            first.table.copy_(fresh.table)
+            if first.count is not None and fresh.count is not None:
+                first.count.copy_(fresh.count)
+
+        return first, again
+
+    def repeat(self, body: Body) -> Outcome:
+        return body()
+
+
+class Watched(Again):
+    """Every run might be the one that is captured, so none may read on the host."""
+
+    def repeat(self, body: Body) -> Outcome:
+        with nothing_is_read():
+            return body()
+
+
+METHODS = (
+    "tolist", "item", "numpy", "cpu", "__array__", "__index__", "__int__", "__bool__", "__float__", "__complex__", "__contains__",
+    "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "equal", "allclose", "is_nonzero",
+)  # fmt: skip
+
+
+class HostRead(AssertionError):
+    pass
+
+
+class NoReading(TorchDispatchMode):
+    """Operators that make the host wait, that copy from pageable host memory, or whose shapes depend on numbers."""
+
+    FORBIDDEN = (
+        "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "item", "lift_fresh", "equal", "bincount", "histc",
+        "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, _, overload = function.name().split("::")[-1].partition(".")
+        if name in self.FORBIDDEN or (name, overload) == ("repeat_interleave", "Tensor"):
+            raise HostRead(f"a captured step would call {function.name()}")
+        for index in args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ():
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                raise HostRead("a mask as an index has a shape that depends on numbers")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_is_read() -> Iterator[None]:
+    """Dispatched operators, and what never gets there on a CPU: methods that read numbers, lists as indices, numbers assigned to elements
+    (a copy from the host, on a GPU)."""
+
+    def forbidden(name: str) -> Callable[..., Any]:
+        def read(*_: Any, **__: Any) -> Any:
+            raise HostRead(f"a captured step would call Tensor.{name}")
+
+        return read
+
+    get, put = torch.Tensor.__getitem__, torch.Tensor.__setitem__
+
+    def no_lists(key: Any) -> None:
+        if any(isinstance(part, list) for part in (key if isinstance(key, tuple) else (key,))):
+            raise HostRead("a list as an index is copied from the host")
+
+    def checked_get(self: torch.Tensor, key: Any) -> Any:
+        no_lists(key)
+        return get(self, key)
+
+    def checked_put(self: torch.Tensor, key: Any, value: Any) -> None:
+        no_lists(key)
+        if not isinstance(value, torch.Tensor):
+            raise HostRead("a number that is assigned to elements is copied from the host")
+        put(self, key, value)
+
+    with ExitStack() as stack:
+        for name in METHODS:
+            stack.enter_context(patch.object(torch.Tensor, name, forbidden(name)))
+        stack.enter_context(patch.object(torch.Tensor, "__getitem__", checked_get))
+        stack.enter_context(patch.object(torch.Tensor, "__setitem__", checked_put))
+        stack.enter_context(NoReading())
+        yield
+
+
+class Blind:
+    """core.protocols.AttentionBackend that stores, and attends to nothing."""
+
+    graph_safe = True
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+
+    def supports(self, layout: Any, device: str) -> bool:
+        return True
+
+    def plan(self, batch: Any) -> Any:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, layer: int) -> torch.Tensor:
+            self.pool.store(layer, batch.slots, k, v)
+            return q[..., : self.pool.layout.value_dim].contiguous()
+
+        return attend
+
+
+def blinded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """Attention and the moving of paths read on the host in plain torch, and their kernels do not: stand-ins take their places."""
+    runner = runner_of(engine)
+    attention = Blind(runner.step.attention.pool)  # type: ignore[attr-defined]
+    runner.step.attention = attention
+    monkeypatch.setattr(runner.step.pool, "_compact", lambda pool, source, target: None)
+    base = getattr(runner.drafter, "base", runner.drafter)
+    if hasattr(base, "passes"):
+        monkeypatch.setattr(base.passes, "attention", attention)
+    return runner

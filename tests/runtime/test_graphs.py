@@ -1,0 +1,339 @@
+"""Captured steps, with stand-ins for the recorder: what may be in one, which are made, what is kept, and what follows a failure."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from mtpserve.config import EngineConfig, SpecConfig
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.engine import build
+from mtpserve.engine.engine import Engine
+from mtpserve.runtime.graphs import Body, CaptureFailed, CudaRecorder, Outcome, StepGraphs, tiers, usual
+from mtpserve.runtime.sampling import Asked
+from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
+from tests.tiny import prompts, run, tiny_engine, tiny_model
+
+PLAIN, CHAIN = SpecConfig(), SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
+TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=8)
+LOSSY = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_accept_threshold_single=0.5)
+KINDS = pytest.mark.parametrize("spec", [PLAIN, CHAIN, TREE, LOSSY], ids=["plain", "chain", "tree", "lossy"])
+GREEDY = Asked.of([], False)
+
+
+def chain(steps: int) -> SpecConfig:
+    return SpecConfig(speculative_algorithm="MTP", speculative_num_steps=steps)
+
+
+def graphs_of(engine: Engine) -> StepGraphs:
+    graphs = runner_of(engine).graphs
+    assert graphs is not None
+    return graphs
+
+
+def sampled(coupled: bool) -> Asked:
+    return Asked(False, True, 64, True, True, False, coupled, None)
+
+
+# -- what may be in a captured step -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.tolist(), lambda x: x.numpy(), lambda x: x.cpu(), lambda x: x.unique(), torch.nonzero, torch.unique,
+        torch.bincount, torch.where, lambda x: x[0].item(), lambda x: int(x[0]), lambda x: float(x[0]), lambda x: bool(x[0]),
+        lambda x: range(x[0]), lambda x: 3 in x, lambda x: x[x > 1], lambda x: x.masked_select(x > 1), lambda x: torch.equal(x, x),
+        lambda x: x.repeat_interleave(x), lambda x: x[[0, 1]], lambda x: x.__setitem__(x > 1, x[0]), lambda x: x.__setitem__(0, 5),
+        lambda x: torch.tensor([1, 2]), max,
+    ],
+)  # fmt: skip
+def test_the_guard_sees_every_way_to_read(read: Callable[[torch.Tensor], object]) -> None:
+    numbers = torch.arange(4)
+    with nothing_is_read(), pytest.raises(HostRead):
+        read(numbers)
+    assert numbers.tolist() == [0, 1, 2, 3]
+
+
+@KINDS
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tier, as at start."""
+    engine = tiny_engine(tiny_model("mimo"), spec, recorder=Watched())
+    runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
+    asked = GREEDY if greedy else sampled(runner.drafter.coupled)
+    graphs.record_all([asked], spec is TREE)
+    assert [key.requests for key in graphs.recorded] == [16, 8, 4, 2, 1]
+    for key, recorded in graphs.recorded.items():
+        assert (key.deepest > 0) == (spec.steps > 0) and key.trees == (spec is TREE)
+        assert recorded is not None
+        with torch.inference_mode():
+            recorded.again()
+
+
+@KINDS
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_nothing_is_read_beside_requests_that_do_and_after_them(
+    spec: SpecConfig, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predictions of requests beside it and of ended ones, rules and prompt chunks beside it: the captured step knows none of them."""
+    recorder = Watched()
+    engine = tiny_engine(tiny_model("mimo"), spec, recorder=recorder, budget=24, seats=6)
+    blinded(engine, monkeypatch)
+    hot: dict[str, Any] = {"temperature": temperature, "seed": 5}
+    requests = [
+        (SamplingParams(**hot, max_tokens=4), [1, 2, 3]),  # its prediction is the first to be left over
+        (SamplingParams(**hot, max_tokens=25), []),
+        (SamplingParams(**hot, max_tokens=25, repetition_penalty=1.3), []),
+        (SamplingParams(**hot, max_tokens=12), [4, 5, 6, 7]),
+        (SamplingParams(**hot, max_tokens=25, top_k=7, top_p=0.9), []),
+        (SamplingParams(**hot, max_tokens=25, speculation=Speculation(num_steps=1)), []),
+    ]
+    for i, ((params, prediction), prompt) in enumerate(zip(requests, prompts(6, seed=2), strict=True)):
+        engine.add(Request(str(i), prompt, params, prediction=prediction))
+    while engine.has_work:
+        assert all(event.error is None for event in engine.step())
+    assert len(recorder.replayed) > 10
+    # Alone, once all the others have ended.
+    engine.add(Request("late", [1, 2], SamplingParams(**hot, max_tokens=9)))
+    while engine.has_work:
+        assert all(event.error is None for event in engine.step())
+
+
+@pytest.mark.parametrize("end", ["abort", "finish"])
+def test_a_prediction_goes_with_its_request(end: str) -> None:
+    engine = tiny_engine(tiny_model(), CHAIN)
+    seats = runner_of(engine).seats
+    engine.add(Request("0", [1, 2], SamplingParams(max_tokens=6), prediction=[3, 4, 5]))
+    engine.add(Request("1", [1, 2, 3], SamplingParams(max_tokens=40)))
+    engine.step()
+    assert set(seats.predictions) == {0}
+    if end == "abort":
+        engine.abort("0")
+    while engine.has_work and "0" in engine._scheduler.live:
+        engine.step()
+    engine.step()
+    assert not seats.predictions and engine.has_work
+
+
+# -- which are made, and how wide -------------------------------------------------------------------------------------------------
+
+
+def test_tiers_cover_every_number_of_requests() -> None:
+    for most in (1, 3, 8, 20, 100, 256):
+        sizes = tiers(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 7])
+def test_a_step_is_as_wide_as_the_engine_drafts(steps: int) -> None:
+    """k + 1 rows, not the next power of two; fewer drafts, as near the end of a text, are masked and need no graph of their own."""
+    graphs = graphs_of(tiny_engine(tiny_model(), chain(steps), recorder=Again()))
+    for drafts in range(1, steps + 1):
+        assert graphs.key(3, drafts, True, GREEDY, False).width == steps + 1
+    assert graphs.key(3, 0, True, GREEDY, False) == graphs.key(3, steps, False, GREEDY, False) == graphs.key(4, steps, True, GREEDY, False)
+    plain = graphs.key(3, 0, False, GREEDY, False)
+    assert (plain.width, plain.deepest) == (1, 0)
+
+
+def test_a_tree_is_as_wide_as_its_nodes() -> None:
+    graphs = graphs_of(tiny_engine(tiny_model(), TREE, recorder=Again()))
+    assert graphs.key(3, 2, True, GREEDY, True).width == TREE.nodes + 1 == 8
+
+
+@pytest.mark.parametrize(("most", "above", "expected"), [(16, None, 10), (16, 2, 16), (3, None, 6)])
+def test_all_tiers_are_captured_at_start_and_said_to_be(
+    most: int, above: int | None, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Again()
+    engine = tiny_engine(tiny_model(), CHAIN, recorder=recorder, seats=most)
+    graphs = graphs_of(engine)
+    with caplog.at_level(logging.INFO, "mtpserve"):
+        graphs.record_all([GREEDY, sampled(False)], False, above)
+    sizes = [key.requests for key in graphs.recorded if key.width == 4]
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) == set(tiers(most))
+    assert {key.requests for key in graphs.recorded if key.width == 1} == {size for size in tiers(most) if above and size > above}
+    assert recorder.recordings == len(graphs.recorded) == expected
+    assert caplog.messages[-1] == f"captured {expected} of {expected} steps, for up to {most} requests"
+    assert len(caplog.messages) == 1 + (expected - 1) // 10
+    params = [SamplingParams(max_tokens=9 + i, temperature=0.7 * (i % 2), top_k=5 * (i % 3), seed=i) for i in range(min(most, 9))]
+    run(engine, prompts(len(params)), params)
+    assert recorder.recordings == expected and recorder.replayed, "something was captured under load"
+
+
+def test_what_pads_a_captured_step_touches_nobody() -> None:
+    engine = tiny_engine(tiny_model(), CHAIN, recorder=Again())
+    runner, graphs = runner_of(engine), graphs_of(engine)
+    pool, seats = runner.step.pool, runner.seats
+    before = pool.k[:, : -seats.page_size].clone()
+    graphs.record(graphs.key(4, 3, True, GREEDY, False))
+    assert torch.equal(before.isnan(), pool.k[:, : -seats.page_size].isnan())
+    assert pool.k[:, -seats.page_size :].isfinite().all()
+    assert (seats.length[:-1] == 0).all() and seats.length[-1] == 1 and seats.done.all()
+
+
+def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
+    """Above all not what the drafts were drawn from, [requests, depth, vocabulary]: a body has put it into the seats by then."""
+
+    class Marked(Again):
+        def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+            made, _ = super().record(body)
+            return made, lambda: None
+
+    engine = tiny_engine(tiny_model(), CHAIN, recorder=Marked())
+    runner, graphs, drawn = runner_of(engine), graphs_of(engine), []
+    draft = runner.drafter.draft
+
+    def watched(*args: Any) -> Any:
+        drafts = draft(*args)
+        drawn.append(weakref.ref(drafts.probs))
+        return drafts
+
+    runner.drafter.draft = watched  # type: ignore[method-assign]
+    recorded = graphs.record(graphs.key(4, 3, True, sampled(False), False))
+    gc.collect()
+    assert recorded is not None and drawn and all(probs() is None for probs in drawn)
+    kept = [recorded.outcome.table, recorded.outcome.count]
+    assert sum(part.nbytes for part in kept if part is not None) < 4 * 8 * 40
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------------------
+
+
+class Refusing(Again):
+    """Cannot capture more than two requests."""
+
+    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+        made, again = super().record(body)
+        if len(made.table) > 2:
+            raise CaptureFailed from RuntimeError("operation not permitted when stream is capturing\nCompile with `TORCH_USE_CUDA_DSA`")
+        return made, again
+
+
+@KINDS
+def test_what_cannot_be_captured_is_launched(spec: SpecConfig, caplog: pytest.LogCaptureFixture) -> None:
+    params = [SamplingParams(max_tokens=9 + 3 * i, temperature=0.7 * (i % 2), seed=i) for i in range(6)]
+    wanted = run(tiny_engine(tiny_model(), spec), prompts(6, seed=3), params)
+    recorder = Refusing()
+    engine = tiny_engine(tiny_model(), spec, recorder=recorder, overlap=1)
+    with caplog.at_level(logging.WARNING, "mtpserve"):
+        assert run(engine, prompts(6, seed=3), params) == wanted
+    recorded = graphs_of(engine).recorded
+    assert (
+        recorder.replayed
+        and set(recorder.replayed) <= {1, 2}
+        and {key.requests for key, made in recorded.items() if made is None} == {4, 8}
+    )
+    # Once for each, and in one line.
+    assert len(caplog.messages) == sum(made is None for made in recorded.values())
+    assert all(message.endswith("RuntimeError: operation not permitted when stream is capturing") for message in caplog.messages)
+
+
+class FakeCuda:
+    """torch.cuda as far as a capture goes: streams, whose captures may fail in the middle or at the end, and an allocator that notices."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault, self.current, self.capturing, self.log = fault, "main", False, list[str]()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fake = self
+
+        class Stream:
+            def __init__(self, name: str = "side") -> None:
+                self.name = name
+                fake.log.append(f"new stream {name}")
+
+            def wait_stream(self, other: Any) -> None:
+                pass
+
+        main = Stream("main")
+
+        @contextmanager
+        def stream(on: Stream) -> Any:
+            before, fake.current = fake.current, on.name
+            try:
+                yield
+            finally:
+                fake.current = before
+
+        class Graph:
+            def __init__(self, graph: Any, pool: Any, stream: Stream) -> None:
+                self.stream = stream
+
+            def __enter__(self) -> None:
+                assert not fake.capturing, "captures_underway.empty() INTERNAL ASSERT FAILED"
+                fake.before, fake.current, fake.capturing = fake.current, self.stream.name, True
+
+            def __exit__(self, *raised: Any) -> None:
+                if fake.fault == "end" or raised[0] is not None:
+                    raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+                fake.current, fake.capturing = fake.before, False
+
+        def end(device: int, pool: Any) -> None:
+            if not fake.capturing:
+                raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+            fake.capturing = False
+
+        cuda = {
+            "Stream": Stream, "stream": stream, "graph": Graph, "current_stream": lambda: main, "graph_pool_handle": lambda: (0, 1),
+            "current_device": lambda: 0, "synchronize": self.synchronize, "CUDAGraph": type("Graph", (), {"replay": None}),
+        }  # fmt: skip
+        for name, value in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+
+    def synchronize(self) -> None:
+        if self.fault == "device":
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("fault", ["", "body", "end", "warm-up", "device"])
+def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(fault)
+    cuda.install(monkeypatch)
+    recorder, made = CudaRecorder(), Outcome(None, torch.zeros(1), None, False)  # type: ignore[arg-type]
+
+    def body() -> Outcome:
+        assert cuda.current == "side"
+        if fault in ("body", "device") and cuda.capturing:
+            raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+        if fault == "warm-up":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made
+
+    expected: Any = {"": nullcontext(), "device": pytest.raises(torch.AcceleratorError)}.get(fault, pytest.raises(CaptureFailed))
+    with expected as caught:
+        assert recorder.record(body)[0] is made
+    assert (cuda.current, cuda.capturing) == ("main", False)
+    if fault in ("body", "warm-up"):
+        assert isinstance(caught.value.__cause__, (RuntimeError, torch.OutOfMemoryError))
+    cuda.fault = fault = ""
+    assert recorder.record(body)[0] is made
+    assert cuda.log.count("new stream side") == 1, "libraries would keep a workspace for each"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_exact_steps_are_never_captured(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the design says. A device that is called a GPU, whose captures are stood in for."""
+    runner = runner_of(tiny_engine(tiny_model("mimo"), CHAIN, exact=exact, recorder=Again()))
+    if not exact:
+        runner.step.attention.graph_safe = True
+    monkeypatch.setattr(build, "CudaRecorder", Again)
+    config = EngineConfig(spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_exact=exact))
+    assert build.make_graphs(config, runner.step, runner.sampling, 2) is None, "captured on a CPU"
+    monkeypatch.setattr(runner.step.seats, "device", FakeDevice())
+    monkeypatch.setattr(StepGraphs, "record", lambda graphs, key: graphs.recorded.update({key: None}))
+    graphs = build.make_graphs(config, runner.step, runner.sampling, 2)
+    assert exact if graphs is None else len(graphs.recorded) == 2 * len(usual(False))
+
+
+class FakeDevice:
+    type = "cuda"
