@@ -106,8 +106,12 @@ class Batch:
 
     @property
     def drafts(self) -> Tensor:
-        """[R, K]; what stands behind `draft_count` is void."""
+        """[R, K]; what comes after `draft_count` is void."""
         return self.ids[self.sample_rows[:, 1:]]
+
+    def drafted(self, part: Tensor) -> Tensor:
+        """[R, …] → [D, …]: of the spans that may be drafted for."""
+        return part if self.draft_spans is None else part[self.draft_spans]
 
 
 class Hidden(NamedTuple):

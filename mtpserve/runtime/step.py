@@ -66,6 +66,6 @@ class Step:
             assert rows.layout.compacted is not None
             batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.pool)
         drafts = self.drafter.draft(batch, hidden, verdict, rows.want)
-        seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+        seat_ids = batch.drafted(batch.seat_ids)
         self.seats.hold(seat_ids, drafts)
         return drafts

@@ -34,7 +34,7 @@ class CombinedDrafter:
         drafts = self.base.draft(batch, hidden, verdict, want)
         if want.deepest == 0 or self.sizes.free == 0:
             return drafts
-        seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+        seat_ids = batch.drafted(batch.seat_ids)
         # Who asked for less than the base's depth means all drafts, the free ones too.
         allowed = torch.where(want.each >= self.sizes.steps, self.sizes.free, want.each)
         chains = self.chains(batch, seat_ids)
@@ -51,7 +51,7 @@ class CombinedDrafter:
         seats = batch.seats
         length = seats.length[seat_ids]
         if batch.predictions is not None:
-            prediction, size = (part if batch.draft_spans is None else part[batch.draft_spans] for part in batch.predictions)
+            prediction, size = map(batch.drafted, batch.predictions)
             tokens, prompt = seats.tokens[seat_ids, : int(length.max())], seats.prompt_length(seat_ids)
             found.append((*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
         if self.sizes.always_free:

@@ -28,7 +28,7 @@ class NGramDrafter:
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         if want.deepest == 0:
             return None
-        seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+        seat_ids = batch.drafted(batch.seat_ids)
         tokens, count = continued(batch.seats.tokens, seat_ids, batch.seats.length[seat_ids], min(want.deepest, self.sizes.steps))
         return Drafts(tokens, torch.minimum(count, want.each), sources=torch.full_like(tokens, Source.NGRAM))
 

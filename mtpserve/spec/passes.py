@@ -54,10 +54,8 @@ class DraftPasses:
             shift=lag,
         )
         absorbed = self.model.absorb(rows.ids, rows.positions, hidden.features, self.attention.plan(rows))
-        chosen, seat_ids = batch.last_row + verdict.accepted * batch.samples, batch.seat_ids
-        if batch.draft_spans is not None:
-            chosen, seat_ids = chosen[batch.draft_spans], seat_ids[batch.draft_spans]
-        return absorbed.at(chosen), seat_ids
+        last = batch.last_row + verdict.accepted * batch.samples
+        return absorbed.at(batch.drafted(last)), batch.drafted(batch.seat_ids)
 
     def resume(self, batch: Batch, spans: Tensor) -> None:
         """The row of the first token of `spans`, which no pass over the batch's own rows gives: the token before it was computed for
