@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError
 
-MTP_NAMES = ("MTP", "NEXTN", "EAGLE")  # one algorithm; peers call it by all three names
 FREE_DRAFTS = 8  # drafts per request beside those of the algorithm: what a grammar forces, or a client predicts
 NEED_ALGORITHM = (
     "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
@@ -179,15 +179,15 @@ class SpecConfig:
     def __post_init__(self) -> None:
         algorithm, steps, rows = self.speculative_algorithm, self.speculative_num_steps, self.speculative_num_draft_tokens
         topk = self.speculative_eagle_topk
-        parts = [] if algorithm is None else algorithm.upper().split("+")
-        known = all(part in (*MTP_NAMES, "NGRAM") or part.endswith("_MTP") for part in parts) and len(self.sources) == len(parts)
-        check(known, "speculative_algorithm", algorithm, "MTP, NEXTN, EAGLE, NGRAM or MTP+NGRAM")
+        known = all(part in (*DRAFTERS.entries, "NGRAM") for part in self.parts)
+        apart = known and len(self.parts) == (self.drafter is not None) + self.ngram
+        check(apart, "speculative_algorithm", algorithm, f"{', '.join(DRAFTERS.entries)}, NGRAM or MTP+NGRAM")
         check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
         check(topk is None or 1 <= topk <= 8, "speculative_eagle_topk", topk, "in [1, 8]")
         check(rows is None or 1 <= rows <= MAX_ROWS, "speculative_num_draft_tokens", rows, f"in [1, {MAX_ROWS}]")
         most = self.speculative_disable_by_batch_size
         check(most is None or most >= 1, "speculative_disable_by_batch_size", most, "at least 1")
-        check(topk in (None, 1) or "mtp" in self.sources, "speculative_eagle_topk", topk, "1 without an MTP layer")
+        check(topk in (None, 1) or self.drafter is not None, "speculative_eagle_topk", topk, "1 without an MTP layer")
         if rows is not None and topk in (None, 1):
             check(rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
             check(
@@ -199,17 +199,26 @@ class SpecConfig:
             check(threshold == 1 or self.speculative_synthetic_acceptance is None, name, threshold, "1 with synthetic acceptance")
         if algorithm is not None:
             token_map = self.speculative_token_map
-            check(token_map is None or "mtp" in self.sources, "speculative_token_map", token_map, "left out without an MTP layer")
+            check(token_map is None or self.drafter is not None, "speculative_token_map", token_map, "left out without an MTP layer")
         else:
             for name in NEED_ALGORITHM:
                 value = getattr(self, name)
                 check(value is None, name, value, "given together with --speculative-algorithm")
 
     @property
-    def sources(self) -> frozenset[str]:
-        """Of mtp and ngram."""
+    def parts(self) -> list[str]:
+        """vLLM names the method after the family: deepseek_mtp, mimo_mtp."""
         parts = [] if self.speculative_algorithm is None else self.speculative_algorithm.upper().split("+")
-        return frozenset("ngram" if part == "NGRAM" else "mtp" for part in parts)
+        return ["MTP" if part.endswith("_MTP") else part for part in parts]
+
+    @property
+    def drafter(self) -> str | None:
+        """The name in core.drafters of the model that drafts; None: no model does."""
+        return next((part for part in self.parts if part != "NGRAM"), None)
+
+    @property
+    def ngram(self) -> bool:
+        return "NGRAM" in self.parts
 
     @property
     def steps(self) -> int:
@@ -234,11 +243,6 @@ class SpecConfig:
         # The pool of a tree: topk candidates, then topk for each of topk nodes per step.
         pool = self.topk + max(self.steps - 1, 0) * self.topk**2 if self.steps else 0
         return min(pool, MAX_ROWS - 1, (self.topk * self.steps) if rows is None else rows - 1)
-
-    @property
-    def reach(self) -> int:
-        """Tokens behind the last committed one that a step may write: an upper bound."""
-        return max(self.nodes + (FREE_DRAFTS if self.steps else 0), self.topk * (self.steps - 1))
 
     @property
     def lossy(self) -> bool:

@@ -136,7 +136,7 @@ def prove(
     ]
     for feature, fields in cases.items():
         one, other = (texts_of(found[name][feature]) for name in ("plain", "speculative"))
-        coupled = spec.topk > 1 or "ngram" in spec.sources or "grammar" in fields
+        coupled = spec.topk > 1 or spec.ngram or "grammar" in fields
         same = sum(a == b for a, b in zip(one, other, strict=True)) / len(one) if coupled else None
         proof.laws.append(LawTest(feature, len(one), two_sample(one, other), same))
     stats = drafting.engine.stats

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
+from dataclasses import replace
 from typing import Any
 
 import torch
-from mtpserve_kernels.cache import reference
 
-from mtpserve.attention.exact import ExactAttention
-from mtpserve.attention.registry import BACKENDS
-from mtpserve.cache.pages import PageAllocator
-from mtpserve.cache.pool import KVPool
-from mtpserve.config import SchedulerConfig, SpecConfig
+from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, RopeArch
-from mtpserve.core.protocols import Drafter, GrammarCompiler, LogitsProcessor
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import KERNELS
-from mtpserve.engine.drafters import make_drafter, reduced_head
+from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import triton_kernels, use_kernels
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
-from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import Recorder, StepGraphs
-from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.runner import Runner
-from mtpserve.runtime.sampling import SeatSampling
-from mtpserve.runtime.seats import SeatTensors
-from mtpserve.runtime.step import Judge, Step
-from mtpserve.spec.accept import LOSSLESS, Decide, decide
-from mtpserve.spec.synthetic import SyntheticAcceptance
-from mtpserve.spec.thresholds import Thresholds
 
-CPU = torch.device("cpu")
-VOCAB, CONTEXT = 37, 160
+CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
 
 
 def tiny_arch(family: str = "deepseek") -> ModelArch:
@@ -80,18 +63,11 @@ def tiny_model(family: str = "deepseek", seed: int = 0, dtype: torch.dtype = tor
     return model.eval()
 
 
-def tiny_drafter(model: DecoderModel, attention: Any, drafts: int | SpecConfig, budget: int, token_map: list[int] | None = None) -> Drafter:
+def spec_of(drafts: int | SpecConfig) -> SpecConfig:
     """`drafts` is the depth of a chain, or any configuration."""
-    if isinstance(drafts, int):
-        drafts = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
-    return make_drafter(drafts, model, attention, budget, reduced_head(model, token_map, model.embed.weight.device))
-
-
-def kernels_of(model: DecoderModel) -> tuple[str, Any, Decide | None]:
-    """The layers use them from here on. → the attention backend, `compact` and `decide`."""
-    use_kernels(model, triton_kernels())
-    compact, judge = (getattr(import_module(KERNELS[name]), name) for name in ("compact", "decide"))
-    return "triton", compact, judge
+    if not isinstance(drafts, int):
+        return drafts
+    return SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
 
 
 def tiny_engine(
@@ -103,54 +79,33 @@ def tiny_engine(
     budget: int = 64,
     seats: int = 16,
     eos: tuple[int, ...] = (),
-    processors: Sequence[LogitsProcessor] = (),
-    thresholds: Thresholds = LOSSLESS,
-    processed_logprobs: bool = False,
-    grammars: GrammarCompiler | None = None,
     exact: bool = False,
+    processed_logprobs: bool = False,
     kernels: bool = False,
-    overlap: int = 0,
     recorder: Recorder | None = None,
-    token_map: list[int] | None = None,
-    rates: Sequence[float] | None = None,
-    cache: torch.dtype | None = None,
     device: torch.device = CPU,
+    **options: Any,
 ) -> Engine:
-    """`cache`: what keys and values are stored in. The model is moved to `device`.
+    """`options` are those of EngineOptions; the model is moved to `device`.
 
     The pool is full of NaN: whatever reads a slot that was not written fails its request."""
-    arch = model.to(device).arch
-    backend, compact, judge = kernels_of(model) if kernels else ("reference", reference.compact, None)
-    dtype = model.embed.weight.dtype
-    pool = KVPool(arch.kv, arch.kv_layers, pages + 1, page_size, dtype, device, poison=True, compact=compact, stored=cache)
-    pool.clear(pages)
-    attention = BACKENDS.get(backend)(pool, arch.heads, arch.scale)
-    drafter = tiny_drafter(model, attention, drafts, budget, token_map)
-    if rates is not None:
-        judge = SyntheticAcceptance(judge or decide, rates, device)
-    state = SeatTensors(seats, CONTEXT, drafter, arch.vocab, page_size, device, eos, pages)
-    sampling = SeatSampling(seats, LogitRules(state, seats, arch.vocab, eos, processors, device), device)
-    step = Step(
-        ExactModel(model) if exact else model,
-        ExactAttention(pool, arch.heads, arch.scale) if exact else attention,
-        pool,
-        drafter,
-        state,
-        Judge(thresholds, processed_logprobs, judge),
-    )
-    graphs = None if recorder is None else StepGraphs(step, sampling, recorder, seats)
-    return Engine(
-        Runner(step, sampling, graphs, overlapped=overlap > 0),
-        SchedulerConfig(chunked_prefill_size=budget),
-        allocator=PageAllocator(pages),
-        page_size=page_size,
-        max_running=seats,
-        context_length=CONTEXT,
-        vocab=arch.vocab,
-        eos_ids=eos,
-        want=drafts if isinstance(drafts, int) else drafts.steps,
-        grammars=grammars,
-        overlap=overlap,
+    if kernels:
+        use_kernels(model, triton_kernels())
+    return assemble(
+        model.to(device),
+        EngineSizes(pages=pages, page_size=page_size, seats=seats, context=CONTEXT),
+        EngineOptions(
+            spec=replace(spec_of(drafts), speculative_exact=exact),
+            scheduler=SchedulerConfig(chunked_prefill_size=budget),
+            sampling=SamplingConfig(logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs"),
+            device=device,
+            dtype=model.embed.weight.dtype,
+            backend="triton" if kernels else "reference",
+            eos_ids=eos,
+            graphs=lambda step, sampling: None if recorder is None else StepGraphs(step, sampling, recorder, seats),
+            poison=True,
+            **options,
+        ),
     )
 
 
@@ -173,3 +128,11 @@ def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def replace_passes(model: DecoderModel, passes: Any) -> Any:
+    """Let all passes of the model's MTP layer go through `passes`. → the layer's own."""
+    head: Any = model.mtp_head
+    own = head.absorb
+    head.absorb = head.step = passes
+    return own

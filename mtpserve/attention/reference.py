@@ -60,15 +60,19 @@ class ReferenceAttention:
         return PlannedAttention(self, batch.slots, pieces)
 
     def piece(self, batch: Batch, width: int, spans: list[int], first_rows: list[int], lengths: list[int], tables: list[Tensor]) -> Piece:
-        device, page_size, n = self.pool.k.device, self.pool.page_size, max(lengths)
+        device, page_size, n, shift = self.pool.k.device, self.pool.page_size, max(lengths), batch.shift
         if len(lengths) == 1:
             rows: Tensor | slice = slice(first_rows[0], first_rows[0] + width)
-            slots: Tensor | slice = slots_of(tables[0][: -(-n // page_size)], n, page_size)
+            slots: Tensor | slice = slots_of(tables[0][: -(-(n + shift) // page_size)], n, page_size, shift)
         else:
             rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
             index = torch.arange(n, device=device).expand(len(lengths), n)
             index = index.masked_fill(index >= torch.tensor(lengths, device=device).unsqueeze(1), 0)
-            slots = torch.stack([t[: -(-n // page_size)] for t in tables]).gather(1, index // page_size) * page_size + index % page_size
+            index = index + shift
+            slots = (
+                torch.stack([t[: -(-(n + shift) // page_size)] for t in tables]).gather(1, index // page_size) * page_size
+                + index % page_size
+            )
             slots = slots.flatten()
         needed = width > 1 or min(lengths) < n or batch.tree_bits is not None
         return Piece(rows, len(lengths), slots, self.mask(batch, rows, spans, width, n) if needed else None)
@@ -91,12 +95,12 @@ class ReferenceAttention:
         return mask.repeat_interleave(self.kv_heads if len(spans) > 1 else 1, 0)
 
 
-def slots_of(pages: Tensor, n: int, page_size: int) -> Tensor | slice:
+def slots_of(pages: Tensor, n: int, page_size: int, shift: int) -> Tensor | slice:
     """pages [⌈n / page_size⌉] → the slots of tokens 0 … n-1."""
     listed = pages.tolist()
     if listed == list(range(listed[0], listed[0] + len(listed))):
-        return slice(listed[0] * page_size, listed[0] * page_size + n)
-    return (pages[:, None] * page_size + torch.arange(page_size, device=pages.device)).flatten()[:n]
+        return slice(listed[0] * page_size + shift, listed[0] * page_size + shift + n)
+    return (pages[:, None] * page_size + torch.arange(page_size, device=pages.device)).flatten()[shift : shift + n]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,13 @@
 """The attention backends by name."""
 
+from collections.abc import Callable
+
+from mtpserve.cache.pool import KVPool
+from mtpserve.core.protocols import AttentionBackend
 from mtpserve.core.registry import Registry
 
-BACKENDS = Registry(
+# Made of the pool, the number of query heads, and the scale of the scores.
+BACKENDS: Registry[Callable[[KVPool, int, float], AttentionBackend]] = Registry(
     "attention backend",
     {
         "reference": "mtpserve.attention.reference:ReferenceAttention",

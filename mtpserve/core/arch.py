@@ -24,6 +24,18 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """A layer kind: attention over what `kv` stores for each token. `window`: a row sees itself and the window - 1 tokens before it;
+    None: all before it."""
+
+    kv: KVLayout
+    window: int | None = None
+
+
+LayerKind = Attention
+
+
+@dataclass(frozen=True, slots=True)
 class RopeArch:
     """Rotary position embedding. `scaling` None: plain; otherwise YaRN's numbers (https://arxiv.org/abs/2309.00071)."""
 
@@ -80,6 +92,17 @@ class MTPArch:
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """Which of the trunk's numbers a draft model is fed with, row by row and side by side. By default none."""
+
+    taps: tuple[int, ...] = ()  # the outputs of these layers
+    last: Norm | None = None  # the last layer's output, before or after the final norm
+
+    def width(self, hidden: int) -> int:
+        return hidden * (len(self.taps) + (self.last is not None))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelArch:
     family: str  # the name in models/registry
     num_layers: int  # of the trunk; MTP layers come on top
@@ -100,6 +123,10 @@ class ModelArch:
     moe: MoEArch | None = None
     mtp: MTPArch | None = None
     qkv_bias: bool = False
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        return (Attention(self.kv),) * self.kv_layers
 
     @property
     def kv_layers(self) -> int:

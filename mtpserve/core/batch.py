@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from mtpserve.core.protocols import Sampler, Seats
 
-MAX_DRAFTS = 63  # one bit each in an int64, and the root
-
 
 class Source(IntEnum):
     """Who proposed a draft."""
@@ -99,20 +97,32 @@ class Batch:
     # tree_start of its span. None: every row sees all that stands before it.
     tree_bits: Tensor | None = None  # [T] int64, -1 for a row that is no node
     tree_start: Tensor | None = None  # [R] int64, index of node 0
+    # The key of column c (a place in the request) lies in the slot of token c + shift. Nothing else is shifted: index, kv_len, tree.
+    shift: int = 0
+    # [N] int64, spans that start right after pages which another request computed; None: none does.
+    resumed: Tensor | None = None
     # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there is none. None: nowhere is one.
     predictions: tuple[Tensor, Tensor] | None = None
 
     @property
     def drafts(self) -> Tensor:
-        """[R, K]; what stands behind `draft_count` is void."""
+        """[R, K]; what comes after `draft_count` is void."""
         return self.ids[self.sample_rows[:, 1:]]
+
+    def drafted(self, part: Tensor) -> Tensor:
+        """[R, …] → [D, …]: of the spans that may be drafted for."""
+        return part if self.draft_spans is None else part[self.draft_spans]
 
 
 class Hidden(NamedTuple):
-    """Two views of the last layer's output. The same tensor where a family feeds its MTP layer after the final norm."""
+    """What a pass of the trunk, or of a draft model, gives for each row."""
 
     head: Tensor  # [rows, hidden], what the language-model head multiplies
-    recycle: Tensor  # [rows, hidden], what an MTP layer is fed
+    features: Tensor | None  # [rows, Features.width], what a draft model's next pass is fed with; None: nothing
+
+    def at(self, rows: Tensor) -> Hidden:
+        """Some of the rows [n]."""
+        return Hidden(self.head[rows], None if self.features is None else self.features[rows])
 
 
 @dataclass(frozen=True, slots=True)

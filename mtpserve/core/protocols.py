@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mtpserve.core.arch import KVLayout, ModelArch
+from mtpserve.core.arch import Features, KVLayout, LayerKind, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Span, StepResult, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.core.sequence import Sequence
@@ -64,15 +65,35 @@ class LinearMethod(Protocol):
         ...
 
 
-class CausalModel(Protocol):
-    """A family's trunk and MTP head. Rows of all requests are one dimension; attention alone knows whose they are."""
+class Trunk(Protocol):
+    """A model without its drafters. Rows of all requests are one dimension; only attention knows which request they belong to."""
 
     arch: ModelArch
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden: ...
+    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend, features: Features) -> Hidden: ...
 
-    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> Hidden:
-        """Row p: `hidden` of position p and the id of token p+1; its output predicts token p+2."""
+    def logits(self, head: Tensor) -> Tensor:
+        """[rows, hidden] → [rows, vocabulary] float32."""
+        ...
+
+
+class DraftModel(Protocol):
+    """A model that proposes tokens: an MTP layer, an EAGLE head, a small model of its own. Its row with slot s knows token s.
+
+    lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is s - 1; slot 0 has no row
+    lag 0 (a small model)  row s has token s alone; its position is s
+    """
+
+    lag: int
+    features: Features  # what `absorb` is fed with
+    layers: tuple[LayerKind, ...]  # its own, stored in the same pages after the trunk's
+
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> Hidden:
+        """Rows [T] of what is committed, features [T, Features.width] of the trunk."""
+        ...
+
+    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, attend: Attend) -> Hidden:
+        """Rows of its own drafts; `state` is the features of its own output for the row before."""
         ...
 
     def logits(self, head: Tensor) -> Tensor:
@@ -80,10 +101,20 @@ class CausalModel(Protocol):
         ...
 
 
+class DraftSource(Protocol):
+    """Where a drafter's model comes from: what an entry of core.drafters names."""
+
+    in_checkpoint: bool  # it is the checkpoint's own MTP layer, loaded together with the trunk
+
+    def build(self, trunk: Trunk) -> DraftModel:
+        """Also called for a trunk on the meta device, where only shapes are wanted, to plan memory."""
+        ...
+
+
 class Seats(Protocol):
     """The tensors that a step changes, one row per running request."""
 
-    tokens: Tensor  # [seats, max_len + slack] int64: committed tokens, then the waiting drafts
+    tokens: Tensor  # [seats, max_len + lookahead] int64: committed tokens, then the waiting drafts
     length: Tensor  # [seats] int64: committed tokens
     computed: Tensor  # [seats] int64: tokens whose KV is in the pages
     page_table: Tensor  # [seats, pages] int64
@@ -212,16 +243,18 @@ class LogitsProcessor(Protocol):
 class Drafter(Protocol):
     """Proposes what the next step verifies. Wanting nothing still absorbs the rows, so that the draft layer's KV stays aligned."""
 
-    max_drafts: int  # nodes that one request may have
-    depth: int  # of the deepest
-    reach: int  # tokens behind the last committed one that drafting writes, or that wait to be verified
-    plain_reach: int  # the same for a request with neither grammar nor prediction
-    trees: bool  # drafts may branch
+    sizes: DraftSizes
     coupled: bool  # drafts are point masses, for all requests
     graph_safe: bool  # `draft` reads nothing on the host, for requests with neither grammar nor prediction
 
-    def proposals(self, want: int, plain: bool) -> int:
-        """How many drafts may come of wanting them so deep, at most. `plain`: the request has neither grammar nor prediction."""
+    @property
+    def features(self) -> Features:
+        """That it wants of the trunk's rows."""
+        ...
+
+    @property
+    def lag(self) -> int | None:
+        """Of its draft model; None: it has none."""
         ...
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
@@ -242,22 +275,7 @@ class ModelRunner(Protocol):
     """The device side of the engine. Tests of the scheduler bring a fake one without tensors."""
 
     @property
-    def max_drafts(self) -> int:
-        """Drafts that one request may have in one step."""
-        ...
-
-    @property
-    def depth(self) -> int:
-        """Of the deepest."""
-        ...
-
-    def reach(self, seq: Sequence | None) -> int:
-        """How many tokens behind its last committed one a step may write for this request; None: for any."""
-        ...
-
-    def proposals(self, seq: Sequence, want: int) -> int:
-        """How many drafts a step that wants them so deep may leave waiting for this request, at most."""
-        ...
+    def sizes(self) -> DraftSizes: ...
 
     def lockstep(self, seq: Sequence) -> bool:
         """Whether the host must have booked a request's last step before its next one is launched."""

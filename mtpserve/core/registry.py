@@ -1,13 +1,17 @@
-"""Names to things that are imported only when asked for: listing what exists must not load it."""
+"""Names to things that are imported only when they are used: listing what exists must not import it."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar, cast
+
+T = TypeVar("T")
 
 
-class Registry:
-    """`entries` maps a name to "module:attribute". Names are looked up as they are; `get` raises KeyError listing the known ones."""
+class Registry(Generic[T]):
+    """`entries` maps a name to "module:attribute", an object of type T. `get` raises KeyError listing the known names."""
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind
@@ -16,8 +20,19 @@ class Registry:
     def names(self) -> list[str]:
         return sorted(self.entries)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> T:
         if name not in self.entries:
             raise KeyError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
         module, attribute = self.entries[name].split(":")
-        return getattr(importlib.import_module(module), attribute)
+        return cast(T, getattr(importlib.import_module(module), attribute))
+
+    @contextmanager
+    def extended(self, name: str, target: str) -> Iterator[None]:
+        """One more entry for the duration of the context: a plug-in, or a test's own."""
+        if name in self.entries:
+            raise ValueError(f"{self.kind} {name!r} exists already: {self.entries[name]}")
+        self.entries[name] = target
+        try:
+            yield
+        finally:
+            del self.entries[name]

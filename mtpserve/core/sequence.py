@@ -48,10 +48,13 @@ class Sequence:
     prompt_scored: int = 0  # prompt tokens, from the second on, whose log-probabilities were reported
     shares: Sequence | None = None  # another request with this very prompt, whose pages may be used
     depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
-    reach: int = 0  # tokens behind the last committed one that a step may write for it
+    reach: int = 0  # tokens after the last committed one that a step may write for it
+    lookahead: int = 0  # tokens after those that the host knows for which pages are held: DraftSizes.lookahead
     lockstep: bool = False  # its next step cannot be launched before the last one is booked: the host has a say in it
     proposals: int = 0  # that a step may leave waiting for it, at most
     computed: int = 0
+    seated_at: int = 0  # `computed` when it was last given a seat
+    shared: int = 0  # tokens in the pages that another request has computed; one of them may be computed again, and is not stored
     launched: int = 0  # `computed`, and the committed tokens of the spans in flight
     ahead: int = 0  # spans in flight that give tokens
     drafts: int = 0  # proposals that wait on the device to be verified by the next span; with spans in flight at most so many
@@ -62,6 +65,11 @@ class Sequence:
     seated: float | None = None  # the first time
     finish: Finish | None = None
     error: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Drafts come from the algorithm alone: neither a grammar nor a prediction proposes any."""
+        return self.grammar is None and not self.prediction
 
     @property
     def output_len(self) -> int:

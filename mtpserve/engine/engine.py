@@ -32,7 +32,7 @@ from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Reque
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.faults import is_fatal
-from mtpserve.engine.scheduler import Outcome, Scheduler, lookahead
+from mtpserve.engine.scheduler import Outcome, Scheduler
 from mtpserve.engine.stats import count, new_stats
 
 log = logging.getLogger(__name__)
@@ -64,12 +64,13 @@ class Engine:
         overlap: int = 0,
         plain_above: int | None = None,
     ) -> None:
-        if not 0 <= want <= runner.depth:
-            raise ConfigError(f"--speculative-num-steps must be in [0, {runner.depth}], got {want}")
-        budget, rows = config.chunked_prefill_size, runner.max_drafts + 1
+        sizes = runner.sizes
+        if not 0 <= want <= sizes.depth:
+            raise ConfigError(f"--speculative-num-steps must be in [0, {sizes.depth}], got {want}")
+        budget, rows = config.chunked_prefill_size, sizes.rows_per_step
         check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}: one token and {rows - 1} drafts")
         pool = allocator.num_pages * page_size
-        reserve = lookahead(runner.reach(None), overlap)
+        reserve = sizes.lookahead(overlap)
         check(pool >= reserve + 2, "max_total_tokens", pool, f"at least {reserve + 2}: two tokens and {reserve} kept for drafting")
         self.context_length = min(context_length, pool - reserve)
         queued = config.max_queued_requests
@@ -85,10 +86,9 @@ class Engine:
         self._overlap, self._plain_above = overlap, plain_above
         self._in_flight: deque[tuple[list[Span], Launched]] = deque()
         self._scheduler = Scheduler(
-            allocator, page_size=page_size, max_running=max_running, token_budget=budget, max_drafts=runner.max_drafts, eos_ids=eos_ids,
-            in_flight=overlap,
+            allocator, page_size=page_size, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
         )  # fmt: skip
-        self._stats = new_stats(runner.depth, allocator.num_pages)
+        self._stats = new_stats(sizes.depth, allocator.num_pages)
 
     @property
     def has_work(self) -> bool:
@@ -129,8 +129,9 @@ class Engine:
             depth=sampling.speculation.depth,
             arrived=perf_counter(),
         )
-        seq.reach, seq.lockstep = self._runner.reach(seq), self._runner.lockstep(seq)
-        seq.proposals = self._runner.proposals(seq, self._want if seq.depth is None else min(self._want, seq.depth))
+        sizes, seq.lockstep = self._runner.sizes, self._runner.lockstep(seq)
+        seq.reach, seq.lookahead = sizes.reach(seq.plain), sizes.lookahead(self._overlap, seq.plain)
+        seq.proposals = sizes.proposals(self._want if seq.depth is None else min(self._want, seq.depth), seq.plain)
         scheduler.add(seq)
 
     def compile(self, spec: GrammarSpec | None) -> Grammar | None:
@@ -181,7 +182,7 @@ class Engine:
             for requests in _ladder(self._max_running):
                 self._try([1] * requests, launched=True)
             log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
-        self._stats = new_stats(self._runner.depth, self._allocator.num_pages)
+        self._stats = new_stats(self._runner.sizes.depth, self._allocator.num_pages)
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
         """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""

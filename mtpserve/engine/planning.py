@@ -11,9 +11,8 @@ import torch
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch
+from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
-from mtpserve.core.protocols import LinearMethod
-from mtpserve.engine.drafters import make_drafter
 from mtpserve.engine.storage import Storage, storage_of
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.models.family import Family, dropped
@@ -23,6 +22,7 @@ from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
+from mtpserve.spec.sizes import coupled, draft_sizes
 from mtpserve.text.token_map import read_token_map
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
@@ -121,7 +121,8 @@ class Plan:
 
 def plan(config: EngineConfig) -> Plan:
     """Raises LoadError and ConfigError."""
-    found = describe(config, want_mtp="mtp" in config.spec.sources)
+    source = None if config.spec.drafter is None else DRAFTERS.get(config.spec.drafter)
+    found = describe(config, want_mtp=source is not None and source.in_checkpoint)
     device = device_of(config)
     dtype = dtype_of(config, found.arch, device)
     length = config.model.context_length
@@ -129,25 +130,40 @@ def plan(config: EngineConfig) -> Plan:
         raise ConfigError(f"--context-length must be at most {found.arch.max_positions}, the model's own, got {length}")
     kernels = backend_of(config, device) == "triton" and not config.spec.speculative_exact
     kept = storage_of(config, filter(None, (found.checkpoint, found.nextn)), dtype, device, kernels)
-    sizes = fixed(found, dtype, positions(config, found.arch), kept.keep_blocks)
-    state, tables = state_of(config, found.arch)
-    memory = plan_memory(config, found.arch, kept.cache, device, sizes, state, tables)
+    sizes = fixed(found, dtype, positions(config, found.arch, device), kept.keep_blocks)
+    state, tables = state_of(config, found.arch, device)
+    memory = plan_memory(config, found.arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
     return Plan(found, dtype, device, kept, memory)
 
 
-def positions(config: EngineConfig, arch: ModelArch) -> int:
-    """How far a step may write behind position 0."""
-    context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    return context + 2 * (config.spec.reach + 1)
+def overlap_of(config: EngineConfig, device: torch.device) -> int:
+    """Steps in flight while another is planned. On a CPU the host computes, so there is nothing to overlap with."""
+    return int(device.type == "cuda" and not config.scheduler.disable_overlap_schedule)
 
 
-def state_of(config: EngineConfig, arch: ModelArch) -> tuple[Sizes, Sizes]:
+def context_of(config: EngineConfig, arch: ModelArch) -> int:
+    return arch.max_positions if config.model.context_length is None else config.model.context_length
+
+
+def lookahead_of(config: EngineConfig, device: torch.device) -> int:
+    """Tokens of a request for which pages are held after those that the host knows."""
+    return draft_sizes(config.spec, config.scheduler.chunked_prefill_size).lookahead(overlap_of(config, device))
+
+
+def positions(config: EngineConfig, arch: ModelArch, device: torch.device) -> int:
+    """Positions that a step may compute: the rotary tables' length."""
+    return context_of(config, arch) + lookahead_of(config, device)
+
+
+def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tuple[Sizes, Sizes]:
     """The tensors that the runner makes, made on no device."""
-    drafter, nowhere = make_drafter(config.spec, None, None, config.scheduler.chunked_prefill_size), torch.device("meta")
-    context = arch.max_positions if config.model.context_length is None else config.model.context_length
+    sizes, nowhere = draft_sizes(config.spec, config.scheduler.chunked_prefill_size), torch.device("meta")
+    context, in_flight = context_of(config, arch), overlap_of(config, device)
 
     def parts(running: int) -> tuple[SeatTensors, LogitRules]:
-        seats = SeatTensors(running, context, drafter, arch.vocab, config.cache.page_size, nowhere)
+        seats = SeatTensors(
+            running, context, sizes, arch.vocab, config.cache.page_size, nowhere, coupled=coupled(config.spec), in_flight=in_flight
+        )
         return seats, LogitRules(seats, running, arch.vocab, (), (), nowhere)
 
     def state(running: int) -> int:
@@ -177,7 +193,7 @@ def empty_model(found: Described, dtype: torch.dtype, positions: int, keep_block
 
 def build_model(found: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> DecoderModel:
     """Its weights are uninitialised."""
-    method = cast(LinearMethod, METHODS.get("fp8" if keep_blocks else "none")())
+    method = METHODS.get("fp8" if keep_blocks else "none")()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -31,11 +31,6 @@ RANK = attrgetter("rank")
 NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
 
 
-def lookahead(reach: int, in_flight: int = 0) -> int:
-    """Tokens behind those that the host knows for which pages are held: what each step commits and drafts, of those in flight too."""
-    return (2 + in_flight) * (reach + 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one step gave one request, surplus behind a stop already dropped. `seq.finish` says whether it goes on."""
@@ -59,7 +54,6 @@ class Scheduler:
 
     def __init__(
         self, allocator: PageAllocator, *, page_size: int, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
-        in_flight: int = 0,
     ) -> None:  # fmt: skip
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
@@ -68,7 +62,6 @@ class Scheduler:
         self._max_running = max_running
         self._token_budget = token_budget
         self._max_drafts = max_drafts
-        self._in_flight = in_flight  # steps that may be, at most, while another is planned
         self._eos_ids = frozenset(eos_ids)
         self._free_seats = list(range(max_running))  # a heap
         self._turns: dict[str, int] = {}  # decoding requests → their place in the next step's budget
@@ -167,7 +160,9 @@ class Scheduler:
             return None
         self._allocator.share(shared)
         seq.pages = shared + self._allocator.allocate(pages)
-        seq.computed = seq.launched = len(shared) * self._page_size
+        seq.shared = len(shared) * self._page_size
+        # The last token is computed again: what follows it is unknown.
+        seq.computed = seq.launched = seq.seated_at = min(seq.shared, _end(seq) - 1)
         seq.seat = heapq.heappop(self._free_seats)
         insort(self.running, self.waiting.pop(0), key=RANK)
         self.admitted.append(seq)
@@ -177,7 +172,7 @@ class Scheduler:
 
     def _pages_for(self, seq: Sequence, tokens: int) -> int:
         """Pages that hold `tokens` and the lookahead."""
-        return -(-(tokens + lookahead(seq.reach, self._in_flight)) // self._page_size)
+        return -(-(tokens + seq.lookahead) // self._page_size)
 
     def _missing(self, seq: Sequence) -> int:
         """Pages that a decoding request lacks for its next span; below 0: it has more."""
@@ -186,13 +181,13 @@ class Scheduler:
     def _shareable(self, seq: Sequence) -> list[int] | None:
         """Pages of another request with the same prompt that this one may read; None: they will be there in a few steps.
 
-        prompt     | page | page | page | pa        the last token of the prompt is computed by each for itself, and so is the
-        shared     | page | page |                  page that holds the one before it: an MTP layer's key knows the next token
+        prompt     | page | page | page | pa        a page depends on the tokens up to its end alone
+        shared     | page | page | page |
         """
         other = seq.shares
         if other is None or seq.sampling.prompt_logprobs is not None or self.live.get(other.id) is not other:
             return []
-        whole = (seq.prompt_len - 1) // self._page_size
+        whole = seq.prompt_len // self._page_size
         if other.seat is None or other.computed >= whole * self._page_size:
             return other.pages[:whole]
         return None
@@ -334,5 +329,9 @@ def _chunk(seq: Sequence, budget: int) -> Span:
     fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
     recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
     """
-    end = len(seq.tokens) - (1 if seq.output_len > 0 else 0)
-    return Span.of(seq, min(end - seq.launched, budget))
+    return Span.of(seq, min(_end(seq) - seq.launched, budget))
+
+
+def _end(seq: Sequence) -> int:
+    """Up to where it is computed before it decodes."""
+    return len(seq.tokens) - (1 if seq.output_len > 0 else 0)

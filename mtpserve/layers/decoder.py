@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch import Features, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols import Attend, LinearMethod
 from mtpserve.layers.embedding import Embedding, TiedHead
@@ -33,18 +33,37 @@ class DecoderLayer(nn.Module):
 
 
 class MTPHead(nn.Module):
-    """One multi-token-prediction layer. Embedding and language-model head are the trunk's own objects and not held here."""
+    """core.protocols.DraftModel: the checkpoint's own multi-token-prediction layer. Embedding, head and rotary tables are the trunk's own
+    objects, borrowed and not held as children."""
 
-    def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, method: LinearMethod) -> None:
+    lag = 1
+
+    def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, method: LinearMethod, trunk: DecoderModel) -> None:
         super().__init__()
         assert arch.mtp is not None
+        self.arch, self.borrowed = arch.mtp, [trunk]
+        self.features = Features(last=arch.mtp.hidden_in)
+        self.layers = arch.layers[arch.num_layers :]
         self.fusion = MTPFusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, method)
         self.layer = DecoderLayer(arch, attention, mlp)
         self.norm = RMSNorm(arch.hidden, arch.norm_eps)
 
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> Hidden:
+        """Its row at position p predicts token p + 2."""
+        trunk = self.borrowed[0]
+        x = self.fusion(trunk.embed(ids), features)
+        x, residual = self.layer(x, None, trunk.rope, trunk.rope(positions), attend, trunk.arch.num_layers)
+        normed, x = self.norm.add(x, residual)
+        return Hidden(normed, x if self.arch.recycle == "pre" else normed)
+
+    step = absorb
+
+    def logits(self, head: Tensor) -> Tensor:
+        return self.borrowed[0].logits(head)
+
 
 class DecoderModel(nn.Module):
-    """core.protocols.CausalModel. Layer L of the KV pool is the MTP layer's."""
+    """core.protocols.Trunk, and what was loaded together with it: the checkpoint's own MTP layer."""
 
     def __init__(self, arch: ModelArch, make_block: MakeBlock, method: LinearMethod, dtype: torch.dtype, positions: int) -> None:
         super().__init__()
@@ -53,23 +72,20 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i)) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden, arch.norm_eps)
         self.head = TiedHead(self.embed) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), method)
-        self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), method) if arch.mtp else None
         self.rope = Rope(arch.rope, positions, dtype)
+        self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), method, self) if arch.mtp else None
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden:
+    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend, features: Features) -> Hidden:
         x, residual, turned = self.embed(ids), None, self.rope(positions)
+        kept = []
         for i, layer in enumerate(self.layers):
             x, residual = layer(x, residual, self.rope, turned, attend, i)
+            if i in features.taps:
+                kept.append(residual + x)
         normed, x = self.norm.add(x, residual)
-        feeds_raw = self.arch.mtp is not None and self.arch.mtp.hidden_in == "pre"
-        return Hidden(normed, x if feeds_raw else normed)
-
-    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> Hidden:
-        assert self.mtp_head is not None and self.arch.mtp is not None
-        head, turned = self.mtp_head, self.rope(positions)
-        x, residual = head.layer(head.fusion(self.embed(ids), hidden), None, self.rope, turned, attend, self.arch.num_layers)
-        normed, x = head.norm.add(x, residual)
-        return Hidden(normed, x if self.arch.mtp.recycle == "pre" else normed)
+        if features.last is not None:
+            kept.append(x if features.last == "pre" else normed)
+        return Hidden(normed, None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, -1))
 
     def logits(self, head: Tensor) -> Tensor:
         return self.head(head).float()  # type: ignore[no-any-return]

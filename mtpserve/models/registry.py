@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from mtpserve.core.errors import UnsupportedModel
 from mtpserve.core.registry import Registry
 from mtpserve.models.family import Family
 from mtpserve.weights.hf import HFConfig
 
-FAMILIES = Registry(
+FAMILIES: Registry[Family] = Registry(
     "architecture",
     {
         "DeepseekV3ForCausalLM": "mtpserve.models.deepseek:DEEPSEEK",
@@ -28,4 +26,4 @@ def family_of(config: HFConfig) -> Family:
             if found
             else UnsupportedModel(f"{config.path}: architectures is missing; supported: {', '.join(FAMILIES.names())}")
         )
-    return cast(Family, FAMILIES.get(name))
+    return FAMILIES.get(name)

@@ -1,5 +1,10 @@
 """The ways in which a linear layer's weights are stored, by name."""
 
+from collections.abc import Callable
+
+from mtpserve.core.protocols import LinearMethod
 from mtpserve.core.registry import Registry
 
-METHODS = Registry("quantisation", {"none": "mtpserve.quant.unquantized:Unquantized", "fp8": "mtpserve.quant.blockwise:Blockwise"})
+METHODS: Registry[Callable[[], LinearMethod]] = Registry(
+    "quantisation", {"none": "mtpserve.quant.unquantized:Unquantized", "fp8": "mtpserve.quant.blockwise:Blockwise"}
+)

@@ -17,32 +17,32 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.attention.exact import PlannedExact
+from mtpserve.core.arch import Features
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Attend, CausalModel
+from mtpserve.core.protocols import Attend, Trunk
 
 TILE = 8
 
 
 class ExactModel:
-    """core.protocols.CausalModel. `trunk` needs the attention of attention/exact."""
+    """core.protocols.Trunk. `trunk` needs the attention of attention/exact."""
 
-    def __init__(self, model: CausalModel) -> None:
+    def __init__(self, model: Trunk) -> None:
         self.model, self.arch = model, model.arch
         for part in cast(nn.Module, model).modules():
             if hasattr(part, "row_by_row"):
                 part.row_by_row = True  # type: ignore[assignment]
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden:
+    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend, features: Features) -> Hidden:
         planned = cast(PlannedExact, attend)
-        found = []
+        heads, fed = list[Tensor](), list[Tensor]()
         for start in range(0, len(ids), TILE):
             stop = min(start + TILE, len(ids))
-            hidden = self.model.trunk(tile(ids[start:stop]), tile(positions[start:stop]), planned.part(start, stop))
-            found.append(Hidden(hidden.head[: stop - start], hidden.recycle[: stop - start]))
-        return Hidden(torch.cat([part.head for part in found]), torch.cat([part.recycle for part in found]))
-
-    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> Hidden:
-        return self.model.mtp(ids, positions, hidden, attend)
+            hidden = self.model.trunk(tile(ids[start:stop]), tile(positions[start:stop]), planned.part(start, stop), features)
+            heads.append(hidden.head[: stop - start])
+            if hidden.features is not None:
+                fed.append(hidden.features[: stop - start])
+        return Hidden(torch.cat(heads), torch.cat(fed) if fed else None)
 
     def logits(self, head: Tensor) -> Tensor:
         return in_tiles(self.model.logits, head)

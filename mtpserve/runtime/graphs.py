@@ -130,7 +130,7 @@ class StepGraphs:
 
     def __init__(self, step: Step, sampling: SeatSampling, recorder: Recorder, most: int) -> None:
         self.step, self.sampling, self.recorder, self.most = step, sampling, recorder, most
-        self.drafts = step.drafter.proposals(step.drafter.depth, plain=True)
+        self.drafts = step.drafter.sizes.proposals(step.drafter.sizes.depth, plain=True)
         self.recorded: dict[Key, Recorded | None] = {}  # None: cannot be captured
 
     def replay(self, seats: Seq[int], wanted: Seq[int], drafts: int, asked: Asked, trees: bool) -> Outcome | None:
@@ -150,7 +150,7 @@ class StepGraphs:
         size = next(tier for tier in tiers(self.most) if tier >= requests)
         if drafts == 0 and not any_wanted:
             return Key(size, 1, 0, False, asked.rounded())
-        return Key(size, self.drafts + 1, self.step.drafter.depth, trees, asked.rounded())
+        return Key(size, self.drafts + 1, self.step.drafter.sizes.depth, trees, asked.rounded())
 
     def record_all(self, asked: Seq[Asked], trees: bool, plain_above: int | None = None) -> None:
         """Every tier, the largest first: the memory of the others fits into its own. `plain_above`: with more requests than that the
@@ -172,7 +172,7 @@ class StepGraphs:
         given[0] = step.seats.padding
         seat_ids, each = given.unbind(0)
         layout = row_layout.__wrapped__(
-            ((1, key.width - 1, True),) * key.requests, device, step.drafter.depth if step.drafter.trees else None
+            ((1, key.width - 1, True),) * key.requests, device, step.drafter.sizes.depth if step.drafter.sizes.branching else None
         )  # not from the cache, which forgets
         rows = Rows(layout, seat_ids, None, Want(each, key.deepest), key.trees, BatchSampler(self.sampling, key.asked))
 

@@ -78,10 +78,12 @@ class Rows:
     want: Want
     trees: bool
     sampler: Sampler
+    resumed: Tensor | None = None  # [N] spans that start right after pages of another request
+    unstored: Tensor | None = None  # [N] rows of tokens that lie in such pages: they are computed again, and not stored
     predictions: tuple[Tensor, Tensor] | None = None  # see Batch
 
 
-def rows_of(spans: Seq[Span], want: int, seats: SeatTensors, sampler: Sampler, depth: int | None) -> Rows:
+def rows_of(spans: Seq[Span], want: int, seats: SeatTensors, sampler: Sampler, depth: int | None, lag: int | None = None) -> Rows:
     """`depth` of the deepest draft, where drafts may branch."""
     hosts, device = [seat_of(span) for span in spans], seats.device
     drafting = [r for r, span in enumerate(spans) if span.drafts_next]
@@ -93,8 +95,23 @@ def rows_of(spans: Seq[Span], want: int, seats: SeatTensors, sampler: Sampler, d
         Want(upload(wanted, device), max(wanted, default=0)),
         not seats.branching.isdisjoint(hosts),
         sampler,
+        *after_others(spans, lag, device),
         seats.predicted(hosts),
     )
+
+
+def after_others(spans: Seq[Span], lag: int | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """`Rows.resumed` and `Rows.unstored`. With a draft model of lag 0 the first row of every request is missing, too."""
+    resumed, unstored, row = list[int](), list[int](), 0
+    for r, span in enumerate(spans):
+        seq = span.seq
+        if span.start == seq.seated_at:
+            if span.start < seq.shared:
+                unstored.append(row)
+            elif lag == 0 or (lag is not None and seq.shared > 0):
+                resumed.append(r)
+        row += span.width
+    return upload(resumed, device) if resumed else None, upload(unstored, device) if unstored else None
 
 
 def seat_of(span: Span) -> int:
@@ -111,8 +128,15 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
     batch = place(rows, seats, seat_ids, seats.computed[seat_ids], given.sampler, given.draft_spans)
     # The host's counts are bounds.
     count = torch.minimum(rows.draft_count, seats.proposals(seat_ids))
-    samples = rows.samples.masked_fill(seats.done[seat_ids], 0)
-    batch = replace(batch, draft_count=count, samples=samples, predictions=given.predictions)
+    batch = replace(
+        batch,
+        draft_count=count,
+        samples=rows.samples.masked_fill(seats.done[seat_ids], 0),
+        resumed=given.resumed,
+        predictions=given.predictions,
+    )
+    if given.unstored is not None:
+        batch = replace(batch, slots=batch.slots.index_fill(0, given.unstored, seats.spare_slot))
     if not given.trees or rows.widest == 0:
         return batch
     tree = seats.waiting_tree(seat_ids, rows.widest)
@@ -158,7 +182,7 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     depth = verdict.path.shape[1] - 1
     start = batch.index[batch.cu_q[:-1]]
     chained = place(rows, seats, batch.seat_ids, start, batch.sampler, batch.draft_spans)
-    chained = replace(chained, samples=batch.samples, predictions=batch.predictions)
+    chained = replace(chained, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
     node = verdict.path[rows.row_span, rows.node]
     old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)
     # Node j was stored j slots behind the root, and so will be the path's j-th.
@@ -168,4 +192,4 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     source = batch.slots[torch.where(moved, root + verdict.path[:, 1:], root)]
     target = batch.slots[torch.where(moved, root + deep, root)]
     pool.move(source, target)
-    return chained, Hidden(hidden.head[old], hidden.recycle[old])
+    return chained, hidden.at(old)

@@ -43,13 +43,20 @@ Sizes = Callable[[int], int]  # of running requests, in bytes
 
 
 def plan_memory(
-    config: EngineConfig, arch: ModelArch, stored: torch.dtype, device: torch.device, fixed: Fixed, state: Sizes, tables: Sizes
+    config: EngineConfig,
+    arch: ModelArch,
+    stored: torch.dtype,
+    device: torch.device,
+    fixed: Fixed,
+    lookahead: int,
+    state: Sizes,
+    tables: Sizes,
 ) -> MemoryPlan:
     """`stored`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get once somebody asks for a
     penalty or a bias. Raises ConfigError where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    token, ahead = arch.kv_layers * arch.kv.numbers * stored.itemsize, 2 * (spec.reach + 1)
+    token, ahead = arch.kv_layers * arch.kv.numbers * stored.itemsize, lookahead
     # More requests than fit into one step would take turns.
     most = scheduler.max_running_requests or max(1, scheduler.chunked_prefill_size // (spec.nodes + 1))
     weights, total = fixed.trunk + fixed.mtp + fixed.reduced, config.cache.max_total_tokens

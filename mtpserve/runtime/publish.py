@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Hidden, Logprobs, Span, SpanResult, Verdict
-from mtpserve.core.protocols import CausalModel
+from mtpserve.core.protocols import Trunk
 from mtpserve.core.request import TokenLogprob
 from mtpserve.runtime.transfer import upload
 from mtpserve.spec.logprobs import ranked
@@ -85,7 +85,7 @@ def listed(found: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob
     return [TokenLogprob(c, r, list(zip(i, v, strict=True))) for c, r, i, v in zip(chosen, ranks, ids, values, strict=True)]
 
 
-def prompt_logprobs(spans: Seq[Span], hidden: Hidden, model: CausalModel) -> dict[int, Logprobs]:
+def prompt_logprobs(spans: Seq[Span], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:
     """For spans inside the prompt of requests that ask: of the token after each row, the raw logits' log-probability, as one request.
 
     The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is new. SCORED rows at a time: the

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Logprobs, Span, SpanResult, StepResult
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.inputs import rows_of, seat_of, wanted_of
 from mtpserve.runtime.publish import Columns, prompt_logprobs, results
 from mtpserve.runtime.rules import asks
-from mtpserve.runtime.sampling import Asked, SeatSampling, couples
+from mtpserve.runtime.sampling import Asked, SeatSampling
 from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import Download
 
@@ -64,18 +65,8 @@ class Runner:
         self.drafter, self.seats = step.drafter, step.seats
 
     @property
-    def max_drafts(self) -> int:
-        return self.drafter.max_drafts
-
-    @property
-    def depth(self) -> int:
-        return self.drafter.depth
-
-    def reach(self, seq: Sequence | None) -> int:
-        return self.drafter.reach if seq is None or couples(seq) else self.drafter.plain_reach
-
-    def proposals(self, seq: Sequence, want: int) -> int:
-        return self.drafter.proposals(want, not couples(seq))
+    def sizes(self) -> DraftSizes:
+        return self.drafter.sizes
 
     def lockstep(self, seq: Sequence) -> bool:
         return seq.grammar is not None or bool(self.sampling.rules.processors)
@@ -103,14 +94,14 @@ class Runner:
 
     def replayable(self, span: Span) -> bool:
         seq = span.seq
-        return span.samples and span.length == 1 and seq.sampling.logprobs is None and not couples(seq) and not self.has_rules(seq)
+        return span.samples and span.length == 1 and seq.sampling.logprobs is None and seq.plain and not self.has_rules(seq)
 
     def has_rules(self, seq: Sequence) -> bool:
         return bool(self.sampling.rules.processors) or asks(seq)
 
     def run(self, places: Seq[int], spans: Seq[Span], want: int) -> Part:
         sampler = self.sampling.for_batch([span.seq for span in spans], self.drafter.coupled)
-        rows = rows_of(spans, want, self.seats, sampler, self.drafter.depth if self.drafter.trees else None)
+        rows = rows_of(spans, want, self.seats, sampler, self.sizes.depth if self.sizes.branching else None, self.drafter.lag)
         verified = self.step.verify(rows)
         table = Download(verified.table)
         logprobs = downloads(verified.verdict.logprobs)
@@ -136,7 +127,7 @@ class Runner:
             return [0] * len(spans)
         self.seats.branch([seat_of(span) for span in spans], trees)
         if self.overlapped:
-            return [self.proposals(span.seq, wanted_of(span, want)) for span in spans]
+            return [self.sizes.proposals(wanted_of(span, want), span.seq.plain) for span in spans]
         return Download(count)
 
 

@@ -49,7 +49,7 @@ class Asked:
             max((p.top_k for p in params), default=0),
             any(p.top_p < 1 for p in params),
             any(p.min_p > 0 for p in params),
-            any(couples(seq) for seq in seqs),
+            not all(seq.plain for seq in seqs),
             coupled,
             max((p.logprobs for p in params if p.logprobs is not None), default=None),
         )
@@ -61,11 +61,6 @@ class Asked:
         cuts = self.largest_k > 0 or self.any_top_p or self.any_min_p
         largest = max(64, 1 << (self.largest_k - 1).bit_length()) if cuts else 0
         return Asked(False, True, largest, cuts, cuts, self.any_coupled, self.all_coupled, self.top_logprobs)
-
-
-def couples(seq: Sequence) -> bool:
-    """Its drafts come from several sources, of which only one could say from which distribution it drew."""
-    return seq.grammar is not None or bool(seq.prediction)
 
 
 class SeatSampling:
@@ -86,7 +81,8 @@ class SeatSampling:
         assert seat is not None
         write(self.numbers[:, seat], (0.0 if params.greedy else params.temperature, params.top_p, params.min_p))
         write(self.integers[:, seat], (max(params.top_k, 0), seq.seed))
-        self.coupled[seat] = couples(seq)
+        # Drafts from several sources, of which only one could say from which distribution it drew.
+        self.coupled[seat] = not seq.plain
         self.rules.admit(seq)
 
     @property

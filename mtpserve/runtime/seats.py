@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
-from mtpserve.core.protocols import Drafter
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.transfer import upload, write
 
@@ -25,19 +25,19 @@ STOPS = 32  # stop tokens of a request that the device looks for; one with more 
 
 
 class SeatTensors:
-    """core.protocols.Seats. `slack` is how far behind the longest request a step may write.
+    """core.protocols.Seats.
 
     `trees` and `sources` are there only for drafters whose proposals branch or come from several sources; a chain needs neither.
     `spare_page` is one that no request ever gets: what pads a batch is written there.
     """
 
     def __init__(
-        self, seats: int, max_len: int, drafter: Drafter, vocab: int, page_size: int, device: torch.device, eos_ids: Collection[int] = (),
-        spare_page: int = 0,
+        self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device, eos_ids: Collection[int] = (),
+        spare_page: int = 0, coupled: bool = False, in_flight: int = 0,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
-        self.slack = 2 * (drafter.reach + 1)
-        whole, drafts = max_len + self.slack, drafter.max_drafts
+        self.spare_slot = spare_page * page_size
+        whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
         def integers(*shape: int, fill: int = 0) -> Tensor:
@@ -53,9 +53,11 @@ class SeatTensors:
         self.stops = integers(seats, STOPS, fill=-1)
         self.done = torch.ones(seats, dtype=torch.bool, device=device)
         self.page_table = integers(seats, -(-whole // page_size), fill=spare_page)
-        chained = 0 if drafter.coupled else drafter.depth
+        chained = 0 if coupled else sizes.depth
         self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
-        self.draft_tree = Tree(integers(seats, drafts), integers(seats, drafts + 1), integers(seats, drafts + 1)) if drafter.trees else None
+        self.draft_tree = (
+            Tree(integers(seats, drafts), integers(seats, drafts + 1), integers(seats, drafts + 1)) if sizes.branching else None
+        )
         self.draft_sources = integers(seats, drafts)
         self.branching: set[int] = set()  # seats whose waiting drafts are not a chain; known on the host
         self.predictions: dict[int, Tensor] = {}  # of seated requests, by seat

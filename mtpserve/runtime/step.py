@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtpserve.cache.pool import KVPool
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
-from mtpserve.core.protocols import AttentionBackend, CausalModel, Drafter
+from mtpserve.core.protocols import AttentionBackend, Drafter, Trunk
 from mtpserve.runtime.inputs import Rows, build, compact
 from mtpserve.runtime.publish import Columns, packed
 from mtpserve.runtime.seats import SeatTensors
@@ -41,19 +41,17 @@ class Verified(NamedTuple):
 class Step:
     """The parts that a step is made of."""
 
-    def __init__(
-        self, model: CausalModel, attention: AttentionBackend, pool: KVPool, drafter: Drafter, seats: SeatTensors, judge: Judge
-    ) -> None:
+    def __init__(self, model: Trunk, attention: AttentionBackend, pool: KVPool, drafter: Drafter, seats: SeatTensors, judge: Judge) -> None:
         self.model, self.attention, self.pool, self.drafter, self.seats, self.judge = model, attention, pool, drafter, seats, judge
 
     def verify(self, rows: Rows) -> Verified:
         """Everything that the host wants to know: its copy can start before the drafting."""
         seats, judge = self.seats, self.judge
         batch = build(rows, seats)
-        hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch))
+        hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), self.drafter.features)
         logits = self.model.logits(hidden.head[batch.sample_rows.flatten()])
         verdict = accept(
-            logits.unflatten(0, batch.sample_rows.shape), batch, self.drafter.depth, judge.thresholds, judge.processed_logprobs,
+            logits.unflatten(0, batch.sample_rows.shape), batch, self.drafter.sizes.depth, judge.thresholds, judge.processed_logprobs,
             judge.kernel,
         )  # fmt: skip
         sources = seats.draft_sources[batch.seat_ids, : batch.sample_rows.shape[1] - 1]
@@ -68,6 +66,6 @@ class Step:
             assert rows.layout.compacted is not None
             batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.pool)
         drafts = self.drafter.draft(batch, hidden, verdict, rows.want)
-        seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+        seat_ids = batch.drafted(batch.seat_ids)
         self.seats.hold(seat_ids, drafts)
         return drafts

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.protocols import Drafter
 from mtpserve.spec.ngram import continued, predicted
 from mtpserve.spec.tree import tree_of
@@ -22,55 +23,45 @@ Chain = tuple[Tensor, Tensor, Source]  # tokens [D, n], how many [D]
 
 
 class CombinedDrafter:
-    """`free` nodes per request on top of the base's, for chains. With `ngram`, every request looks up its own text."""
+    """`sizes.free` nodes per request on top of the base's, for chains. With `always_free`, every request looks up its own text."""
 
-    trees = True
-
-    def __init__(self, base: Drafter, free: int, ngram: bool) -> None:
-        self.base, self.free, self.ngram = base, free, ngram
-        self.coupled = base.coupled
-        self.max_drafts = base.max_drafts + free
-        self.depth = max(base.depth, free)
-        self.reach = max(base.reach, self.max_drafts)
-        self.plain_reach = self.reach if ngram else base.reach
-        self.graph_safe = base.graph_safe and not ngram
-
-    def proposals(self, want: int, plain: bool) -> int:
-        base = self.base.proposals(want, plain)
-        return base if want == 0 or (plain and not self.ngram) else self.max_drafts
+    def __init__(self, base: Drafter) -> None:
+        self.base, self.sizes, self.coupled = base, base.sizes, base.coupled
+        self.features, self.lag = base.features, base.lag
+        self.graph_safe = base.graph_safe and not self.sizes.always_free
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         drafts = self.base.draft(batch, hidden, verdict, want)
-        if want.deepest == 0:
+        if want.deepest == 0 or self.sizes.free == 0:
             return drafts
-        seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
+        seat_ids = batch.drafted(batch.seat_ids)
         # Who asked for less than the base's depth means all drafts, the free ones too.
-        allowed = torch.where(want.each >= max(self.base.depth, 1), self.free, want.each)
+        allowed = torch.where(want.each >= self.sizes.steps, self.sizes.free, want.each)
         chains = self.chains(batch, seat_ids)
         if not chains:
             return drafts
-        return merge(drafts, len(seat_ids), [(tokens, torch.minimum(count, allowed), who) for tokens, count, who in chains], self)
+        return merge(drafts, len(seat_ids), [(tokens, torch.minimum(count, allowed), who) for tokens, count, who in chains], self.sizes)
 
     def chains(self, batch: Batch, seat_ids: Tensor) -> list[Chain]:
         """The surest first: nodes may run out."""
         found: list[Chain] = []
-        forced = batch.sampler.forced(self.free, seat_ids)
+        forced = batch.sampler.forced(self.sizes.free, seat_ids)
         if forced is not None:
             found.append((*forced, Source.GRAMMAR))
         seats = batch.seats
         length = seats.length[seat_ids]
         if batch.predictions is not None:
-            prediction, size = (part if batch.draft_spans is None else part[batch.draft_spans] for part in batch.predictions)
+            prediction, size = map(batch.drafted, batch.predictions)
             tokens, prompt = seats.tokens[seat_ids, : int(length.max())], seats.prompt_length(seat_ids)
-            found.append((*predicted(prediction, size, tokens, length, prompt, self.free), Source.PREDICTION))
-        if self.ngram:
-            found.append((*continued(seats.tokens, seat_ids, length, self.free), Source.NGRAM))
+            found.append((*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
+        if self.sizes.always_free:
+            found.append((*continued(seats.tokens, seat_ids, length, self.sizes.free), Source.NGRAM))
         return found
 
 
-def merge(drafts: Drafts | None, requests: int, chains: list[Chain], limits: CombinedDrafter) -> Drafts:
+def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: DraftSizes) -> Drafts:
     """Walk every chain down from the root, and add a node where the tree has no such child."""
-    device, room = chains[0][0].device, limits.max_drafts
+    device, room = chains[0][0].device, sizes.nodes
     tokens = torch.zeros(requests, room, dtype=torch.int64, device=device)
     parents, sources, count = tokens.clone(), tokens.clone(), tokens[:, 0].clone()
     if drafts is not None:
@@ -96,5 +87,5 @@ def merge(drafts: Drafts | None, requests: int, chains: list[Chain], limits: Com
                 # What is forced counts as forced, also where the base happened to propose it.
                 sources = torch.where(child & wanted.unsqueeze(1), int(source), sources)
             node = torch.where(known, child.long().argmax(1) + 1, torch.where(added, count, node))
-    depth = min(limits.depth, room)
+    depth = min(sizes.depth, room)
     return Drafts(tokens, count, None if drafts is None else drafts.probs, tree_of(parents, depth), sources)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtpserve.core.arch import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
 
 LONGEST = 4  # tokens that must agree, at most; fewer are tried where those are not found
 SHORTEST = 2
@@ -16,20 +18,18 @@ SHORTEST = 2
 class NGramDrafter:
     """core.protocols.Drafter that needs no MTP layer."""
 
-    trees, coupled = False, True
+    features, lag = Features(), None
+    coupled = True
     graph_safe = False  # it looks through as much text as the longest request has
 
-    def __init__(self, max_drafts: int) -> None:
-        self.max_drafts = self.depth = self.reach = self.plain_reach = max_drafts
-
-    def proposals(self, want: int, plain: bool) -> int:
-        return min(want, self.max_drafts)
+    def __init__(self, sizes: DraftSizes) -> None:
+        self.sizes = sizes
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         if want.deepest == 0:
             return None
-        seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
-        tokens, count = continued(batch.seats.tokens, seat_ids, batch.seats.length[seat_ids], min(want.deepest, self.max_drafts))
+        seat_ids = batch.drafted(batch.seat_ids)
+        tokens, count = continued(batch.seats.tokens, seat_ids, batch.seats.length[seat_ids], min(want.deepest, self.sizes.steps))
         return Drafts(tokens, torch.minimum(count, want.each), sources=torch.full_like(tokens, Source.NGRAM))
 
 

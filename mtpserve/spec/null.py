@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from mtpserve.core.arch import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
 
 
 class NullDrafter:
-    max_drafts = depth = reach = plain_reach = 0
-    trees, coupled = False, False
+    sizes = DraftSizes()
+    features, lag = Features(), None
+    coupled = False
     graph_safe = True
-
-    def proposals(self, want: int, plain: bool) -> int:
-        return 0
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         return None

@@ -1,11 +1,11 @@
-"""Drafting a tree with the checkpoint's MTP layer: the most promising nodes grow branches, the best of all that grew are verified.
+"""Drafting a tree with a draft model: the most promising nodes grow branches, the best of all that grew are verified.
 
 Every step feeds `topk` nodes per request to the layer, each gives `topk` candidates, and the best of these grow next. All candidates
 stay in the pool; in the end those with the best scores, products of their shares along the way, are taken (EAGLE-2,
 https://arxiv.org/abs/2406.16858 §4). A child scores less than its parent, so what is taken is a tree.
 
-Fed nodes stand one behind the other in the request's slots, whatever they continue, and see by a bitmask the committed tokens and
-their own ancestors, so that each branch drafts on its own keys:
+Nodes that were fed lie one after the other in the request's slots, whatever they continue, and see by a bitmask the committed tokens
+and their own ancestors, so that each branch drafts on its own keys:
 
     slots     … committed | a b | c d | e f        a → c → e,  a → d → f,  b: dead      f sees a, d and itself
 
@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Tree, Verdict, Want
-from mtpserve.core.protocols import AttentionBackend, CausalModel
-from mtpserve.spec.mtp import absorb, head_logits, step_rows
-from mtpserve.spec.reduced import ReducedHead
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.spec.passes import DraftPasses
 from mtpserve.spec.streams import DRAW
 
 TIE = 1e-4  # by which a child that is certain still scores less than its parent
@@ -39,25 +38,21 @@ class Frontier:
     pool: Tensor  # [D, B] their places in the pool
     path: Tensor  # [D, B, depth] their ancestors' tokens and their own
     bits: Tensor  # [D, B] the fed nodes that their ancestors are
-    recycle: Tensor  # [D, B, hidden] the layer's output at their parents
+    state: Tensor | None  # [D, B, Features.width] the model's output at their parents
 
 
-class MTPTreeDrafter:
-    trees = coupled = graph_safe = True
+class TreeDrafter:
+    """core.protocols.Drafter."""
 
-    def __init__(
-        self, model: CausalModel, attention: AttentionBackend, steps: int, topk: int, nodes: int, reduced: ReducedHead | None = None
-    ) -> None:
-        self.model, self.attention, self.topk, self.reduced = model, attention, topk, reduced
-        self.depth, self.max_drafts = steps, nodes
-        self.reach = self.plain_reach = max(nodes, topk * (steps - 1))
+    coupled = graph_safe = True
 
-    def proposals(self, want: int, plain: bool) -> int:
-        return self.max_drafts if want > 0 else 0
+    def __init__(self, passes: DraftPasses, sizes: DraftSizes, topk: int) -> None:
+        self.passes, self.sizes, self.topk = passes, sizes, topk
+        self.features, self.lag = passes.model.features, passes.model.lag
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
-        state, seat_ids = absorb(self.model, self.attention, batch, hidden, verdict)
-        steps = min(want.deepest, self.depth)
+        state, seat_ids = self.passes.absorb(batch, hidden, verdict)
+        steps = min(want.deepest, self.sizes.steps)
         if steps == 0:
             return None
         length = batch.seats.length[seat_ids]
@@ -67,7 +62,7 @@ class MTPTreeDrafter:
             length.new_full((len(length), 1), -1),
             length.new_zeros(len(length), 1, 0),
             length.new_zeros(len(length), 1),
-            state.recycle.unsqueeze(1),
+            None if state.features is None else state.features.unsqueeze(1),
         )
         pool, frontier = self.grow(batch, seat_ids, length, root, state, 0, 0)
         pools = [pool]
@@ -75,20 +70,20 @@ class MTPTreeDrafter:
             fed, state = self.feed(batch, seat_ids, length, frontier, step)
             pool, frontier = self.grow(batch, seat_ids, length, fed, state, step, sum(part.tokens.shape[1] for part in pools))
             pools.append(pool)
-        return choose(pools, want.each, self.max_drafts)
+        return choose(pools, want.each, self.sizes.proposed)
 
     def feed(self, batch: Batch, seat_ids: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
         """One pass of the layer over the frontier's nodes. → the same nodes, now with their own bit."""
         width = frontier.tokens.shape[1]
         first = (step - 1) * self.topk
         place = first + torch.arange(width, device=length.device)
-        start = length - 1
+        start = length - self.passes.model.lag  # index of the first node's row
         index = (start.unsqueeze(1) + place).flatten()
         positions = (start + step - 1).repeat_interleave(width)
         bits = frontier.bits | (1 << place)
-        rows = step_rows(batch, seat_ids, frontier.tokens.flatten(), index, positions)
+        rows = self.passes.rows(batch, seat_ids, frontier.tokens.flatten(), index, positions)
         rows = replace(rows, tree_bits=bits.flatten(), tree_start=start)
-        state = self.model.mtp(rows.ids, rows.positions, frontier.recycle.flatten(0, 1), self.attention.plan(rows))
+        state = self.passes.step(rows, None if frontier.state is None else frontier.state.flatten(0, 1))
         return replace(frontier, bits=bits), state
 
     def grow(
@@ -98,7 +93,7 @@ class MTPTreeDrafter:
         requests, width = parents.tokens.shape
         owners, sampler = seat_ids.repeat_interleave(width), batch.sampler
         path, count = parents.path.flatten(0, 1), length.new_full((len(owners),), step)
-        logits, columns = head_logits(self.model, self.reduced, state.head, batch, owners, path, count)
+        logits, columns = self.passes.logits(state.head, batch, owners, path, count)
         shares = logits.softmax(-1)
         if not sampler.all_greedy:
             index = (length + step).repeat_interleave(width)
@@ -116,14 +111,14 @@ class MTPTreeDrafter:
         parent = kept.indices // children
         each = torch.arange(requests, device=length.device).unsqueeze(1)
         chosen = tokens.gather(1, kept.indices)
-        outputs = state.recycle.unflatten(0, (requests, width))
+        outputs = None if state.features is None else state.features.unflatten(0, (requests, width))[each, parent]
         return pool, Frontier(
             chosen,
             kept.values,
             offset + kept.indices,
             torch.cat([parents.path[each, parent], chosen.unsqueeze(2)], 2),
             parents.bits.gather(1, parent),
-            outputs[each, parent],
+            outputs,
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 
 from mtpserve.core.batch import Source, Span, SpanResult, StepResult
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.sequence import Sequence
 
 
@@ -79,7 +80,8 @@ class FakeRunner:
     def __init__(
         self, *, max_drafts: int, num_pages: int, page_size: int, vocab: int = 50, accuracy: float = 0.7, seed: int = 0, noisy: bool = False
     ) -> None:
-        self.max_drafts = self.depth = max_drafts
+        self.max_drafts = max_drafts
+        self.sizes = DraftSizes(steps=max_drafts, proposed=max_drafts, written=max_drafts)
         self.page_size = page_size
         self.vocab = vocab
         self.accuracy = accuracy
@@ -96,12 +98,6 @@ class FakeRunner:
         self.lockstep_ids: set[str] = set()
         self.queue: deque[Callable[[], object]] = deque()
         self.while_running: Callable[[], None] = lambda: None  # called in the middle of each step
-
-    def reach(self, seq: Sequence | None) -> int:
-        return self.max_drafts
-
-    def proposals(self, seq: Sequence, want: int) -> int:
-        return want
 
     def lockstep(self, seq: Sequence) -> bool:
         return seq.id in self.lockstep_ids

@@ -8,7 +8,7 @@ from mtpserve.cache.pages import PageAllocator
 from mtpserve.core.batch import Span, SpanResult, StepResult
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish, Sequence
-from mtpserve.engine.scheduler import Outcome, Scheduler, lookahead
+from mtpserve.engine.scheduler import Outcome, Scheduler
 from mtpserve.engine.stopping import until_stop
 
 EOS = 9
@@ -19,7 +19,7 @@ def make(*, pages: int = 100, page_size: int = 4, seats: int = 4, budget: int = 
 
 
 def request(name: str, prompt: int, output: int = 20, **sampling: object) -> Sequence:
-    return Sequence(name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0, reach=3)  # type: ignore[arg-type]
+    return Sequence(name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0, reach=3, lookahead=8)  # type: ignore[arg-type]
 
 
 def run(scheduler: Scheduler, spans: list[Span], *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[Outcome]:
@@ -138,7 +138,7 @@ def test_pages_cover_the_span_and_the_lookahead() -> None:
     for _ in range(4):
         spans = scheduler.plan()
         for span in spans:
-            assert len(span.seq.pages) >= span.start + span.width + lookahead(3)
+            assert len(span.seq.pages) >= span.start + span.width + span.seq.lookahead
         run(scheduler, spans, accept=3)
 
 

@@ -12,6 +12,7 @@ from mtpserve.attention.reference import ReferenceAttention
 from mtpserve.cache.pool import KVPool
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.batch import Span
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.planning import describe, load_model
@@ -19,9 +20,8 @@ from mtpserve.runtime.inputs import build, rows_of
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.spec.ngram import NGramDrafter
 
-CPU = torch.device("cpu")
+CPU, SIZES = torch.device("cpu"), DraftSizes(steps=4, proposed=4, written=4)
 
 
 class Harness:
@@ -38,10 +38,10 @@ class Harness:
     ) -> None:
         found = describe(EngineConfig(model=ModelConfig(model=str(directory), device="cpu")), want_mtp=with_mtp)
         arch, longest = found.arch, max(map(len, prompts))
-        self.seats = SeatTensors(len(prompts), longest, NGramDrafter(4), arch.vocab, page_size, CPU)
+        self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, CPU)
         self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), CPU), CPU)
-        self.model = load_model(found, torch.float32, CPU, longest + self.seats.slack, progress=False, keep_blocks=keep_blocks)
-        each = -(-(longest + self.seats.slack) // page_size)
+        self.model = load_model(found, torch.float32, CPU, longest + SIZES.lookahead(0), progress=False, keep_blocks=keep_blocks)
+        each = -(-(longest + SIZES.lookahead(0)) // page_size)
         order = torch.randperm(each * len(prompts), generator=torch.Generator().manual_seed(3)).tolist()
         self.pool = KVPool(arch.kv, arch.kv_layers, len(order), page_size, torch.float32, CPU, poison=True, stored=cache)
         self.attention = ReferenceAttention(self.pool, arch.heads, arch.scale)

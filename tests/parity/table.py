@@ -8,29 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtpserve.cache.pages import PageAllocator
-from mtpserve.cache.pool import KVPool
-from mtpserve.config import SchedulerConfig, SpecConfig
-from mtpserve.core.arch import KVLayout
+from mtpserve.attention.registry import BACKENDS
+from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.arch import Features, KVLayout
 from mtpserve.core.batch import Batch, Hidden
 from mtpserve.core.protocols import LogitsProcessor
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.drafters import make_drafter
+from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.runner import Runner
-from mtpserve.runtime.sampling import SeatSampling
-from mtpserve.runtime.seats import SeatTensors
-from mtpserve.runtime.step import Judge, Step
+from mtpserve.spec.sizes import draft_sizes
 
-CPU = torch.device("cpu")
 VOCAB, EOS = 6, 5
 PAGE = 64
 
@@ -43,17 +38,30 @@ def tables() -> Tensor:
     return torch.cat([trunk, trunk + 0.7 * torch.randn(VOCAB, VOCAB, generator=generator)])
 
 
-class TableModel:
-    """core.protocols.CausalModel; a hidden state is the number of a row of `tables`."""
+class TableHead:
+    """core.protocols.DraftModel"""
 
-    arch: Any = None
+    lag, features, layers = 1, Features(last="post"), ()
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: object) -> Hidden:
-        state = ids.float().unsqueeze(1)
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor, attend: object) -> Hidden:
+        state = ids.float().unsqueeze(1) + VOCAB
         return Hidden(state, state)
 
-    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: object) -> Hidden:
-        state = ids.float().unsqueeze(1) + VOCAB
+    step = absorb
+
+    def logits(self, head: Tensor) -> Tensor:
+        return tables()[head.squeeze(1).long()]
+
+
+class TableModel:
+    """core.protocols.Trunk; a hidden state is the number of a row of `tables`."""
+
+    arch: Any = SimpleNamespace(kv=KVLayout("gqa", 1, 1, 1), num_layers=1, hidden=1, heads=1, scale=1.0, vocab=VOCAB)
+
+    mtp_head = TableHead()
+
+    def trunk(self, ids: Tensor, positions: Tensor, attend: object, features: Features) -> Hidden:
+        state = ids.float().unsqueeze(1)
         return Hidden(state, state)
 
     def logits(self, head: Tensor) -> Tensor:
@@ -62,6 +70,9 @@ class TableModel:
 
 class NoAttention:
     graph_safe = False
+
+    def __init__(self, pool: Any, heads: int, scale: float) -> None:
+        pass
 
     def supports(self, layout: KVLayout, device: str) -> bool:
         return True
@@ -74,25 +85,22 @@ def table_engine(
     spec: SpecConfig, seats: int, processors: Seq[LogitsProcessor] = (), grammars: Any = None, processed: bool = False
 ) -> Engine:
     model: Any = TableModel()
-    attention = NoAttention()
     budget = max(seats * 8, 64)
-    drafter = make_drafter(spec, model, attention, budget)
-    pages = seats * (1 + (2 * drafter.reach + 80) // PAGE)
-    pool = KVPool(KVLayout("gqa", 1, 1, 1), 1, pages, PAGE, torch.float32, CPU)
-    state = SeatTensors(seats, 80, drafter, VOCAB, PAGE, CPU, (EOS,))
-    sampling = SeatSampling(seats, LogitRules(state, seats, VOCAB, (EOS,), processors, CPU), CPU)
-    return Engine(
-        Runner(Step(model, attention, pool, drafter, state, Judge(processed_logprobs=processed)), sampling),
-        SchedulerConfig(chunked_prefill_size=budget),
-        allocator=PageAllocator(pages),
-        page_size=PAGE,
-        max_running=seats,
-        context_length=80,
-        vocab=VOCAB,
-        eos_ids=(EOS,),
-        want=spec.steps,
-        grammars=grammars,
-    )
+    lookahead = draft_sizes(spec, budget).lookahead(0)
+    with BACKENDS.extended("none", "tests.parity.table:NoAttention"):
+        return assemble(
+            model,
+            EngineSizes(pages=seats * (1 + (80 + lookahead) // PAGE), page_size=PAGE, seats=seats, context=80),
+            EngineOptions(
+                spec=spec,
+                scheduler=SchedulerConfig(chunked_prefill_size=budget),
+                sampling=SamplingConfig(logprobs_mode="processed_logprobs" if processed else "raw_logprobs"),
+                backend="none",
+                eos_ids=(EOS,),
+                processors=processors,
+                grammars=grammars,
+            ),
+        )
 
 
 def run(engine: Engine, requests: Seq[Request]) -> list[list[int]]:

@@ -144,6 +144,6 @@ def blinded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Runner:
     runner.step.attention = attention
     monkeypatch.setattr(runner.step.pool, "_compact", lambda pool, source, target: None)
     base = getattr(runner.drafter, "base", runner.drafter)
-    if hasattr(base, "attention"):
-        monkeypatch.setattr(base, "attention", attention)
+    if hasattr(base, "passes"):
+        monkeypatch.setattr(base.passes, "attention", attention)
     return runner

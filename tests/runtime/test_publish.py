@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Hidden, Span
-from mtpserve.core.protocols import CausalModel
+from mtpserve.core.protocols import Trunk
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.publish import SCORED, prompt_logprobs
@@ -43,7 +43,7 @@ def test_slices_are_the_whole(length: int, top: int) -> None:
     rows = sum(each.width for each in spans)
     head = torch.randint(-3, 4, (rows, HIDDEN), generator=torch.Generator().manual_seed(1)).float()
     model = Head()
-    found = prompt_logprobs(spans, Hidden(head, head), cast(CausalModel, model))
+    found = prompt_logprobs(spans, Hidden(head, head), cast(Trunk, model))
     assert set(found) == {1, 2} and max(model.rows) <= SCORED
     # The last row of the whole prompt has no token of the prompt after it.
     for r, first, count in ((1, 9, length), (2, 9 + length, 4)):

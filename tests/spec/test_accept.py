@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +11,13 @@ from scipy import stats
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Verdict
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec import accept as module
-from mtpserve.spec.mtp import MTPDrafter
 from mtpserve.spec.streams import DRAFT
 
 ROUNDS, VOCAB, LENGTH = 32_000, 32, 11
@@ -28,8 +27,7 @@ CPU = torch.device("cpu")
 def batch_of(drafts: Tensor, vocab: int, temperature: float, q: Tensor | None = None, count: Tensor | None = None) -> Batch:
     """drafts [R, K] of R requests with one committed token in the batch each; q [K, vocabulary] for all, or [R, K, vocabulary]."""
     rounds, k = drafts.shape
-    drafter: Any = MTPDrafter(None, None, k)  # type: ignore[arg-type]
-    seats = SeatTensors(rounds, LENGTH + 1, drafter, vocab, 16, CPU)
+    seats = SeatTensors(rounds, LENGTH + 1, DraftSizes(steps=k, proposed=k, written=k), vocab, 16, CPU)
     seats.length.fill_(LENGTH)
     if q is not None and k:
         seats.draft_probs[:rounds] = q

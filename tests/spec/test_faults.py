@@ -16,7 +16,7 @@ from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.engine.build import build_engine
-from tests.tiny import prompts, run, tiny_engine, tiny_model
+from tests.tiny import prompts, replace_passes, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
 SHORT = SamplingParams(max_tokens=16, temperature=0)
@@ -125,16 +125,16 @@ def test_a_bad_row_of_a_verification(row: int, bad: float, accepted: bool) -> No
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=20, temperature=0.9, seed=3)])
-def test_a_dead_draft_head_costs_acceptance_only(monkeypatch: pytest.MonkeyPatch, params: SamplingParams) -> None:
+def test_a_dead_draft_head_costs_acceptance_only(params: SamplingParams) -> None:
     model, asked = tiny_model(), prompts(6)
     plain = run(tiny_engine(model, 0), asked, GREEDY)
-    healthy = model.mtp
+    healthy = model.mtp_head.absorb  # type: ignore[union-attr]
 
     def mtp(*arguments: Any) -> Any:
         hidden = healthy(*arguments)
-        return type(hidden)(hidden.head * torch.nan, hidden.recycle * torch.nan)
+        return type(hidden)(hidden.head * torch.nan, hidden.features * torch.nan)
 
-    monkeypatch.setattr(model, "mtp", mtp)
+    replace_passes(model, mtp)
     engine = tiny_engine(model, 3)
     tokens = run(engine, asked, params)
     assert all(len(t) == 20 for t in tokens)
@@ -143,20 +143,20 @@ def test_a_dead_draft_head_costs_acceptance_only(monkeypatch: pytest.MonkeyPatch
         assert tokens == plain
 
 
-def test_a_dead_draft_head_shows_in_the_rate_of_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_draft_head_shows_in_the_rate_of_acceptance() -> None:
     """The bundled model's head is right most of the time, as that of the tiny one never is."""
     cache, spec = CacheConfig(max_total_tokens=1024), SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=3)
     engine = build_engine(EngineConfig(model=ModelConfig(dtype="float32"), cache=cache, spec=spec))
     model = engine._runner.step.model  # type: ignore[attr-defined]
     texts = [run(engine, [[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))]
     accepted, drafted = engine.stats.accepted_tokens_total, engine.stats.draft_tokens_total
-    healthy = model.mtp
+    healthy = model.mtp_head.absorb  # type: ignore[union-attr]
 
     def mtp(*arguments: Any) -> Any:
         hidden = healthy(*arguments)
-        return type(hidden)(hidden.head * torch.nan, hidden.recycle * torch.nan)
+        return type(hidden)(hidden.head * torch.nan, hidden.features * torch.nan)
 
-    monkeypatch.setattr(model, "mtp", mtp)
+    replace_passes(model, mtp)
     texts.append(run(engine, [[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
     accepted_dead, drafted_dead = engine.stats.accepted_tokens_total - accepted, engine.stats.draft_tokens_total - drafted
     assert texts[0] == texts[1]

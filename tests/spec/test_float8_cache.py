@@ -22,18 +22,18 @@ SHAPES: list[int | SpecConfig] = [0, 1, 3, 7, tree(3, 4, 12)]
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
 def test_greedy_text_does_not_depend_on_drafts_or_chunks(family: str) -> None:
     model, asked = tiny_model(family), prompts(8)
-    expected = [run(tiny_engine(model, 0, cache=FP8), [prompt], GREEDY)[0] for prompt in asked]
+    expected = [run(tiny_engine(model, 0, stored=FP8), [prompt], GREEDY)[0] for prompt in asked]
     assert expected != [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in asked], "it would show nothing"
     for drafts in SHAPES:
-        assert run(tiny_engine(model, drafts, budget=33, cache=FP8), asked, GREEDY) == expected
+        assert run(tiny_engine(model, drafts, budget=33, stored=FP8), asked, GREEDY) == expected
 
 
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
 def test_exact_mode_stays_exact(family: str) -> None:
     model, asked = tiny_model(family, dtype=torch.bfloat16), prompts(4, longest=40)
-    alone = [run(tiny_engine(model, 0, exact=True, cache=FP8), [prompt], GREEDY)[0] for prompt in asked]
+    alone = [run(tiny_engine(model, 0, exact=True, stored=FP8), [prompt], GREEDY)[0] for prompt in asked]
     for shape in SHAPES[2:]:
-        assert run(tiny_engine(model, shape, budget=45, seats=3, exact=True, cache=FP8), asked, GREEDY) == alone
+        assert run(tiny_engine(model, shape, budget=45, seats=3, exact=True, stored=FP8), asked, GREEDY) == alone
 
 
 @pytest.mark.parametrize("make", [deepseek, mimo], ids=["deepseek", "mimo"])

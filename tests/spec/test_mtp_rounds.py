@@ -20,8 +20,8 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.runner import Runner
+from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
-from mtpserve.spec.mtp import MTPDrafter
 from tests.models.checkpoints import YARN, Tiny, deepseek, mimo
 
 STEPS = 4
@@ -41,9 +41,9 @@ class Round:
 class Listener:
     """Stands in for the drafter and writes down what goes through it."""
 
-    def __init__(self, drafter: MTPDrafter) -> None:
-        self.drafter, self.model = drafter, drafter.model
-        for name in ("max_drafts", "depth", "reach", "plain_reach", "trees", "coupled", "graph_safe", "proposals"):
+    def __init__(self, drafter: ChainDrafter) -> None:
+        self.drafter, self.model = drafter, drafter.passes.model
+        for name in ("sizes", "coupled", "graph_safe", "features", "lag"):
             setattr(self, name, getattr(drafter, name))
         self.rounds: list[Round] = []
         self.logits: list[Tensor] = []
@@ -54,7 +54,10 @@ class Listener:
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         self.logits = []
-        self.drafter.model = SimpleNamespace(mtp=self.model.mtp, logits=self.heard)  # type: ignore[assignment]
+        model = self.model
+        self.drafter.passes.model = SimpleNamespace(  # type: ignore[assignment]
+            absorb=model.absorb, step=model.step, logits=self.heard, lag=model.lag, features=model.features
+        )
         drafts = self.drafter.draft(batch, hidden, verdict, want)
         if drafts is not None:
             seats = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
@@ -80,7 +83,7 @@ def engine_of(tiny: Tiny, budget: int, tokens: int, page_size: int, steps: int =
 
 def listen(engine: Engine) -> Listener:
     runner: Any = engine._runner
-    assert isinstance(runner, Runner) and isinstance(runner.drafter, CombinedDrafter) and isinstance(runner.drafter.base, MTPDrafter)
+    assert isinstance(runner, Runner) and isinstance(runner.drafter, CombinedDrafter) and isinstance(runner.drafter.base, ChainDrafter)
     listener = Listener(runner.drafter.base)
     runner.drafter.base = listener  # type: ignore[assignment]
     return listener

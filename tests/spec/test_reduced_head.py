@@ -15,7 +15,6 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
-from mtpserve.engine.drafters import reduced_head
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.inspect import token_map
 from mtpserve.engine.planning import plan
@@ -23,10 +22,11 @@ from mtpserve.layers.embedding import TiedHead
 from mtpserve.layers.linear import Linear
 from mtpserve.quant.fp8 import FP8, quantize_block
 from mtpserve.quant.unquantized import MIN_PACKED_BYTES, Unquantized
+from mtpserve.spec.build import reduced_head
 from mtpserve.weights.checkpoint import INDEX
 from mtpserve.weights.quantise import quantise
 from tests.runtime.recorders import runner_of
-from tests.tiny import CPU, VOCAB, prompts, run, tiny_engine, tiny_model
+from tests.tiny import VOCAB, prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=3, speculative_num_draft_tokens=8)
@@ -97,7 +97,7 @@ def test_rows_of_a_head_packed_or_not(dtype: torch.dtype, outputs: int) -> None:
 def test_a_tied_head_gives_copies_of_the_embedding() -> None:
     model = tiny_model()
     model.head = TiedHead(model.embed)
-    part = reduced_head(model, HOT, CPU)
+    part = reduced_head(model, HOT)
     hidden = torch.randn(5, 32)
     assert part is not None
     torch.testing.assert_close(part.multiply(hidden), model.logits(hidden)[:, HOT])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,11 +35,11 @@ def test_drafts_get_more_than_their_share() -> None:
     assert Thresholds().lossless and not Thresholds(single=0.9).lossless and not Thresholds(acc=0.9).lossless
 
 
-@pytest.mark.parametrize("thresholds", [Thresholds(single=0.01), Thresholds(acc=0.3)])
-def test_more_is_accepted_and_greedy_text_stays(thresholds: Thresholds) -> None:
+@pytest.mark.parametrize("thresholds", [{"speculative_accept_threshold_single": 0.01}, {"speculative_accept_threshold_acc": 0.3}])
+def test_more_is_accepted_and_greedy_text_stays(thresholds: dict[str, float]) -> None:
     model, asked = tiny_model(), prompts(8)
     sampled = [SamplingParams(max_tokens=40, temperature=0.9, seed=i) for i in range(8)]
-    strict, loose = (tiny_engine(model, tree(3, 4, 12), thresholds=each) for each in (Thresholds(), thresholds))
+    strict, loose = (tiny_engine(model, each) for each in (tree(3, 4, 12), replace(tree(3, 4, 12), **thresholds)))
     run(strict, asked, sampled)
     run(loose, asked, sampled)
     assert loose.stats.steps_total < strict.stats.steps_total

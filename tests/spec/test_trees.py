@@ -15,7 +15,7 @@ from mtpserve.layers.decoder import DecoderModel
 from mtpserve.spec.accept import path_to
 from mtpserve.spec.ngram import continued, predicted
 from mtpserve.spec.tree import Pool, choose, tree_of
-from tests.tiny import VOCAB, prompts, run, tiny_engine, tiny_model
+from tests.tiny import VOCAB, prompts, replace_passes, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
@@ -62,16 +62,17 @@ def test_a_branch_drafts_on_its_own_keys() -> None:
     model = tiny_model()
     engine = tiny_engine(model, tree(3, 3, 20))
     heard: list[tuple[list[int], torch.Tensor]] = []
-    healthy = model.mtp
+    assert model.mtp_head is not None
+    healthy = model.mtp_head.absorb
     positions: list[torch.Tensor] = []
 
     def mtp(ids: torch.Tensor, place: torch.Tensor, hidden: torch.Tensor, attend: Any) -> Any:
         out = healthy(ids, place, hidden, attend)
         positions.append(place)
-        heard.append((ids.tolist(), out.recycle))
+        heard.append((ids.tolist(), out.features))
         return out
 
-    model.mtp = mtp  # type: ignore[method-assign]
+    replace_passes(model, mtp)
     engine.add(Request("a", prompts(1)[0], SamplingParams(max_tokens=2, temperature=0)))
     engine.step()
     # absorb, then two passes of three nodes each; siblings share a position
@@ -81,7 +82,7 @@ def test_a_branch_drafts_on_its_own_keys() -> None:
     for node in range(3):
         alone = [through(model, healthy, parent, second[node]) for parent in first]
         assert min((output - heard[2][1][node]).abs().max().item() for output in alone) < 1e-5
-    model.mtp = healthy  # type: ignore[method-assign]
+    replace_passes(model, healthy)
 
 
 def through(model: DecoderModel, mtp: Any, first: int, second: int) -> torch.Tensor:
@@ -92,10 +93,10 @@ def through(model: DecoderModel, mtp: Any, first: int, second: int) -> torch.Ten
         if len(outputs) in (1, 2):
             ids = torch.tensor([first if len(outputs) == 1 else second])
         out = mtp(ids, place, hidden, attend)
-        outputs.append(out.recycle)
+        outputs.append(out.features)
         return out
 
-    model.mtp = forced  # type: ignore[method-assign]
+    replace_passes(model, forced)
     engine = tiny_engine(model, 3)
     engine.add(Request("a", prompts(1)[0], SamplingParams(max_tokens=5, temperature=0)))
     engine.step()
@@ -118,7 +119,7 @@ def test_requests_choose_their_own_depth() -> None:
                 for parent in event.proposal.parents:
                     levels.append(levels[parent] + 1)
                 deepest[event.id] = max(deepest[event.id], *levels)
-        wanted = [3, 0, 1, 2, 3, 0] if not (isinstance(shape, SpecConfig) and "ngram" in shape.sources) else [None, 0, 1, 2, None, 0]
+        wanted = [3, 0, 1, 2, 3, 0] if not (isinstance(shape, SpecConfig) and shape.ngram) else [None, 0, 1, 2, None, 0]
         assert all(want is None or deepest[str(i)] == want for i, want in enumerate(wanted)), deepest
 
 

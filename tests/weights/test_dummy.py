@@ -22,7 +22,7 @@ from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.text.tokenizer import tokenizer_of
 from mtpserve.weights.dummy import fill
-from tests.tiny import CONTEXT, CPU, run, tiny_arch, tiny_engine
+from tests.tiny import CONTEXT, run, tiny_arch, tiny_engine
 
 MTP = SpecConfig(speculative_algorithm="MTP")
 POOL = CacheConfig(max_total_tokens=1024)
@@ -47,7 +47,7 @@ def deep(family: str, dtype: torch.dtype, layers: int = 60) -> DecoderModel:
         model = build(replace(tiny_arch(family), num_layers=layers), Unquantized(), dtype, CONTEXT + 160)
     finally:
         torch.set_default_dtype(before)
-    fill(model, CPU)
+    fill(model, torch.device("cpu"))
     return model.eval()
 
 
@@ -97,7 +97,7 @@ def test_inspect(bare: Path) -> None:
     assert groups["embedding"] == groups["head"] == report.arch.vocab * report.arch.hidden
     config, memory = configured(bare), dict(report.memory)
     found = plan(config)
-    tables = empty_model(found.found, found.dtype, positions(config, report.arch), keep_blocks=False).buffers()
+    tables = empty_model(found.found, found.dtype, positions(config, report.arch, found.device), keep_blocks=False).buffers()
     held = memory["weights"] + memory["weights, MTP layer"]
     assert sum(row[4] for row in report.weights) + sum(table.nbytes for table in tables) == held
     assert any("dummy" in note for note in report.notes)

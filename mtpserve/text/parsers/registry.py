@@ -1,11 +1,15 @@
 """The formats of tool calls and of reasoning by name; SGLang's names are understood where they differ from vLLM's."""
 
+from collections.abc import Callable
+
 from mtpserve.core.registry import Registry
+from mtpserve.text.parsers.reasoning import Thinking
+from mtpserve.text.parsers.tools import CallFormat
 
 JSON, DEEPSEEK, TAGGED = (f"mtpserve.text.parsers.{module}" for module in ("json_calls", "deepseek", "tagged_calls"))
 REASONING = "mtpserve.text.parsers.reasoning"
 
-TOOL_CALLS = Registry(
+TOOL_CALLS: Registry[type[CallFormat]] = Registry(
     "tool call parser",
     {
         "hermes": f"{JSON}:Hermes",
@@ -25,7 +29,7 @@ TOOL_CALLS = Registry(
         "qwen3_xml": f"{TAGGED}:Qwen3Coder",
     },
 )
-REASONINGS = Registry(
+REASONINGS: Registry[Callable[[], Thinking]] = Registry(
     "reasoning parser",
     {
         "deepseek_r1": f"{REASONING}:always",

@@ -1,0 +1,120 @@
+"""Puts the parts of an engine together, in one place: `build` calls it with a loaded checkpoint, tests with models of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from importlib import import_module
+
+import torch
+from mtpserve_kernels.cache import reference
+
+from mtpserve.attention.registry import BACKENDS
+from mtpserve.cache.boundary import BoundaryRows
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.cache.pool import KVPool
+from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.protocols import GrammarCompiler, LogitsProcessor, Trunk
+from mtpserve.engine.engine import Engine
+from mtpserve.runtime.exact import ExactModel
+from mtpserve.runtime.graphs import StepGraphs
+from mtpserve.runtime.rules import LogitRules
+from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.step import Judge, Step
+from mtpserve.spec.accept import Decide, decide
+from mtpserve.spec.build import make_draft_model, make_drafter, reduced_head
+from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.synthetic import SyntheticAcceptance
+from mtpserve.spec.thresholds import Thresholds
+
+KERNELS = {"compact": "mtpserve_kernels.cache.compact", "decide": "mtpserve.spec.triton"}  # imported only where they run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSizes:
+    pages: int  # of the KV pool, for requests; there is one more, which pads batches
+    page_size: int  # tokens in a page
+    seats: int  # requests that run at once
+    context: int  # tokens of prompt and output together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What is not the model's. Everything has the value that a plain engine on a CPU has."""
+
+    spec: SpecConfig = field(default_factory=SpecConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32  # what the layers compute in
+    stored: torch.dtype | None = None  # what keys and values are stored in; None: `dtype`
+    backend: str = "reference"  # of attention, see attention/registry; "triton": the kernels move and judge, too
+    eos_ids: tuple[int, ...] = ()
+    token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
+    rates: Seq[float] | None = None  # synthetic acceptance, of each depth
+    processors: Seq[LogitsProcessor] = ()
+    grammars: GrammarCompiler | None = None
+    overlap: int = 0  # steps in flight while another is planned
+    graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
+    poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
+    name: str = ""
+
+
+def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
+    """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
+    arch, spec, device = model.arch, options.spec, options.device
+    kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.items()} if options.backend == "triton" else {}
+    spare = sizes.pages  # the page after those that requests get
+    draft_model = make_draft_model(spec, model)
+    layers = arch.num_layers + (0 if draft_model is None else len(draft_model.layers))
+    compact = kernels.get("compact", reference.compact)
+    pool = KVPool(arch.kv, layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison, compact, options.stored)
+    pool.clear(spare)
+    attention = BACKENDS.get(options.backend)(pool, arch.heads, arch.scale)
+    if not attention.supports(arch.kv, device.type):
+        raise ConfigError(f"--attention-backend {options.backend} does not support {arch.kv}; reference does")
+    drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
+    boundary = None
+    if draft_model is not None and (width := draft_model.features.width(arch.hidden)):
+        boundary = BoundaryRows(sizes.pages + 1, sizes.page_size, width, options.dtype, device)
+    drafter = make_drafter(spec, drafts, draft_model, attention, boundary, reduced_head(model, options.token_map))
+    seats = SeatTensors(
+        sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, spare, drafter.coupled, options.overlap
+    )
+    judge: Decide | None = kernels.get("decide")
+    if options.rates is not None:
+        judge = SyntheticAcceptance(judge or decide, options.rates, device)
+    exact = spec.speculative_exact
+    step = Step(
+        ExactModel(model) if exact else model,
+        BACKENDS.get("exact")(pool, arch.heads, arch.scale) if exact else attention,
+        pool,
+        drafter,
+        seats,
+        Judge(
+            Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
+            options.sampling.logprobs_mode == "processed_logprobs",
+            judge,
+        ),
+    )
+    rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
+    sampling = SeatSampling(sizes.seats, rules, device)
+    return Engine(
+        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0),
+        options.scheduler,
+        allocator=PageAllocator(sizes.pages),
+        page_size=sizes.page_size,
+        max_running=sizes.seats,
+        context_length=sizes.context,
+        vocab=arch.vocab,
+        eos_ids=options.eos_ids,
+        want=spec.steps,
+        name=options.name,
+        grammars=options.grammars,
+        lossy=spec.lossy,
+        overlap=options.overlap,
+        plain_above=spec.speculative_disable_by_batch_size,
+    )

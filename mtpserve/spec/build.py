@@ -1,0 +1,62 @@
+"""From options to a drafter."""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+import torch
+
+from mtpserve.cache.boundary import BoundaryRows
+from mtpserve.config import SpecConfig
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.drafters import DRAFTERS
+from mtpserve.core.protocols import AttentionBackend, Drafter, DraftModel, Trunk
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.spec.chain import ChainDrafter
+from mtpserve.spec.combined import CombinedDrafter
+from mtpserve.spec.ngram import NGramDrafter
+from mtpserve.spec.null import NullDrafter
+from mtpserve.spec.passes import DraftPasses
+from mtpserve.spec.reduced import ReducedHead
+from mtpserve.spec.sizes import coupled
+from mtpserve.spec.tree import TreeDrafter
+
+log = logging.getLogger(__name__)
+
+
+def reduced_head(trunk: Trunk, token_map: list[int] | None) -> ReducedHead | None:
+    if token_map is None:
+        return None
+    whole = cast(DecoderModel, trunk)
+    tokens = torch.tensor(token_map, device=whole.embed.weight.device)
+    log.info("drafting looks at %d of %d tokens", len(tokens), trunk.arch.vocab)
+    return ReducedHead(tokens, trunk.arch.vocab, whole.logits_of(tokens))
+
+
+def make_draft_model(spec: SpecConfig, trunk: Trunk) -> DraftModel | None:
+    return None if spec.drafter is None else DRAFTERS.get(spec.drafter).build(trunk)
+
+
+def make_drafter(
+    spec: SpecConfig,
+    sizes: DraftSizes,
+    model: DraftModel | None,
+    attention: AttentionBackend,
+    boundary: BoundaryRows | None,
+    reduced: ReducedHead | None,
+) -> Drafter:
+    """A chain of one model's own is sampled and judged by its q, which accepts most; beside other sources, and in a tree, drafts
+    are point masses that follow the target's own noise (spec/accept)."""
+    passes = None if model is None else DraftPasses(model, attention, boundary, reduced)
+    if spec.steps == 0:
+        # The draft model's KV is filled all the same where there is one: per-request and load control may ask for nothing, too.
+        return NullDrafter() if passes is None else ChainDrafter(passes, sizes)
+    base: Drafter
+    if passes is None:
+        base = NGramDrafter(sizes)
+    elif sizes.trees:
+        base = TreeDrafter(passes, sizes, spec.topk)
+    else:
+        base = ChainDrafter(passes, sizes, coupled(spec))
+    return CombinedDrafter(base)

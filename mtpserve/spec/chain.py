@@ -1,0 +1,53 @@
+"""Drafting a chain with a draft model, used again and again on its own output (EAGLE's recurrence, https://arxiv.org/abs/2401.15077).
+
+absorb   rows of the step's own tokens   (trunk's features)        → draft 1
+step     the row of draft 1              (own output)              → draft 2
+step     the row of draft 2              (own output)              → draft 3
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.spec.passes import DraftPasses
+from mtpserve.spec.streams import DRAFT, DRAW
+
+
+class ChainDrafter:
+    """core.protocols.Drafter. `coupled`: drafts race with the noise of the target's own choice, for use beside other sources
+    (spec/accept)."""
+
+    graph_safe = True
+
+    def __init__(self, passes: DraftPasses, sizes: DraftSizes, coupled: bool = False) -> None:
+        self.passes, self.sizes, self.coupled = passes, sizes, coupled
+        self.features, self.lag = passes.model.features, passes.model.lag
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
+        state, seat_ids = self.passes.absorb(batch, hidden, verdict)
+        steps = min(want.deepest, self.sizes.steps)
+        if steps == 0:
+            return None
+        sampler, length = batch.sampler, batch.seats.length[seat_ids]
+        # A greedy request's distributions are point masses: its draft is the argmax whatever the stream.
+        coupled = sampler.coupled(seat_ids)
+        tokens, probs = length.new_zeros(len(length), 0), []
+        for step in range(steps):
+            if step:
+                index = length + (step - 1 - self.passes.model.lag)
+                rows = self.passes.rows(batch, seat_ids, tokens[:, -1], index, index)
+                state = self.passes.step(rows, state.features)
+            count = length.new_full(length.shape, step)
+            logits, columns = self.passes.logits(state.head, batch, seat_ids, tokens, count)
+            if sampler.all_greedy:
+                token = logits.argmax(-1) if columns is None else columns[logits.argmax(-1)]
+            else:
+                q = sampler.probs(logits, seat_ids)
+                probs.append(q)
+                token = sampler.choose(q, seat_ids, length + step, DRAW if sampler.all_coupled else DRAFT)
+                if coupled is not None and not sampler.all_coupled:
+                    token = torch.where(coupled, sampler.choose(q, seat_ids, length + step, DRAW), token)
+            tokens = torch.cat([tokens, token.unsqueeze(1)], 1)
+        return Drafts(tokens, want.each.clamp(max=steps), torch.stack(probs, 1) if probs and not sampler.all_coupled else None)
