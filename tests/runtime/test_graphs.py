@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from mtpserve.engine import build
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.graphs import Body, CaptureFailed, CudaRecorder, Outcome, StepGraphs, tiers, usual
 from mtpserve.runtime.sampling import Asked
-from mtpserve.spec.thresholds import Thresholds
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
@@ -113,11 +113,12 @@ def test_nothing_is_read_beside_requests_that_do_and_after_them(
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(
     "options",
-    [{"thresholds": Thresholds(0.5, 0.7)}, {"rates": (0.7,) * 8}, {"token_map": [1, 5, 9, 20]}],
-    ids=["thresholds", "synthetic", "token map"],
+    [{"rates": (0.7,) * 8}, {"token_map": [1, 5, 9, 20]}, {}],
+    ids=["synthetic", "token map", "thresholds"],
 )
 def test_nor_does_what_options_add(spec: SpecConfig, greedy: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine(tiny_model("mimo"), spec, recorder=Watched(), seats=2, **options)
+    shape = spec if options else replace(spec, speculative_accept_threshold_single=0.5, speculative_accept_threshold_acc=0.7)
+    engine = tiny_engine(tiny_model("mimo"), shape, recorder=Watched(), seats=2, **options)
     runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
     recorded = graphs.record(graphs.key(2, 3, True, GREEDY if greedy else sampled(runner.drafter.coupled), spec is TREE))
     assert recorded is not None
