@@ -1,15 +1,24 @@
-"""Where one speculative step's time goes: a dense MiMo-shaped model of 6.4 M parameters with random weights, batch 1, k = 3.
+"""Where one speculative step's time goes: a dense MiMo-shaped model of 6.4 M parameters with random weights, k = 3, at 1, 32 and 128
+requests.
 
-`device` is Runner.step, the torch part; `plan`, `book` and `messages` are the host's: spans and pages, commit and statistics, and
-the step's events as the two processes send them. Targets: 3 ms for a step, 0.5 ms of it the host's.
+`device` is Runner.launch, the torch part, and `launch_host` what of it is spent outside the step's two device calls (rows, seats and
+copies to and from the device); on a CPU a step is done when it is launched. `plan`, `book` and `messages` are the host's: spans and
+pages, commit and statistics, and the step's events as the two processes send them; `host` is their sum.
+
+`--against DIR` measures another checkout with the same script, one after the other, `--rounds` times, and prints both and the ratios of
+this checkout's medians to the other's. Targets for `host`: 0.15, 0.8 and 2.5 ms; for a step with one request 3 ms.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,12 +28,14 @@ import torch
 from common.record import save
 from safetensors.torch import save_file
 
-from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.messages import Events, Up
 
+Times = dict[str, list[float]]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 HIDDEN, LAYERS, HEADS, KV_HEADS, DIM, INNER, VOCAB = 256, 4, 4, 2, 64, 800, 4096
 
 
@@ -64,61 +75,126 @@ def write_checkpoint(directory: Path) -> int:
     return sum(t.numel() for t in tensors.values())
 
 
-def timed(owner: Any, name: str, times: list[float]) -> None:
-    """Replace a method by one that notes how long each call takes."""
-    function = getattr(owner, name)
+def timed(owner: Any, name: str, times: list[float], clock: Callable[[], float]) -> None:
+    """Replace a method by one that notes how long each call takes. One that another checkout does not have is left out."""
+    function = getattr(owner, name, None)
+    if function is None:
+        return
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        start = clock()
         try:
             return function(*args, **kwargs)
         finally:
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
 
     setattr(owner, name, wrapped)
 
 
-def measure(directory: Path, dtype: str, drafts: int, temperature: float, steps: int) -> dict[str, float]:
-    """Medians in ms over `steps` steady steps."""
+def made_engine(directory: Path, dtype: str, drafts: int, requests: int, clock: Callable[[], float]) -> tuple[Any, Times]:
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
-    model = ModelConfig(model=str(directory), dtype=dtype)
-    engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=16384), spec=spec))
-    runner, parts = engine._runner, {name: list[float]() for name in ("plan", "device", "trunk", "draft", "messages", "step")}
-    timed(engine._scheduler, "plan", parts["plan"])
-    timed(runner, "launch", parts["device"])  # on a CPU a step is done when it is launched
-    timed(runner.step.model, "trunk", parts["trunk"])  # type: ignore[attr-defined]
-    timed(runner.drafter, "draft", parts["draft"])  # type: ignore[attr-defined]
+    cache = CacheConfig(max_total_tokens=max(16384, 1024 * requests))
+    scheduler = SchedulerConfig(max_running_requests=requests, chunked_prefill_size=4096)
+    engine = build_engine(EngineConfig(model=ModelConfig(model=str(directory), dtype=dtype), cache=cache, spec=spec, scheduler=scheduler))
+    runner, parts = engine._runner, {name: list[float]() for name in ("plan", "device", "verify", "propose", "draft", "messages", "step")}
+    step = getattr(runner, "step", None)
+    timed(engine._scheduler, "plan", parts["plan"], clock)
+    timed(runner, "launch", parts["device"], clock)
+    timed(step, "verify", parts["verify"], clock)
+    timed(step, "propose", parts["propose"], clock)
+    timed(getattr(step, "drafter", None), "draft", parts["draft"], clock)
+    return engine, parts
+
+
+def measure(
+    directory: Path, dtype: str, drafts: int, temperature: float, requests: int, steps: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Medians in ms over `steps` steps in which all requests decode."""
+    engine, parts = made_engine(directory, dtype, drafts, requests, clock)
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Up)
-    engine.add(Request("0", list(range(1, 33)), SamplingParams(max_tokens=3000, temperature=temperature, seed=0, ignore_eos=True)))
-    while engine.has_work and len(parts["step"]) < steps + 20:
-        start = time.perf_counter()
+    for i in range(requests):
+        prompt = [1 + (7 * i + j) % 4000 for j in range(32)]
+        engine.add(Request(str(i), prompt, SamplingParams(max_tokens=900, temperature=temperature, seed=i, ignore_eos=True)))
+    waiting, settling = {str(i) for i in range(requests)}, 10
+    while len(parts["step"]) < steps:
+        start = clock()
         events = engine.step()
-        middle = time.perf_counter()
+        middle = clock()
         decoder.decode(encoder.encode(Events(events, engine.stats)))
-        parts["messages"].append(time.perf_counter() - middle)
+        parts["messages"].append(clock() - middle)
         parts["step"].append(middle - start)
-    found = {name: 1e3 * median(times[20:]) for name, times in parts.items()}
-    found["book"] = found["step"] - found["device"] - found["plan"]
-    found["host"] = found["plan"] + found["book"] + found["messages"]
-    found["whole"] = found["step"] + found["messages"]
-    return {name: round(value, 3) for name, value in found.items()}
+        waiting -= {event.id for event in events}
+        assert len(events) == requests or waiting or settling, "a request has ended: fewer steps"
+        if waiting or settling:
+            settling -= not waiting
+            for times in parts.values():
+                times.clear()
+    rows = {name: torch.tensor(times, dtype=torch.float64) for name, times in parts.items() if times}
+    rows["book"] = rows["step"] - rows["device"] - rows["plan"]
+    rows["host"] = rows["plan"] + rows["book"] + rows["messages"]
+    if "verify" in rows and "propose" in rows:
+        rows["launch_host"] = rows["device"] - rows["verify"] - rows["propose"]
+    rows["whole"] = rows["step"] + rows["messages"]
+    return {name: round(1e3 * float(times.median()), 4) for name, times in rows.items()}
+
+
+def measured_by(checkout: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
+    """This script's numbers of another checkout's code, from a process of its own."""
+    paths = os.pathsep.join(map(str, (checkout, checkout / "kernels")))
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as out:
+        command = [sys.executable, __file__, *arguments, "--json", out.name]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, cwd=checkout, check=True, stdout=subprocess.DEVNULL)
+        return json.load(out)["numbers"]["by_case"]  # type: ignore[no-any-return]
+
+
+def compare(other: Path, arguments: list[str], rounds: int) -> dict[str, dict[str, Any]]:
+    """Medians over the rounds of both, and the ratios of this checkout's to the other's."""
+    sides = {"this": Path(__file__).parents[1], "other": other}
+    found: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, checkout in sides.items():
+            found[name].append(measured_by(checkout, arguments))
+    table: dict[str, dict[str, Any]] = {}
+    for case in found["this"][0]:
+        middle = {name: {part: median(each[case][part] for each in runs) for part in runs[0][case]} for name, runs in found.items()}
+        ratio = {part: round(value / middle["other"][part], 3) for part, value in middle["this"].items() if middle["other"].get(part)}
+        table[case] = middle | {"ratio": ratio}
+        for name, values in table[case].items():
+            show(f"{case:24} {name:5}", values)
+    return table
+
+
+def show(name: str, values: dict[str, float]) -> None:
+    print(f"{name}: " + "  ".join(f"{part} {value:.3f}" for part, value in values.items()), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the thread's own time, for a machine that others use too")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to compare with")
+    parser.add_argument("--rounds", type=int, default=5, help="how often both are measured with --against (default: 5)")
     parser.add_argument("--json")
     args = parser.parse_args()
-    numbers: dict[str, Any] = {}
+    setting = {"drafts": args.drafts, "temperature": args.temperature, "steps": args.steps, "clock": args.clock}
+    if args.against is not None:
+        given = [*("--dtypes", *args.dtypes), *("--requests", *map(str, args.requests))]
+        given += [text for name, value in setting.items() for text in (f"--{name}", str(value))]
+        save(args.json, setting | {"against": compare(args.against.resolve(), given, args.rounds)})
+        return
+    numbers: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        print(f"{write_checkpoint(Path(directory)) / 1e6:.2f} M parameters")
+        print(f"{write_checkpoint(Path(directory)) / 1e6:.2f} M parameters; ms")
         for dtype in args.dtypes:
-            numbers[dtype] = found = measure(Path(directory), dtype, args.drafts, args.temperature, args.steps)
-            print(f"{dtype}: " + "  ".join(f"{name} {value:.3f}" for name, value in found.items()) + "  (ms)")
-    save(args.json, {"drafts": args.drafts, "temperature": args.temperature, "by_dtype": numbers})
+            for requests in args.requests:
+                case = f"{dtype}, {requests} requests"
+                numbers[case] = measure(Path(directory), dtype, args.drafts, args.temperature, requests, args.steps, CLOCKS[args.clock])
+                show(f"{case:24}", numbers[case])
+    save(args.json, setting | {"by_case": numbers})
 
 
 if __name__ == "__main__":

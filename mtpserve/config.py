@@ -23,7 +23,6 @@ NEED_ALGORITHM = (
 DIALECTS = ("sglang", "vllm")  # under whose names metrics are offered too
 MAX_ROWS = 56  # with the free ones, a request's nodes have a bit each in 64
 
-
 # As text/parsers/registry.py has them, which this layer cannot see.
 TOOL_CALL_PARSERS = (
     "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "llama3", "llama3_json", "mistral",
@@ -208,8 +207,8 @@ class SpecConfig:
     @property
     def parts(self) -> list[str]:
         """vLLM names the method after the family: deepseek_mtp, mimo_mtp."""
-        parts = [] if self.speculative_algorithm is None else self.speculative_algorithm.upper().split("+")
-        return ["MTP" if part.endswith("_MTP") else part for part in parts]
+        named = self.speculative_algorithm
+        return [] if named is None else ["MTP" if part.endswith("_MTP") else part for part in named.upper().split("+")]
 
     @property
     def drafter(self) -> str | None:

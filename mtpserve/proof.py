@@ -2,23 +2,36 @@
 
     greedy          the two texts of every prompt are compared token by token
     sampled         for each sampling feature, the joint counts of the first tokens after a prompt, with speculation and without, are
-                    held against each other by a chi-square test
+                    compared by a chi-square test
     same seed       where drafts are point masses (trees, n-grams), even a sampled text must be the very same (spec/accept)
 
-All features and greedy requests run mixed in the same batches, as they would on a server. No threshold hides a difference: what fails
-is printed with the numbers that show it. Computes no statistics of speed.
+All features and greedy requests run mixed in the same batches, as they would on a server. Computes no statistics of speed.
+
+Where texts differ, rounding is the only excuse, and it is checked (rounding.py), not assumed:
+
+    1. Plain decoding scores every speculative greedy text in one pass. At each place, also after a first difference, the text's token
+       must be its likeliest, or less likely by no more than twice the rounding error that the number format was measured to make.
+    2. Such places, small gaps and large, and seeds that give another text must not be more frequent than twice what the number format
+       itself does to plain decoding.
+    3. In exact mode, where a row's numbers do not depend on what is computed with it (--speculative-exact), the requests whose texts
+       differ must give the same text with speculation and without, to the last token.
+
+A defect in speculation's logic fails the third test whatever its size; one that is in the numbers of the ordinary mode alone, the others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.llm import LLM, Completion
+from mtpserve.core.request import TokenLogprob
+from mtpserve.core.sampling import MAX_LOGPROBS, GrammarSpec, SamplingParams
+from mtpserve.engine.planning import plan
+from mtpserve.llm import LLM, Completion, engine_config
+from mtpserve.rounding import CHANCE, Asked, Rounding, Sample, Share, completed, prefers_another, scores
 
 PROMPTS = (
     "import os\n\ndef read_lines(path):",
@@ -32,12 +45,15 @@ PROMPTS = (
 )
 DRAWN = 3  # tokens whose joint counts are compared
 RARE = 5  # an outcome with fewer draws in both runs together is counted with the other rare ones
-CHANCE = 1e-4  # a test that fails by chance less often than this
+MORE = 64  # tokens sampled after each built-in prompt, where rounding is measured
+AGAIN = 64  # requests with differing texts that are computed again in exact mode, at most
+
+Results = dict[str, list[Completion]]  # greedy, one for each prompt; and of each feature, one for each seed
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where a greedy text differs, and the plain run's log-probabilities of the two tokens."""
+    """A place where a greedy text is not plain decoding's, and plain decoding's log-probabilities of the two tokens there."""
 
     prompt: int
     place: int
@@ -60,15 +76,34 @@ class LawTest:
 
     @property
     def holds(self) -> bool:
-        return self.p_value > CHANCE and self.same_text in (None, 1.0)
+        """The law alone; whether other texts are rounding is asked of all features together."""
+        return self.p_value > CHANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Excuse:
+    """What rounding must explain, and whether it does."""
+
+    rounding: Rounding
+    tokens: Share  # of the speculative greedy texts: to which plain decoding, over the same text, prefers another
+    texts: Share  # sampled: with the same seed other than plain decoding's
+    exact: Share  # of the requests with differing texts: those that differ in exact mode too
+
+    @property
+    def holds(self) -> bool:
+        """Of the shares; the gaps are looked at one by one."""
+        rounding = self.rounding
+        often = rounding.explains(self.tokens, rounding.tokens) and rounding.explains(self.texts, rounding.texts)
+        return often and self.exact.count == 0
 
 
 @dataclass(slots=True)
 class Proof:
     prompts: int
-    tie: float  # a greedy divergence between tokens whose log-probabilities differ by no more than this is forgiven
-    divergences: list[Divergence] = field(default_factory=list)
+    tie: float  # a greedy divergence between tokens whose log-probabilities differ by no more than this is a tie within rounding
+    divergences: list[Divergence] = field(default_factory=list)  # of each prompt the first, and with `excuse` those after it
     laws: list[LawTest] = field(default_factory=list)
+    excuse: Excuse | None = None  # None: no text differs, or a tie was given, or the mode is exact
     drafted: list[int] = field(default_factory=list)  # by depth
     accepted: list[int] = field(default_factory=list)
     accept_length: float = 1.0
@@ -76,8 +111,12 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        greedy = all(found.gap <= self.tie for found in self.divergences)
-        return greedy and all(law.holds for law in self.laws) and not self.lossy
+        gaps = [each.gap for each in self.divergences]
+        greedy = max(gaps, default=0.0) <= self.tie
+        if self.excuse is not None:
+            greedy = greedy and self.excuse.rounding.explains_gaps(gaps, self.excuse.tokens.of)
+        seeded = all(law.same_text in (None, 1.0) for law in self.laws) if self.excuse is None else self.excuse.holds
+        return greedy and seeded and all(law.holds for law in self.laws) and not self.lossy
 
 
 def features(llm: LLM, prompt: list[int]) -> dict[str, dict[str, Any]]:
@@ -108,42 +147,82 @@ def prove(
     *,
     tokens: int,
     draws: int,
-    tie: float,
+    tie: float | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Proof:
-    """`options` are those of `LLM`, with speculation; the plain run leaves it out. Raises ConfigError where there is nothing to prove."""
+    """`options` are those of `LLM`, with speculation; the plain run leaves it out. `tie` None: what is a tie follows from the number
+    format; else greedy divergences up to it are, and no other difference is excused. Raises ConfigError where there is nothing to prove.
+    """
     if options.get("speculative_synthetic_acceptance") is not None:
         raise ConfigError("--speculative-synthetic-acceptance accepts by lot: there is nothing to prove about it")
-    drafting = LLM(**options)
-    spec = drafting.config.spec
-    if spec.steps == 0:
+    without = {name: value for name, value in options.items() if not name.startswith("speculative_") or name == "speculative_exact"}
+    if engine_config(options).spec.steps == 0:
         raise ConfigError("prove compares speculation with plain decoding: --speculative-num-steps must be at least 1")
-    plain = LLM(**{name: value for name, value in options.items() if not name.startswith("speculative_") or name == "speculative_exact"})
-    texts = [drafting.tokenizer.encode(text) for text in prompts]
-    cases = features(plain, texts[0])
-    work = Work(texts, cases, tokens, draws)
-    found: dict[str, dict[str, list[Completion]]] = {}
-    for name, llm in (("plain", plain), ("speculative", drafting)):
-        found[name] = {}
-        for what, done in work.run(llm):
-            found[name].setdefault(what, []).append(done)
-            progress(name, sum(map(len, found[name].values())), work.size)
-    proof = Proof(len(texts), tie, lossy=spec.lossy)
-    proof.divergences = [
-        difference
-        for i, (one, other) in enumerate(zip(found["plain"]["greedy"], found["speculative"]["greedy"], strict=True))
-        if (difference := divergence(i, one, other)) is not None
-    ]
-    for feature, fields in cases.items():
-        one, other = (texts_of(found[name][feature]) for name in ("plain", "speculative"))
-        coupled = spec.topk > 1 or spec.ngram or "grammar" in fields
-        same = sum(a == b for a, b in zip(one, other, strict=True)) / len(one) if coupled else None
-        proof.laws.append(LawTest(feature, len(one), two_sample(one, other), same))
-    stats = drafting.engine.stats
+    with LLM(**options) as drafting:
+        spec, texts = drafting.config.spec, [drafting.tokenizer.encode(text) for text in prompts]
+        work = Work(texts, features(drafting, texts[0]), tokens, draws)
+        other = work.run(drafting, lambda done: progress("speculative", done, work.size))
+        stats = drafting.engine.stats
+    with LLM(**without) as llm:
+        plain = work.run(llm, lambda done: progress("plain", done, work.size))
+    proof = compared(work, plain, other, coupled=spec.topk > 1 or spec.ngram)
+    proof.tie, proof.lossy = tie or 0.0, spec.lossy
     proof.drafted, proof.accepted = stats.draft_tokens_per_position, stats.accepted_tokens_per_position
     lengths = stats.accept_lengths
     proof.accept_length = sum(n * count for n, count in enumerate(lengths, 1)) / max(1, sum(lengths))
+    same = not proof.divergences and all(law.same_text in (None, 1.0) for law in proof.laws)
+    if not (same or spec.lossy or spec.speculative_exact or tie is not None):
+        excuse(proof, work, options, without, plain, other)
     return proof
+
+
+def compared(work: Work, plain: Results, other: Results, coupled: bool) -> Proof:
+    """`coupled`: with the same seed all texts are the same."""
+    proof = Proof(len(work.prompts), 0.0)
+    pairs = enumerate(zip(plain["greedy"], other["greedy"], strict=True))
+    proof.divergences = [difference for i, (one, two) in pairs if (difference := divergence(i, one, two)) is not None]
+    for feature, fields in work.cases.items():
+        one, two = plain[feature], other[feature]
+        same = sum(a.tokens == b.tokens for a, b in zip(one, two, strict=True)) / len(one) if coupled or "grammar" in fields else None
+        proof.laws.append(LawTest(feature, len(one), two_sample(drawn(one), drawn(two)), same))
+    return proof
+
+
+def excuse(proof: Proof, work: Work, options: dict[str, Any], without: dict[str, Any], plain: Results, other: Results) -> None:
+    """Adds what rounding explains of the differences, the tie that follows from it, and the places after each first divergence."""
+    spoken = [done.tokens for done in other["greedy"]]
+    seeded = [law.feature for law in proof.laws if law.same_text is not None]
+    asked = [one for feature in seeded for one in work.sampled(feature)]
+    first, second = ([done.tokens for feature in seeded for done in results[feature]] for results in (plain, other))
+    with LLM(**without) as llm:
+        # Besides the proof's own texts some hundred places of others, whatever its size.
+        more = [(llm.tokenizer.encode(text), SamplingParams(max_tokens=MORE, seed=i)) for i, text in enumerate(PROMPTS)]
+        texts = [prompt + tokens for prompt, tokens in zip(work.prompts, spoken, strict=True)]
+        texts += [prompt + done.tokens for (prompt, _), done in zip(more, completed(llm, more), strict=True)]
+        sample = Sample(without, plan(llm.config), texts, scores(llm, texts), asked, first)
+    rounding = sample.measured()
+    proof.tie = rounding.bound
+    own = [score[len(prompt) - 1 :] for score, prompt in zip(sample.scores, work.prompts, strict=False)]
+    lost = [divergence_at(i, place, *pair) for i in range(len(spoken)) for place, pair in enumerate(zip(own[i], spoken[i], strict=False))]
+    starts = {each.prompt: each.place for each in proof.divergences}
+    found = [each for each in lost if each is not None]
+    proof.divergences += [each for each in found if each.place > starts.get(each.prompt, -1)]
+    proof.divergences.sort(key=lambda each: (each.prompt, each.place))
+    differing = [work.greedy()[i] for i in starts] + [one for one, a, b in zip(asked, first, second, strict=True) if a != b]
+    proof.excuse = Excuse(
+        rounding,
+        tokens=Share(len(found), sum(map(len, spoken))),
+        texts=Share(sum(a != b for a, b in zip(first, second, strict=True)), len(asked)),
+        exact=differing_in_exact_mode(options, without, differing[:AGAIN]),
+    )
+
+
+def differing_in_exact_mode(options: dict[str, Any], without: dict[str, Any], asked: Sequence[Asked]) -> Share:
+    answers = []
+    for each in (without, options):
+        with LLM(**each | {"speculative_exact": True}) as llm:
+            answers.append([done.tokens for done in completed(llm, asked)])
+    return Share(sum(a != b for a, b in zip(*answers, strict=True)), len(asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,39 +238,50 @@ class Work:
     def size(self) -> int:
         return len(self.prompts) + self.draws * len(self.cases)
 
-    def requests(self) -> list[tuple[str, list[int], SamplingParams]]:
-        greedy = SamplingParams(max_tokens=self.tokens, temperature=0.0, logprobs=5)
-        listed = [("greedy", prompt, greedy) for prompt in self.prompts]
-        for seed in range(self.draws):
-            for feature, fields in self.cases.items():
-                # One token more than is counted, or nothing would be drafted for the last.
-                listed.append((feature, self.prompts[0], replace(SamplingParams(**fields), max_tokens=DRAWN + 1, seed=seed)))
-        return listed
+    def greedy(self) -> list[Asked]:
+        return [(prompt, SamplingParams(max_tokens=self.tokens, temperature=0.0, logprobs=MAX_LOGPROBS)) for prompt in self.prompts]
 
-    def run(self, llm: LLM, chunk: int = 512) -> Iterator[tuple[str, Completion]]:
-        listed = self.requests()
-        for start in range(0, len(listed), chunk):
-            part = listed[start : start + chunk]
-            done = llm.generate([prompt for _, prompt, _ in part], [sampling for _, _, sampling in part])
-            for (what, _, _), completion in zip(part, done, strict=True):
-                if completion.error is not None:
-                    raise ConfigError(f"a request of the proof failed: {completion.error}")
-                yield what, completion
+    def sampled(self, feature: str) -> list[Asked]:
+        # One token more than is counted, or nothing would be drafted for the last.
+        sampling = SamplingParams(**self.cases[feature], max_tokens=DRAWN + 1)
+        return [(self.prompts[0], replace(sampling, seed=seed)) for seed in range(self.draws)]
+
+    def run(self, llm: LLM, progress: Callable[[int], None], chunk: int = 512) -> Results:
+        named = [("greedy", one) for one in self.greedy()]
+        named += [
+            (feature, one) for row in zip(*map(self.sampled, self.cases), strict=True) for feature, one in zip(self.cases, row, strict=True)
+        ]
+        results: Results = {}
+        for start in range(0, len(named), chunk):
+            part = named[start : start + chunk]
+            for (what, _), completion in zip(part, completed(llm, [one for _, one in part]), strict=True):
+                results.setdefault(what, []).append(completion)
+            progress(start + len(part))
+        return results
 
 
-def texts_of(completions: list[Completion]) -> list[tuple[int, ...]]:
+def drawn(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [tuple(completion.tokens[:DRAWN]) for completion in completions]
 
 
 def divergence(number: int, plain: Completion, other: Completion) -> Divergence | None:
+    """The first, judged by plain decoding's own log-probabilities."""
     for place, (one, two) in enumerate(zip(plain.tokens, other.tokens, strict=False)):
         if one != two:
-            scores = plain.logprobs[place] if plain.logprobs is not None else None
-            top = dict(scores.top) if scores is not None else {}
-            return Divergence(number, place, one, two, scores.logprob if scores is not None else 0.0, top.get(two))
+            score = plain.logprobs[place] if plain.logprobs is not None else None
+            top = dict(score.top) if score is not None else {}
+            return Divergence(number, place, one, two, score.logprob if score is not None else 0.0, top.get(two))
     if len(plain.tokens) != len(other.tokens):
         return Divergence(number, min(len(plain.tokens), len(other.tokens)), -1, -1, 0.0, None)
     return None
+
+
+def divergence_at(number: int, place: int, score: TokenLogprob, token: int) -> Divergence | None:
+    """Where plain decoding, over the same text, prefers another token to the text's."""
+    if not prefers_another(score, token):
+        return None
+    best, logprob = score.top[0]
+    return Divergence(number, place, best, token, logprob, dict(score.top).get(token))
 
 
 def two_sample(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> float:

@@ -15,9 +15,10 @@ from mtpserve.config import SECTIONS
 from mtpserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mtpserve.proof import Proof
+    from mtpserve.proof import Excuse, Proof
 
 TOKENS, DRAWS = 64, 300
+SHOWN = 8  # divergences
 
 
 def parser() -> Parser:
@@ -28,8 +29,9 @@ def parser() -> Parser:
     made.add_argument("--tokens", metavar="N", type=int, default=TOKENS, help=f"greedy tokens per prompt (default: {TOKENS})")
     made.add_argument("--draws", metavar="N", type=int, default=DRAWS, help=f"draws per sampling feature and side (default: {DRAWS})")
     made.add_argument(
-        "--tie", metavar="GAP", type=float, default=0.0,
-        help="forgive a greedy divergence between tokens whose log-probabilities differ by no more (default: 0, forgive nothing)",
+        "--tie", metavar="GAP", type=float,
+        help="excuse greedy divergences between tokens whose log-probabilities differ by no more, and nothing else: 0 excuses nothing "
+        "(default: what rounding in --dtype is measured to explain)",
     )  # fmt: skip
     made.add_argument("--json", metavar="FILE", help="write everything that was found here")
     add_options(made, {name: config for name, config in SECTIONS.items() if name != "server"})
@@ -78,18 +80,46 @@ def as_json(proof: Proof) -> dict[str, Any]:
 
 
 def show(proof: Proof) -> None:
-    same = proof.prompts - len(proof.divergences)
-    print(f"greedy      {same} of {proof.prompts} prompts give the same text")
-    for found in proof.divergences[:8]:
-        other = "not among the likeliest" if found.speculative_logprob is None else f"{found.speculative_logprob:.5f}"
-        print(f"            prompt {found.prompt}, token {found.place}: plain {found.plain} ({found.plain_logprob:.5f}), "
-              f"speculative {found.speculative} ({other})")  # fmt: skip
+    differing = {each.prompt for each in proof.divergences}
+    print(f"greedy      {proof.prompts - len(differing)} of {proof.prompts} prompts give the same text")
+    for each in sorted(proof.divergences, key=lambda each: -each.gap)[:SHOWN]:
+        other = "not among the likeliest" if each.speculative_logprob is None else f"{each.speculative_logprob:.5f}"
+        verdict = "tie within rounding" if each.gap <= proof.tie else "DIFFERS"
+        print(f"            prompt {each.prompt}, token {each.place}: plain {each.plain} ({each.plain_logprob:.5f}), "
+              f"speculative {each.speculative} ({other}): {verdict}")  # fmt: skip
+    if len(proof.divergences) > SHOWN:
+        print(f"            and {len(proof.divergences) - SHOWN} more, with smaller gaps")
     print("sampled     feature                 draws  p-value  same text")
     for law in proof.laws:
-        share = "-" if law.same_text is None else f"{law.same_text:.0%}"
-        print(f"            {law.feature:22} {law.draws:6} {law.p_value:8.4f}  {share:>9}  {'' if law.holds else 'DIFFERS'}")
+        share = "-" if law.same_text is None else f"{law.same_text:.1%}"
+        differs = not law.holds or (proof.excuse is None and law.same_text not in (None, 1.0))
+        print(f"            {law.feature:22} {law.draws:6} {law.p_value:8.4f}  {share:>9}  {'DIFFERS' if differs else ''}".rstrip())
+    if proof.excuse is not None:
+        show_excuse(proof.excuse, proof.tie)
+        if not proof.excuse.rounding.explains_gaps([each.gap for each in proof.divergences], proof.excuse.tokens.of):
+            print("            the gaps above are larger, or large ones more frequent, than rounding explains: DIFFERS")
     rates = [f"{accepted / drafted:.2f}" for drafted, accepted in zip(proof.drafted, proof.accepted, strict=True) if drafted]
     print(f"acceptance  {proof.accept_length:.2f} tokens per verification; share of the drafts at depth 1, 2, …: {', '.join(rates)}")
     if proof.lossy:
         print("lossy       acceptance thresholds below 1: the output is not meant to be the model's")
-    print(f"verdict     {'holds: speculation changes nothing' if proof.holds else 'DOES NOT HOLD'}")
+    beyond = " beyond rounding" if proof.excuse is not None or proof.divergences else ""
+    print(f"verdict     {f'holds: speculation changes nothing{beyond}' if proof.holds else 'DOES NOT HOLD'}")
+
+
+def show_excuse(excuse: Excuse, tie: float) -> None:
+    rounding = excuse.rounding
+
+    def line(what: str, holds: bool = True) -> None:
+        print(f"            {what}{'' if holds else ': DIFFERS'}")
+
+    scaled = f", scaled by {rounding.scale:.1e}" if rounding.scale != 1 else ""
+    print(f"rounding    what {rounding.dtype} alone does to plain decoding was measured against {rounding.reference}{scaled}:")
+    errors = f"by {rounding.typical:.2g} at half of {len(rounding.errors)} places, by {rounding.bound / 2:.2g} at most"
+    line(f"it changes the gap between two likely tokens' log-probabilities {errors};")
+    line(f"two ways to compute the same differ by up to twice that, so a gap of up to {tie:.2g} can be a tie")
+    for what, ours, its in (("greedy tokens", excuse.tokens, rounding.tokens), ("sampled texts", excuse.texts, rounding.texts)):
+        alone = its.count * rounding.scale / max(its.of, 1)
+        line(f"{what}: {ours.count} of {ours.of} differ with speculation; {alone:.2%} do by rounding alone, up to twice that is expected",
+             rounding.explains(ours, its))  # fmt: skip
+    same, of = excuse.exact.of - excuse.exact.count, excuse.exact.of
+    line(f"in exact mode, where sums do not depend on the batch, {same} of the {of} requests that differ give the same text", same == of)

@@ -14,13 +14,20 @@ MIN_PACKED_BYTES = 1 << 20
 PACKED_ROWS = 8  # the row count that the layout is made for; any other works
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN lays out weights of this dtype here. In bfloat16 it needs AVX-512 or AVX-NE-CONVERT, and raises without."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
 class Unquantized:
     """`module.weight` [outputs, inputs]; `module.bias` [outputs] or None."""
 
     def finish(self, module: nn.Module) -> None:
         weight = cast(Tensor, module.weight)
-        wanted = weight.dtype in (torch.float32, torch.bfloat16) and weight.numel() * weight.element_size() >= MIN_PACKED_BYTES
-        if weight.device.type == "cpu" and wanted and torch.backends.mkldnn.is_available():
+        large = weight.numel() * weight.element_size() >= MIN_PACKED_BYTES
+        if weight.device.type == "cpu" and large and packs(weight.dtype):
             packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
             del module.weight
             module.packed = packed

@@ -12,42 +12,63 @@ import torch
 from mtpserve.cli import prove as command
 from mtpserve.core.errors import ConfigError
 from mtpserve.llm import Completion
-from mtpserve.proof import LawTest, Proof, divergence, prove, two_sample
+from mtpserve.proof import Divergence, Excuse, LawTest, Proof, divergence, prove, two_sample
+from mtpserve.rounding import Rounding, Share
 from mtpserve.spec import accept as accept_module
 
 SMALL = {"model": "demo", "max_total_tokens": 8192, "max_running_requests": 32}
+ROUNDING = Rounding("bfloat16", "float32", 1.0, (0.01,) * 98 + (0.1,) * 2, Share(1, 100), Share(1, 100))
+MTP: dict[str, Any] = {**SMALL, "speculative_algorithm": "MTP", "speculative_num_steps": 2}
 PROMPTS = ["import os\n\ndef read_lines(path):", "class Stack:\n"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("topk", [1, 3])
-def test_it_holds_for_the_demo_model(topk: int) -> None:
-    options: dict[str, Any] = {**SMALL, "speculative_algorithm": "MTP", "speculative_num_steps": 2, "speculative_eagle_topk": topk}
+def test_it_holds_for_the_demo_model(topk: int, dtype: str) -> None:
+    options = {**MTP, "speculative_eagle_topk": topk, "dtype": dtype}
     told: list[tuple[str, int, int]] = []
-    proof = prove(options, PROMPTS, tokens=24, draws=12, tie=0.0, progress=lambda *what: told.append(what))
-    assert proof.holds and not proof.divergences and len(proof.laws) == 12 and proof.accept_length > 1
-    assert all((law.same_text == 1.0) == (topk == 3 or law.feature == "grammar") for law in proof.laws)
+    proof = prove(options, PROMPTS, tokens=24, draws=12, progress=lambda *what: told.append(what))
+    assert proof.holds and len(proof.laws) == 12 and proof.accept_length > 1
+    assert all((law.same_text is not None) == (topk == 3 or law.feature == "grammar") for law in proof.laws)
     assert told[-1][1] == told[-1][2] and {name for name, _, _ in told} == {"plain", "speculative"}
 
 
-def test_wrong_texts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acceptance that keeps every draft: greedy text differs, and the proof says where."""
-    walk = accept_module.walk
+def keep_every_draft(chosen: torch.Tensor, batch: Any, depth: int) -> Any:
+    if batch.drafts.shape[1]:
+        chosen = torch.cat([torch.where(batch.draft_count[:, None] > 0, batch.drafts, chosen[:, :-1]), chosen[:, -1:]], 1)
+    return WALK(chosen, batch, depth)
 
-    def everything(chosen: torch.Tensor, batch: Any, depth: int) -> Any:
-        if batch.drafts.shape[1]:
-            chosen = torch.cat([torch.where(batch.draft_count[:, None] > 0, batch.drafts, chosen[:, :-1]), chosen[:, -1:]], 1)
-        return walk(chosen, batch, depth)
 
-    monkeypatch.setattr(accept_module, "walk", everything)
-    options: dict[str, Any] = {**SMALL, "speculative_algorithm": "MTP", "speculative_num_steps": 2}
-    proof = prove(options, PROMPTS, tokens=24, draws=2, tie=0.0)
+def other_logits(logits: torch.Tensor, batch: Any, depth: int, thresholds: Any) -> Any:
+    """As if the model's numbers changed by up to 1 wherever drafts are verified."""
+    if batch.drafts.shape[1]:
+        logits = logits + torch.sin(torch.arange(logits.shape[-1]) * 1.7)
+    return DECIDE(logits, batch, depth, thresholds)
+
+
+WALK, DECIDE = accept_module.walk, accept_module.decide
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "defect"), [("walk", keep_every_draft), ("decide", other_logits)])
+def test_defects_are_found(monkeypatch: pytest.MonkeyPatch, name: str, defect: Any, dtype: str) -> None:
+    monkeypatch.setattr(accept_module, name, defect)
+    proof = prove({**MTP, "dtype": dtype}, PROMPTS, tokens=24, draws=2)
     assert not proof.holds and proof.divergences
     assert proof.divergences[0].plain != proof.divergences[0].speculative
+    assert proof.excuse is not None and proof.excuse.exact.count > 0
+
+
+def test_a_given_tie_excuses_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept_module, "walk", keep_every_draft)
+    for tie in (0.0, 1e-3):
+        proof = prove(MTP, PROMPTS, tokens=24, draws=2, tie=tie)
+        assert not proof.holds and proof.excuse is None and proof.tie == tie
 
 
 def test_nothing_to_prove() -> None:
     with pytest.raises(ConfigError, match="num-steps"):
-        prove({**SMALL, "speculative_algorithm": "MTP", "speculative_num_steps": 0}, PROMPTS, tokens=1, draws=1, tie=0.0)
+        prove({**SMALL, "speculative_algorithm": "MTP", "speculative_num_steps": 0}, PROMPTS, tokens=1, draws=1)
 
 
 def test_the_two_sample_test() -> None:
@@ -72,7 +93,37 @@ def test_divergences() -> None:
     assert divergence(0, completion(1, 2), completion(1)) is not None
     lossy = Proof(1, 0.0, lossy=True)
     assert not lossy.holds and not Proof(1, 0.0, laws=[LawTest("a", 9, 1e-9, None)]).holds and Proof(1, 0.0).holds
-    assert not LawTest("a", 9, 1.0, 0.9).holds
+    other_text = Proof(1, 0.0, laws=[LawTest("a", 9, 1.0, 0.9)])
+    assert not other_text.holds
+    for exact, holds in ((0, True), (1, False)):
+        other_text.excuse = Excuse(ROUNDING, Share(0, 100), Share(1, 10), Share(exact, 1))
+        assert other_text.holds is holds
+    other_text.excuse = Excuse(ROUNDING, Share(0, 100), Share(900, 1000), Share(0, 64))
+    assert not other_text.holds, "far more seeds differ than rounding explains"
+    other_text.excuse = Excuse(ROUNDING, Share(90, 100), Share(1, 10), Share(0, 64))
+    assert not other_text.holds, "far more tokens do"
+
+
+def test_the_gap_of_a_tie() -> None:
+    """Plain decoding gave 0.1 of error at most: 0.2 is a tie, 0.3 is none, and many of 0.2 are too many."""
+
+    def proof(*gaps: float) -> Proof:
+        found = [Divergence(0, place, 1, 2, -1.0, -1.0 - gap) for place, gap in enumerate(gaps)]
+        return Proof(1, ROUNDING.bound, divergences=found, excuse=Excuse(ROUNDING, Share(0, 100), Share(0, 10), Share(0, 1)))
+
+    assert proof(0.0, 0.1).holds and proof(0.2 - 1e-9).holds
+    assert not proof(0.3).holds and not proof(*[0.19] * 40).holds
+
+
+def test_what_is_shown_of_an_excuse(capsys: pytest.CaptureFixture[str]) -> None:
+    divergences = [Divergence(0, place, 7, 8, -1.0, None if place == 9 else -1.0) for place in range(10)]
+    excuse = Excuse(ROUNDING, Share(90, 100), Share(1, 10), Share(1, 3))
+    command.show(Proof(2, ROUNDING.bound, divergences, [LawTest("top_p", 10, 1.0, 0.9)], excuse))
+    shown = capsys.readouterr().out
+    assert "1 of 2 prompts give the same text" in shown and "and 2 more" in shown
+    assert "speculative 8 (not among the likeliest): DIFFERS" in shown and "(-1.00000): tie within rounding" in shown
+    assert "90 of 100 differ" in shown and "2 of the 3 requests that differ give the same text: DIFFERS" in shown
+    assert "DOES NOT HOLD" in shown
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
