@@ -22,6 +22,23 @@ class KVLayout:
         """Numbers stored per token and layer."""
         return self.heads * (self.key_dim + (self.value_dim if self.kind == "gqa" else 0))
 
+    def __str__(self) -> str:
+        return f"{self.heads} heads x {self.key_dim}" if self.kind == "gqa" else f"latent, {self.key_dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A layer that stores keys and values. A row sees what comes before it and itself: all of it, or the last `window` positions."""
+
+    kv: KVLayout
+    window: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kv}" if self.window is None else f"{self.kv}, window {self.window:,}"
+
+
+LayerKind = Attention  # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
+
 
 @dataclass(frozen=True, slots=True)
 class RopeArch:
@@ -82,13 +99,12 @@ class MTPArch:
 @dataclass(frozen=True, slots=True)
 class ModelArch:
     family: str  # the name in models/registry
-    num_layers: int  # of the trunk; MTP layers come on top
+    layers: tuple[LayerKind, ...]  # the trunk's, then the MTP layer's where there is one
     hidden: int
     vocab: int
     heads: int
     head_dim: int  # of q and k
     intermediate: int
-    kv: KVLayout
     rope: RopeArch
     norm_eps: float
     scale: float  # of the attention scores
@@ -102,5 +118,6 @@ class ModelArch:
     qkv_bias: bool = False
 
     @property
-    def kv_layers(self) -> int:
-        return self.num_layers + (self.mtp.layers if self.mtp else 0)
+    def num_layers(self) -> int:
+        """Of the trunk."""
+        return len(self.layers) - (self.mtp.layers if self.mtp else 0)

@@ -11,10 +11,12 @@ from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.pages import PageAllocator
-from mtpserve.cache.pool import KVPool
+from mtpserve.cache.stores import Stores
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.arch import ModelArch
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import CausalModel, GrammarCompiler, LogitsProcessor
+from mtpserve.core.protocols import AttentionBackend, CausalModel, GrammarCompiler, LogitsProcessor
 from mtpserve.engine.drafters import make_drafter
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.exact import ExactModel
@@ -62,20 +64,29 @@ class EngineOptions:
     name: str = ""
 
 
+def check(arch: ModelArch, attention: AttentionBackend, backend: str, drafts: DraftSizes) -> None:
+    """Raises ConfigError for a kind of layer that cannot be computed."""
+    for kind in set(arch.layers):
+        if not attention.supports(kind):
+            raise ConfigError(f"--attention-backend {backend} does not support layers of {kind}; reference does")
+        # A backend tells how far back a node of a tree is by where it is stored: as long as all of a path is seen, this is the same.
+        if kind.window is not None and drafts.branching and kind.window <= drafts.depth:
+            raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
+
+
 def assemble(model: CausalModel, sizes: EngineSizes, options: EngineOptions) -> Engine:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
     kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.items()} if options.backend == "triton" else {}
     spare = sizes.pages  # the page after those that requests get
-    pool = KVPool(
-        arch.kv, arch.kv_layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison,
+    stores = Stores(
+        arch.layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison,
         kernels.get("compact", reference.compact), options.stored,
     )  # fmt: skip
-    pool.clear(spare)
-    attention = BACKENDS.get(options.backend)(pool, arch.heads, arch.scale)
-    if not attention.supports(arch.kv, device.type):
-        raise ConfigError(f"--attention-backend {options.backend} does not support {arch.kv}; reference does")
+    stores.clear(spare)
+    attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
+    check(arch, attention, options.backend, drafts)
     drafter = make_drafter(spec, drafts, model, attention, options.token_map)
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, spare, drafter.coupled, options.overlap
@@ -86,8 +97,8 @@ def assemble(model: CausalModel, sizes: EngineSizes, options: EngineOptions) -> 
     exact = spec.speculative_exact
     step = Step(
         ExactModel(model) if exact else model,
-        BACKENDS.get("exact")(pool, arch.heads, arch.scale) if exact else attention,
-        pool,
+        BACKENDS.get("exact")(stores, arch.heads, arch.scale) if exact else attention,
+        stores,
         drafter,
         seats,
         Judge(

@@ -8,10 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpserve.core.protocols import LinearKernels, LinearMethod
+
 # Below this oneDNN's call costs more than it saves. The rule looks at the shape alone, never at a timing: a weight must
 # be multiplied in the same way in every run, or equal requests would differ in the last bits.
 MIN_PACKED_BYTES = 1 << 20
 PACKED_ROWS = 8  # the row count that the layout is made for; any other works
+
+
+def unquantized(kernels: LinearKernels) -> LinearMethod:
+    """torch multiplies: it needs none of `kernels`."""
+    return Unquantized()
 
 
 class Unquantized:

@@ -10,39 +10,34 @@ The MTP head is left as it is: drafts decide how fast the text comes, not what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mtpserve.attention.exact import PlannedExact
+from mtpserve.attention.exact import part_of
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Attend, CausalModel
+from mtpserve.core.protocols import CausalModel, Context
 
 TILE = 8
 
 
 class ExactModel:
-    """core.protocols.CausalModel. `trunk` needs the attention of attention/exact."""
+    """core.protocols.CausalModel. `trunk` needs the contexts of attention/exact, and a model made with the kernels "exact"."""
 
     def __init__(self, model: CausalModel) -> None:
         self.model, self.arch = model, model.arch
-        for part in cast(nn.Module, model).modules():
-            if hasattr(part, "row_by_row"):
-                part.row_by_row = True  # type: ignore[assignment]
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend) -> Hidden:
-        planned = cast(PlannedExact, attend)
-        found = []
+    def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context]) -> Hidden:
+        parts = []
         for start in range(0, len(ids), TILE):
             stop = min(start + TILE, len(ids))
-            hidden = self.model.trunk(tile(ids[start:stop]), tile(positions[start:stop]), planned.part(start, stop))
-            found.append(Hidden(hidden.head[: stop - start], hidden.recycle[: stop - start]))
-        return Hidden(torch.cat([part.head for part in found]), torch.cat([part.recycle for part in found]))
+            hidden = self.model.trunk(tile(ids[start:stop]), tile(positions[start:stop]), part_of(contexts, start, stop, TILE))
+            parts.append(Hidden(hidden.head[: stop - start], hidden.recycle[: stop - start]))
+        return Hidden(torch.cat([part.head for part in parts]), torch.cat([part.recycle for part in parts]))
 
-    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> Hidden:
-        return self.model.mtp(ids, positions, hidden, attend)
+    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, contexts: Sequence[Context]) -> Hidden:
+        return self.model.mtp(ids, positions, hidden, contexts)
 
     def logits(self, head: Tensor) -> Tensor:
         return in_tiles(self.model.logits, head)

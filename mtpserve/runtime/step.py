@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mtpserve.cache.pool import KVPool
+from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
 from mtpserve.core.protocols import AttentionBackend, CausalModel, Drafter
 from mtpserve.runtime.inputs import Rows, build, compact
@@ -42,9 +42,9 @@ class Step:
     """The parts that a step is made of."""
 
     def __init__(
-        self, model: CausalModel, attention: AttentionBackend, pool: KVPool, drafter: Drafter, seats: SeatTensors, judge: Judge
+        self, model: CausalModel, attention: AttentionBackend, stores: Stores, drafter: Drafter, seats: SeatTensors, judge: Judge
     ) -> None:
-        self.model, self.attention, self.pool, self.drafter, self.seats, self.judge = model, attention, pool, drafter, seats, judge
+        self.model, self.attention, self.stores, self.drafter, self.seats, self.judge = model, attention, stores, drafter, seats, judge
 
     def verify(self, rows: Rows) -> Verified:
         """Everything that the host wants to know: its copy can start before the drafting."""
@@ -66,7 +66,7 @@ class Step:
         self.seats.advance(batch, verdict)
         if verdict.path is not None:
             assert rows.layout.compacted is not None
-            batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.pool)
+            batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.stores)
         drafts = self.drafter.draft(batch, hidden, verdict, rows.want)
         seat_ids = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]
         self.seats.hold(seat_ids, drafts)

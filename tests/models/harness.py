@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtpserve.attention.reference import ReferenceAttention
-from mtpserve.cache.pool import KVPool
+from mtpserve.attention.registry import BACKENDS
+from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.batch import Span
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.planning import describe, load_model
+from mtpserve.layers.kernels import KERNELS
 from mtpserve.runtime.inputs import build, rows_of
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import SeatSampling
@@ -35,16 +36,18 @@ class Harness:
         with_mtp: bool = False,
         keep_blocks: bool = False,
         cache: torch.dtype | None = None,
+        backend: str = "reference",
     ) -> None:
         found = describe(EngineConfig(model=ModelConfig(model=str(directory), device="cpu")), want_mtp=with_mtp)
         arch, longest = found.arch, max(map(len, prompts))
         self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, CPU)
         self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), CPU), CPU)
-        self.model = load_model(found, torch.float32, CPU, longest + SIZES.lookahead(0), progress=False, keep_blocks=keep_blocks)
+        kernels = KERNELS.get({"reference": "torch"}.get(backend, backend))()
+        self.model = load_model(found, torch.float32, CPU, longest + SIZES.lookahead(0), kernels, False, keep_blocks)
         each = -(-(longest + SIZES.lookahead(0)) // page_size)
         order = torch.randperm(each * len(prompts), generator=torch.Generator().manual_seed(3)).tolist()
-        self.pool = KVPool(arch.kv, arch.kv_layers, len(order), page_size, torch.float32, CPU, poison=True, stored=cache)
-        self.attention = ReferenceAttention(self.pool, arch.heads, arch.scale)
+        self.stores = Stores(arch.layers, len(order), page_size, torch.float32, CPU, poison=True, stored=cache)
+        self.attention = BACKENDS.get(backend)(self.stores, arch.heads, arch.scale)
         self.seqs = []
         for i, prompt in enumerate(prompts):
             seq = Sequence(str(i), list(prompt), len(prompt), SamplingParams(temperature=0), longest, seed=i, seat=i)

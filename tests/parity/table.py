@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import KVLayout
+from mtpserve.core.arch import Attention, KVLayout, LayerKind
 from mtpserve.core.batch import Batch, Hidden
 from mtpserve.core.protocols import LogitsProcessor
 from mtpserve.core.request import Request
@@ -41,13 +41,13 @@ def tables() -> Tensor:
 class TableModel:
     """core.protocols.CausalModel; a hidden state is the number of a row of `tables`."""
 
-    arch: Any = SimpleNamespace(kv=KVLayout("gqa", 1, 1, 1), kv_layers=1, heads=1, scale=1.0, vocab=VOCAB)
+    arch: Any = SimpleNamespace(layers=(Attention(KVLayout("gqa", 1, 1, 1)),), heads=1, scale=1.0, vocab=VOCAB)
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: object) -> Hidden:
+    def trunk(self, ids: Tensor, positions: Tensor, contexts: object) -> Hidden:
         state = ids.float().unsqueeze(1)
         return Hidden(state, state)
 
-    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, attend: object) -> Hidden:
+    def mtp(self, ids: Tensor, positions: Tensor, hidden: Tensor, contexts: object) -> Hidden:
         state = ids.float().unsqueeze(1) + VOCAB
         return Hidden(state, state)
 
@@ -58,10 +58,10 @@ class TableModel:
 class NoAttention:
     graph_safe = False
 
-    def __init__(self, pool: Any, heads: int, scale: float) -> None:
+    def __init__(self, stores: Any, heads: int, scale: float) -> None:
         pass
 
-    def supports(self, layout: KVLayout, device: str) -> bool:
+    def supports(self, kind: LayerKind) -> bool:
         return True
 
     def plan(self, batch: Batch) -> Any:

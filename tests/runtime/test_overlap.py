@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtpserve.attention.contexts import contexts
+from mtpserve.cache.pool import KVPool
+from mtpserve.cache.stores import Stores
 from mtpserve.config import SpecConfig
+from mtpserve.core.arch import LayerKind
+from mtpserve.core.batch import Batch
+from mtpserve.core.protocols import Context
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.engine.engine import Engine
@@ -138,9 +145,10 @@ def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: boo
     """Attention and the moving of paths do in plain torch, so stand-ins take their places: kernels read nothing, and are not torch's."""
     engine = tiny_engine(tiny_model("mimo"), spec, recorder=Watched())
     runner = runner_of(engine)
-    attention = Blind(runner.step.attention.pool)  # type: ignore[attr-defined]
+    attention = Blind(runner.step.stores)
     runner.step.attention = attention
-    monkeypatch.setattr(runner.step.pool, "_compact", lambda pool, source, target: None)
+    for store in runner.step.stores.stores:
+        monkeypatch.setattr(store.pool, "_compact", lambda pool, source, target: None)
     base = getattr(runner.drafter, "base", runner.drafter)
     if spec is not PLAIN:
         monkeypatch.setattr(base, "attention", attention)
@@ -153,28 +161,33 @@ def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: boo
 
 
 class Blind:
-    """core.protocols.AttentionBackend that stores, and attends to nothing."""
+    """core.protocols.AttentionBackend that attends to nothing."""
 
     graph_safe = True
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, stores: Stores) -> None:
+        self.stores = stores
 
-    def supports(self, layout: Any, device: str) -> bool:
+    def supports(self, kind: LayerKind) -> bool:
         return True
 
-    def plan(self, batch: Any) -> Any:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, layer: int) -> torch.Tensor:
-            self.pool.store(layer, batch.slots, k, v)
-            return q[..., : self.pool.layout.value_dim].contiguous()
+    def plan(self, batch: Batch) -> Sequence[Context]:
+        return contexts(self.stores, [BlindPlan(store.pool, batch.slots) for store in self.stores.stores])
 
-        return attend
+
+@dataclass(frozen=True)
+class BlindPlan:
+    pool: KVPool
+    slots: torch.Tensor
+
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        return q[..., : self.pool.layout.value_dim].contiguous()
 
 
 def test_what_pads_a_captured_step_touches_nobody() -> None:
     engine = tiny_engine(tiny_model(), CHAIN, recorder=Again())
     runner = runner_of(engine)
-    pool, seats = runner.step.pool, runner.seats
+    (_, pool), seats = runner.step.stores.stores[0], runner.seats
     before = pool.k[:, : -seats.page_size].clone()
     assert isinstance(runner.graphs, StepGraphs)
     runner.graphs.record(runner.graphs.key(4, 3, True, Asked.of([], False), False))
