@@ -9,6 +9,7 @@ from tests.house.tree import KERNELS, PACKAGE, ROOT, Function, functions, name, 
 
 FILE, KERNEL_FILE, MEDIAN_FILE = 400, 450, 150
 FUNCTION, KERNEL_FUNCTION = 60, 160
+KERNEL_PARAMETERS = 25
 
 
 def lines(function: Function) -> int:
@@ -38,3 +39,14 @@ def test_no_function_is_too_long() -> None:
         if lines(function) > (KERNEL_FUNCTION if is_kernel(function) else FUNCTION)
     }
     assert not long
+
+
+def test_no_kernel_has_too_many_parameters() -> None:
+    """Of all that Triton compiles, the parts of kernels too. What follows from other parameters is computed inside."""
+    count = {
+        f"{name(file)}:{function.name}": len([*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs])
+        for file in sources(KERNELS)
+        for function in functions(file)
+        if is_kernel(function)
+    }
+    assert count and not {place: number for place, number in count.items() if number > KERNEL_PARAMETERS}

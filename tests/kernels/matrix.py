@@ -3,7 +3,8 @@
     python -m tests.kernels.matrix [--targets sm_90 …]
 
 The wrappers are called with tensors on the CPU while launching is replaced by writing down what would be launched, so that what is
-compiled is what ships. A kernel must not spill registers where the compiler says how many it spilled, and its shared memory must fit.
+compiled is what ships: they are called with every number of rows, so that every tile which they choose is compiled. A kernel must not
+spill registers where the compiler says how many it spilled, and its shared memory must fit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+SPILLS = {"*fp32": 64}  # bytes, by the type of q: float32 is for comparing, and a few do not matter
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64",
     torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64",
@@ -38,33 +40,42 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 def spans(
-    heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype, tree: bool, splits: int, page: int, latent: bool = False
-) -> None:
+    heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype, tree: bool, splits: int, page: int, latent: bool = False,
+    stored: torch.dtype | None = None, window: int = 0, shift: int = 0,
+) -> None:  # fmt: skip
+    """`stored`: what the cache holds, where it is not `dtype`."""
     from mtpserve_kernels.attention.span import span_gqa, span_mla
 
     rows, requests = 2 * width, 2
-    q = torch.zeros(rows, heads, dim, dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
-    cache = torch.zeros(4 * page, kv_heads, dim, dtype=dtype)
-    common = (ints(4, 16), ints(requests), ints(requests + 1), ints(requests), ints(rows), ints(rows) if tree else None,
-              ints(requests) if tree else None, page, 0.1)  # fmt: skip
+    q = torch.zeros(rows, heads, dim, dtype=dtype)
+    cache = torch.zeros(page, kv_heads, dim, dtype=stored or dtype)
+    where = (ints(4, 16), ints(requests), ints(requests + 1), ints(requests), ints(rows), ints(rows) if tree else None,
+             ints(requests) if tree else None, page, 0.1)  # fmt: skip
+    options = {"window": window, "shift": shift, "width": width, "splits": splits}
     if latent:
-        span_mla(q, cache, *common, 512, width=width, splits=splits)
+        span_mla(q, cache, *where, 512, **options)
     else:
-        span_gqa(q, cache, cache.clone(), *common, width=width, splits=splits)
+        span_gqa(q, cache, cache.clone(), *where, **options)
 
 
 def attention(fp8: bool) -> None:
-    bf16 = torch.bfloat16
+    bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
     spans(32, 8, 128, 1, bf16, False, 8, 64)
     spans(32, 8, 128, 4, bf16, False, 8, 16)
+    spans(32, 8, 128, 4, bf16, False, 1, 64, window=4096)
+    spans(32, 8, 128, 1, bf16, False, 8, 64, shift=1)
     spans(32, 8, 128, 32, torch.float16, True, 1, 64)
     spans(16, 1, 64, 8, bf16, True, 4, 128)
-    spans(8, 8, 256, 4, bf16, False, 4, 16)
     spans(16, 1, 576, 1, bf16, False, 8, 64, latent=True)
-    spans(16, 1, 576, 4, bf16, True, 8, 64, latent=True)
-    if fp8:
-        spans(32, 8, 128, 4, torch.float8_e4m3fn, False, 8, 64)
-        spans(16, 1, 576, 4, torch.float8_e4m3fn, False, 8, 64, latent=True)
+    spans(16, 1, 576, 1, bf16, False, 1, 64, latent=True, shift=1)
+    # Every tile that is ever chosen, with everything that costs registers: launches that are alike are compiled once.
+    for dtype, stored in ((bf16, bf16), (torch.float32, torch.float32), (bf16, e4m3), (torch.float32, e4m3)):
+        if stored == e4m3 and not fp8:
+            continue
+        for width in range(1, 130):
+            for tree, window in ((True, 1000), (True, 0), (False, 0)):
+                for dim in (128, 256, 576):
+                    spans(1, 1, dim, width, dtype, tree, 8, 64, latent=dim == 576, stored=stored, window=window, shift=int(window > 0))
 
 
 def around(fp8: bool) -> None:
@@ -92,12 +103,14 @@ def around(fp8: bool) -> None:
         x.new_zeros(4, 48, 128), ints(4), cos, cos, ints(4), torch.zeros(64, 8, 128, dtype=bf16), torch.zeros(64, 8, 128, dtype=bf16), 32
     )
     compact(torch.zeros(2, 64, 8, 128, dtype=bf16), ints(2, 7), ints(2, 7))
-    weight = torch.zeros(512, 4096, dtype=bf16)
-    skinny_linear(x, weight, weight[0, :512], splits=4)
-    skinny_linear(x[:1].expand(16, -1).contiguous(), weight, None, splits=1)
-    if fp8:
-        linear_fp8(x, weight.to(torch.float8_e4m3fn), torch.zeros(4, 32))
-        linear_fp8(x.new_zeros(200, 4096), weight.to(torch.float8_e4m3fn), torch.zeros(4, 32))
+    for dtype in (bf16, torch.float32):
+        weight = torch.zeros(512, 4096, dtype=dtype)
+        for rows in range(1, 65):
+            skinny_linear(weight[:rows], weight, None, splits=1)
+        skinny_linear(weight[:4], weight, weight[0, :512], splits=4)
+        if fp8:
+            for rows in (*range(1, 65), 100, 200):
+                linear_fp8(weight[:rows], weight.to(torch.float8_e4m3fn), torch.zeros(4, 32))
 
 
 def mixtures_and_verdicts(fp8: bool) -> None:
@@ -105,17 +118,18 @@ def mixtures_and_verdicts(fp8: bool) -> None:
     from mtpserve_kernels.moe.route import route
     from mtpserve_kernels.spec.accept import accept
 
-    x = torch.zeros(4, 2048, dtype=torch.bfloat16)
+    x = torch.zeros(64, 2048, dtype=torch.bfloat16)
     route(x, torch.zeros(256, 2048), torch.zeros(256), 8, 8, 4, True, 2.5)
     route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, False, 1.0)
-    for rows in (4, 64):
-        wide, down = torch.zeros(8, 2816, 2048, dtype=x.dtype), torch.zeros(8, 2048, 1408, dtype=x.dtype)
-        beside = (torch.zeros(2 * 2816, 2048, dtype=x.dtype), torch.zeros(2048, 2816, dtype=x.dtype))
-        routed = x.new_zeros(rows, 2048), torch.zeros(rows, 6), ints(rows, 6)
-        experts(*routed, wide, down, *beside)
-        if fp8:
-            stored = [matrix.to(torch.float8_e4m3fn) for matrix in (wide, down, *beside)]
-            experts(*routed, *stored, *(torch.zeros(shape) for shape in ((8, 22, 16), (8, 16, 11), (44, 16), (16, 22))))
+    scales = [torch.zeros(shape) for shape in ((2, 22, 16), (2, 16, 11), (44, 16), (16, 22))]
+    for dtype in (torch.bfloat16, torch.float32):
+        matrices = [torch.zeros(shape, dtype=dtype) for shape in ((2, 2816, 2048), (2, 2048, 1408), (2 * 2816, 2048), (2048, 2816))]
+        stored = [matrix.to(torch.float8_e4m3fn) for matrix in matrices]
+        for rows in range(1, 65):
+            routed = x[:rows].to(dtype), torch.zeros(rows, 6), ints(rows, 6)
+            experts(*routed, *matrices)
+            if fp8:
+                experts(*routed, *stored, *scales)
     seats = [torch.zeros(4) if real else ints(4) for real in (True, False, True, True, False)]
     for nodes, tree in ((4, False), (32, True)):
         parents, depths = (ints(2, nodes - 1), ints(2, nodes)) if tree else (None, None)
@@ -169,14 +183,15 @@ class Source:
             made.signature[parameter.name] = (
                 f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
             )
-            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize):
                 made.attributes[(i,)] = [["tt.divisibility", 16]]
         return made
 
     @property
     def name(self) -> str:
         constants = [(name, self.constants.get((i,))) for i, name in enumerate(self.kernel.arg_names)]
-        return f"{self.kernel.__name__}({', '.join(f'{name}={value}' for name, value in constants if value is not None)})"
+        types = [kind[1:] for kind in self.signature.values() if kind[:3] in ("*fp", "*bf")]
+        return f"{self.kernel.__name__}({', '.join([*types, *(f'{name}={value}' for name, value in constants if value is not None)])})"
 
 
 def spilled(kernel: Any, hip: bool) -> int | None:
@@ -219,12 +234,12 @@ def compile_group(target: str, group: str) -> list[str]:
             continue
         if kernel.metadata.shared > SHARED[target]:
             wrong.append(f"{target}: {source.name} needs {kernel.metadata.shared} bytes of shared memory, there are {SHARED[target]}")
-        if spilled(kernel, hip):
+        if (spilled(kernel, hip) or 0) > SPILLS.get(source.signature.get("p_q", ""), 0):
             wrong.append(f"{target}: {source.name} spills {spilled(kernel, hip)}")
         if (
             not hip
             and source.kernel.__name__ == "span_kernel"
-            and "fp8" not in source.signature["p_k"]
+            and source.signature["p_k"] == source.signature["p_q"] != "*fp32"
             and "cp.async" not in kernel.asm["ptx"]
         ):
             wrong.append(f"{target}: {source.name} does not copy ahead: the loop is not pipelined")

@@ -54,10 +54,10 @@ def test_rope_store(device: torch.device, heads: int, kv_heads: int, dim: int, r
     qkv = numbers(device, rows, (heads + 2 * kv_heads) * dim + 8)[:, : (heads + 2 * kv_heads) * dim].unflatten(1, (-1, dim))
     positions, slots = torch.tensor([0, 49, 7, 7, 3], device=device), torch.tensor([9, 2, 0, 31, 5], device=device)
     norms = (numbers(device, dim), numbers(device, dim, seed=1)) if norm else (None, None)
-    for dtype, scale in ((torch.float32, 1.0), (torch.float8_e4m3fn, 0.5)):
+    for dtype in (torch.float32, torch.float8_e4m3fn):
         caches = [[torch.full((32, kv_heads, dim), torch.nan, device=device).to(dtype) for _ in range(2)] for _ in range(2)]
         both = [
-            kernel(qkv, positions, cos, sin, slots, *mine, heads, *norms, 1e-5, interleaved, scale)
+            kernel(qkv, positions, cos, sin, slots, *mine, heads, *norms, 1e-5, interleaved)
             for kernel, mine in zip((rope_store, reference.rope_store), caches, strict=True)
         ]
         same(*both)
@@ -108,8 +108,8 @@ def test_skinny_linear(device: torch.device, rows: int, outputs: int, inputs: in
         b = numbers(device, outputs, dtype=dtype) if bias else None
         for splits in (None, 1, 3):
             found, wanted = skinny_linear(x, weight, b, splits=splits), reference.linear(x, weight, b)
-            tolerance = 5e-3 if device.type == "cuda" else 1e-4  # float32 products are tf32 there
-            torch.testing.assert_close(found, wanted, atol=max(tolerance, 4e-3 if dtype == torch.float16 else 0), rtol=4e-3)
+            tolerance = 4e-3 if dtype == torch.float16 else 1e-4
+            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
 def test_the_sum_over_parts_has_one_order(device: torch.device) -> None:

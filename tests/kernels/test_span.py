@@ -16,7 +16,7 @@ Span = tuple[int, int]  # tokens in the cache before the step, rows of the step
 
 @dataclass
 class Case:
-    """Pages are dealt at random; what no row may read is NaN."""
+    """Pages are dealt at random; what no row may read is NaN, or an entry of the page table that leads out of the cache."""
 
     kv_heads: int
     key_dim: int
@@ -25,11 +25,13 @@ class Case:
     latent: bool = False
     dtype: torch.dtype = torch.float32
     tree: bool = False
+    window: int = 0
+    shift: int = 0
 
     def make(self, spans: list[Span], heads: int, device: torch.device, seed: int = 0) -> dict[str, Any]:
         dice = torch.Generator().manual_seed(seed)
         page, lengths = self.page_size, [before + rows for before, rows in spans]
-        per = [-(-n // page) for n in lengths]
+        per = [-(-(n + self.shift) // page) for n in lengths]
         order = torch.randperm(sum(per) + 3, generator=dice)
         table = torch.full((len(spans) + 2, max(per) + 1), 1 << 40)  # an unused entry must not be followed
         seats = torch.randperm(len(spans) + 2, generator=dice)[: len(spans)]
@@ -40,17 +42,21 @@ class Case:
         for (before, rows), seat, pages, n in zip(spans, seats.tolist(), per, lengths, strict=True):
             mine = order[first : first + pages]
             first += pages
-            table[seat, :pages] = mine
-            written = (mine.unsqueeze(1) * page + torch.arange(page)).flatten()[:n]
-            k[written] = torch.randn(n, self.kv_heads, self.key_dim, generator=dice)
-            v[written] = torch.randn(n, self.kv_heads, self.value_dim, generator=dice)
-            index += range(before, n)
-            nodes = min(rows, 64)  # the last rows are a tree's: its root, and drafts
+            nodes = min(rows, 64)  # the last rows are a tree's: its root, and what continues it
             ancestors = [1]
             for node in range(1, nodes):
                 ancestors.append(ancestors[int(torch.randint(node, (1,), generator=dice))] | 1 << node)
+            depth = max(a.bit_count() for a in ancestors) - 1 if self.tree else nodes - 1
+            assert not self.tree or not self.window or depth < self.window
+            index += range(before, n)
             bits += [-1] * (rows - nodes + 1) + [a - (1 << 64) if a >> 63 else a for a in ancestors[1:]]
             starts.append(n - nodes)
+            # The row that sees farthest back is the span's first.
+            seen = range(max(before - self.window + 1, 0) if self.window else 0, n)
+            table[seat, (seen.start + self.shift) // page : pages] = mine[(seen.start + self.shift) // page :]
+            written = (mine.unsqueeze(1) * page + torch.arange(page)).flatten()[seen.start + self.shift : n + self.shift]
+            k[written] = torch.randn(len(seen), self.kv_heads, self.key_dim, generator=dice)
+            v[written] = torch.randn(len(seen), self.kv_heads, self.value_dim, generator=dice)
             ends.append(ends[-1] + rows)
         q = torch.randn(ends[-1], heads, self.key_dim, generator=dice)
 
@@ -67,10 +73,10 @@ class Case:
 
     def run(self, made: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """→ the kernel's and the reference's."""
-        arguments = (made["q"], *made["caches"], *made["common"])
-        if self.latent:
-            return span_mla(*arguments, self.value_dim, width=made["width"], **options), reference.span_mla(*arguments, self.value_dim)
-        return span_gqa(*arguments, width=made["width"], **options), reference.span_gqa(*arguments)
+        arguments = (made["q"], *made["caches"], *made["common"], *([self.value_dim] if self.latent else []))
+        seen = {"window": self.window, "shift": self.shift}
+        kernel, plain = (span_mla, reference.span_mla) if self.latent else (span_gqa, reference.span_gqa)
+        return kernel(*arguments, **seen, width=made["width"], **options), plain(*arguments, **seen)
 
 
 def check(found: Tensor, wanted: Tensor) -> None:
@@ -137,10 +143,70 @@ def test_float8_cache(device: torch.device) -> None:
     for case in (Case(2, 64, 64, 16, tree=True), Case(1, 576, 512, 16, latent=True)):
         made = case.make([(30, 4), (99, 1)], 4, device)
         made["q"] = made["q"].half()
-        made["caches"] = tuple((cache * 8).to(torch.float8_e4m3fn) for cache in made["caches"])
-        arguments = (made["q"], *made["caches"], *made["common"], *([512] if case.latent else []), 1 / 8)
+        made["caches"] = tuple(cache.to(torch.float8_e4m3fn) for cache in made["caches"])
+        arguments = (made["q"], *made["caches"], *made["common"], *([512] if case.latent else []))
         found = (span_mla if case.latent else span_gqa)(*arguments, width=4, splits=2)
         check(found, (reference.span_mla if case.latent else reference.span_gqa)(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("tree", "window", "shift"),
+    [(False, 0, 1), (False, 1, 0), (False, 7, 3), (False, 50, 1), (True, 0, 1), (True, 9, 0), (True, 70, 1)],
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_windows_and_shifts(device: torch.device, splits: int, tree: bool, window: int, shift: int) -> None:
+    for seed, case in enumerate(
+        [
+            Case(2, 64, 64, 16, tree=tree, window=window, shift=shift),
+            Case(1, 80, 48, 4, tree=tree, window=window, shift=shift),
+            Case(1, 576, 512, 16, latent=True, tree=tree, window=window, shift=shift),
+        ]
+    ):
+        spans = [*RAGGED, (257, 5)] if not case.latent else [(0, 3), (140, 4)]
+        tile = None if case.latent else Tiling(16, 16, 4, 1)  # narrow, so that whole blocks are before the window
+        check(*case.run(case.make(spans, 4, device, seed), splits=splits, tile=tile))
+
+
+@pytest.mark.parametrize("window", [5, 64])
+def test_long_spans_in_a_window(device: torch.device, window: int) -> None:
+    """Many tiles of one request, each with a first column of its own."""
+    case = Case(1, 64, 64, 8, window=window, shift=1)
+    check(*case.run(case.make([(30, 150), (3, 70)], 3, device), splits=2, tile=Tiling(16, 16, 4, 1)))
+
+
+def test_a_branch_sees_what_it_would_see_alone(device: torch.device) -> None:
+    """A window reaches back from a row's position, not from where its siblings have pushed it: the path of a tree gives what the same
+    rows give as a chain, up to the order of the sum."""
+    case = Case(1, 64, 64, 16, tree=True, window=20)
+    made = case.make([(60, 5)], 2, device)
+    table, seats, ends, lengths, index, bits, starts, *rest = made["common"]
+    k, v = made["caches"]
+    bits.copy_(torch.tensor([-1, 0b00011, 0b00101, 0b01101, 0b11101], device=device))  # 0 → 2 → 3 → 4 is a path, 1 a leaf
+    whole = span_gqa(made["q"], k, v, *made["common"], window=20, width=5, splits=2)
+    torch.testing.assert_close(whole, reference.span_gqa(made["q"], k, v, *made["common"], window=20), atol=2e-5, rtol=2e-5)
+    slots = table[seats[0], index // 16] * 16 + index % 16
+    for cache in (k, v):
+        cache[slots[1:4]] = cache[slots[2:5]]
+    chain = (table, seats, ends - torch.tensor([0, 1], device=device), lengths - 1, index[:4], None, None, *rest)
+    alone = span_gqa(made["q"][[0, 2, 3, 4]], k, v, *chain, window=20, width=4, splits=2)
+    torch.testing.assert_close(whole[[0, 2, 3, 4]], alone, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 16])
+@pytest.mark.parametrize("latent", [False, True])
+def test_nan_in_a_key_is_not_lost(device: torch.device, latent: bool, splits: int) -> None:
+    """Every row that sees it is NaN, whichever split it is in, and no other row is."""
+    case = Case(1, 576, 512, 16, latent=True) if latent else Case(1, 64, 64, 16)
+    for column, rows in ((200, [3]), (198, [1, 2, 3]), (90, [0, 1, 2, 3])):
+        made = case.make([(197, 4), (50, 1)], 2, device)
+        table, seats = made["common"][:2]
+        key = made["caches"][0]
+        key[table[seats[0], column // 16] * 16 + column % 16, 0, -1] = torch.nan  # of the latent layout too this is no value
+        out, wanted = case.run(made, splits=splits, tile=Tiling(16, 16, 4, 1))
+        broken = torch.zeros(5, dtype=torch.bool, device=device)
+        broken[rows] = True
+        assert torch.equal(out.isnan().all((1, 2)), broken) and torch.equal(out.isnan().any((1, 2)), broken)
+        torch.testing.assert_close(out, wanted, equal_nan=True, atol=2e-5, rtol=2e-5)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:

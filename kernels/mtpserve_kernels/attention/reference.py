@@ -8,30 +8,39 @@ from torch import Tensor
 
 def span_gqa(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, kv_scale: float = 1.0,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
 ) -> Tensor:  # fmt: skip
-    """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E]; see `span.py` for the rest."""
+    """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E]; see `span.py` for the rest.
+
+    Slots of columns that no row of a request sees are not read, and neither are their entries of the page table.
+    """
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
     group = q.shape[1] // k.shape[1]
     for r, seat in enumerate(seats.tolist()):
-        start, stop, n = int(cu_q[r]), int(cu_q[r + 1]), int(kv_len[r])
-        columns = torch.arange(n, device=q.device)
-        slots = page_table[seat, columns // page_size] * page_size + columns % page_size
-        seen = columns <= index[start:stop, None]  # [rows, n]
+        start, stop = int(cu_q[r]), int(cu_q[r + 1])
+        columns, position = torch.arange(int(kv_len[r]), device=q.device), index[start:stop, None]
+        seen = columns <= position  # [rows, n]
         if tree_bits is not None and tree_start is not None:
-            bit = columns - tree_start[r]
-            seen &= (bit < 0) | (tree_bits[start:stop, None] >> bit.clamp(0, 63) & 1).bool()
-        keys, values = (part[slots].float().mul(kv_scale).repeat_interleave(group, 1) for part in (k, v))
+            bits, bit = tree_bits[start:stop, None], columns - tree_start[r]
+            seen &= (bit < 0) | (bits >> bit.clamp(0, 63) & 1).bool()
+            ancestors = (bits >> torch.arange(64, device=q.device) & 1).sum(1, keepdim=True) - 1
+            position = torch.where(bits == -1, position, tree_start[r] + ancestors)
+        if window:
+            seen &= columns > position - window
+        needed = seen.any(0)
+        place = columns[needed] + shift
+        slots = page_table[seat, place // page_size] * page_size + place % page_size
+        keys, values = (part[slots].float().repeat_interleave(group, 1) for part in (k, v))
         scores = torch.einsum("rhd,nhd->hrn", q[start:stop].float(), keys) * scale
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~seen[:, needed], -torch.inf).softmax(-1)
         out[start:stop] = torch.einsum("hrn,nhe->rhe", weights, values).to(q.dtype)
     return out
 
 
 def span_mla(
     q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, kv_scale: float = 1.0,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, window: int = 0, shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]"""
-    values = latent[..., :value_dim]
-    return span_gqa(q, latent, values, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale, kv_scale)
+    where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
+    return span_gqa(q, latent, latent[..., :value_dim], *where, window=window, shift=shift)

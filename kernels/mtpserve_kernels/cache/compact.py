@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def compact_kernel(p_pool, p_source, p_target, depth, stride_layer, stride_slot, SIZE: tl.constexpr, B: tl.constexpr):
     i_layer, r, i_piece = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     o = i_piece * B + tl.arange(0, B)

@@ -9,6 +9,8 @@ float8 weights (e4m3, one scale per 128 x 128 block) are widened in registers, a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ MAX_ROWS = 64
 BLOCK = 128  # of float8 scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def skinny_kernel(
     p_x, p_w, p_scale, p_bias, p_out, p_partial, rows, stride_x, N: tl.constexpr, K: tl.constexpr, stride_scale,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr,
@@ -39,9 +41,9 @@ def skinny_kernel(
         b_w = tl.load(p_rows + k, mask=m_n[:, None] & m_k[None, :], other=0.0)
         if FP8:
             scale = tl.load(p_scale + (i_n * BN // 128) * stride_scale + k // 128)
-            b_acc += tl.dot(b_w.to(b_x.dtype), tl.trans(b_x)) * scale
+            b_acc += tl.dot(b_w.to(b_x.dtype), tl.trans(b_x), input_precision="ieee") * scale
         else:
-            b_acc = tl.dot(b_w, tl.trans(b_x), b_acc)
+            b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
     m = m_n[:, None] & m_t[None, :]
     if SPLITS == 1:
         if BIAS:
@@ -51,7 +53,7 @@ def skinny_kernel(
         tl.store(p_partial + (i_split * rows + o_t)[None, :] * N + o_n[:, None], b_acc, mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_parts_kernel(p_out, p_partial, p_bias, rows, N: tl.constexpr, B: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr):
     i_row, o = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
     m = o < N
@@ -61,6 +63,24 @@ def add_parts_kernel(p_out, p_partial, p_bias, rows, N: tl.constexpr, B: tl.cons
     if BIAS:
         b_sum += tl.load(p_bias + o, mask=m, other=0.0).to(tl.float32)
     tl.store(p_out + i_row * N + o, b_sum.to(p_out.dtype.element_ty), mask=m)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """BT rows, BN outputs, BK inputs."""
+
+    BT: int
+    BN: int
+    BK: int
+    stages: int
+
+
+def tiling(rows: int, x_bytes: int, hip: bool) -> Tiling:
+    """float32, which no matrix unit multiplies in full precision, gets small tiles. BK divides a block of float8 scales."""
+    BT = max(16, triton.next_power_of_2(rows))
+    if x_bytes == 4:
+        return Tiling(BT, 32, 32, 2)
+    return Tiling(BT, 64, BLOCK, 2 if hip else 4)
 
 
 def splits_for(outputs: int, inputs: int, block_n: int, block_k: int, processors: int) -> int:
@@ -81,15 +101,14 @@ def skinny_linear(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    BT = max(16, triton.next_power_of_2(rows))
-    BN, BK = 64, BLOCK
+    cut = tiling(rows, x.element_size(), torch.version.hip is not None)
     if splits is None:
         count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
-        splits = splits_for(outputs, inputs, BN, BK, count)
+        splits = splits_for(outputs, inputs, cut.BN, cut.BK, count)
     partial = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
-    skinny_kernel[(triton.cdiv(outputs, BN), splits)](
+    skinny_kernel[(triton.cdiv(outputs, cut.BN), splits)](
         x, weight, scale, bias, out, partial, rows, x.stride(0), N=outputs, K=inputs, stride_scale=0 if scale is None else scale.stride(0),
-        BT=BT, BN=BN, BK=BK, SPLITS=splits, BIAS=bias is not None, FP8=fp8, num_warps=4, num_stages=4 if torch.version.hip is None else 2,
+        BT=cut.BT, BN=cut.BN, BK=cut.BK, SPLITS=splits, BIAS=bias is not None, FP8=fp8, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
         add_parts_kernel[(rows, triton.cdiv(outputs, 1024))](

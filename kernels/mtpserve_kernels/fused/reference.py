@@ -38,10 +38,10 @@ def fitted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rope_store(
     qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor, heads: int,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False, kv_scale: float = 1.0,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     """qkv [T, heads + 2 kv_heads, D] → q [T, heads, D], normed per head where there is a norm, its first 2 * cos.shape[1] numbers
-    rotated; k, treated alike, and v stored in the caches [slots, kv_heads, D], divided by `kv_scale`. cos, sin [positions, rope / 2].
+    rotated; k, treated alike, and v stored in the caches [slots, kv_heads, D]. cos, sin [positions, rope / 2].
     """
     kv_heads, rope = k_cache.shape[1], 2 * cos.shape[1]
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
@@ -50,21 +50,21 @@ def rope_store(
         x = x.float() if norm is None else F.rms_norm(x.float(), (x.shape[-1],), norm.float(), eps).to(x.dtype).float()
         return torch.cat([rotate(x[..., :rope], cos[positions], sin[positions], interleaved), x[..., rope:]], -1)
 
-    k_cache[slots] = fitted(turned(k, k_norm) / kv_scale, k_cache.dtype)
-    v_cache[slots] = fitted(v.float() / kv_scale, v_cache.dtype)
+    k_cache[slots] = fitted(turned(k, k_norm), k_cache.dtype)
+    v_cache[slots] = fitted(v, v_cache.dtype)
     return turned(q, q_norm).to(qkv.dtype)
 
 
 def latent_store(
     q: Tensor, down: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, norm: Tensor, eps: float,
-    nope: int, interleaved: bool = True, kv_scale: float = 1.0,
+    nope: int, interleaved: bool = True,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, nope + rope], down [T, rank + rope] → the rotated part of q [T, heads, rope]; the normed latent and the rotated
-    key stored in `cache` [slots, 1, rank + rope], divided by `kv_scale`."""
+    key stored in `cache` [slots, 1, rank + rope]."""
     rank = norm.shape[0]
     latent = F.rms_norm(down[:, :rank].float(), (rank,), norm.float(), eps).to(q.dtype).float()
     key = rotate(down[:, None, rank:], cos[positions], sin[positions], interleaved)[:, 0]
-    cache[slots, 0] = fitted(torch.cat([latent, key], -1) / kv_scale, cache.dtype)
+    cache[slots, 0] = fitted(torch.cat([latent, key], -1), cache.dtype)
     return rotate(q[..., nope:], cos[positions], sin[positions], interleaved).to(q.dtype)
 
 

@@ -44,7 +44,7 @@ def _fitted(b, p_cache):
 @triton.jit
 def rope_store_kernel(
     p_qkv, p_q, p_positions, p_cos, p_sin, p_slots, p_k, p_v, p_q_norm, p_k_norm,
-    stride_row, stride_k, stride_v, eps, inverse_scale,
+    stride_row, stride_k, stride_v, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -63,17 +63,17 @@ def rope_store_kernel(
         b_q = _rotated(p_x, o, p_c, p_s, p_q_norm, scale, ROPE, INTERLEAVED, Q_NORM, m)
         tl.store(p_q + (i_row * HEADS + i_head) * D + o, b_q.to(p_q.dtype.element_ty), mask=m)
     elif i_head < HEADS + KV_HEADS:
-        b_k = _rotated(p_x, o, p_c, p_s, p_k_norm, scale, ROPE, INTERLEAVED, K_NORM, m) * inverse_scale
+        b_k = _rotated(p_x, o, p_c, p_s, p_k_norm, scale, ROPE, INTERLEAVED, K_NORM, m)
         tl.store(p_k + slot * stride_k + (i_head - HEADS) * D + o, _fitted(b_k, p_k), mask=m)
     else:
-        b_v = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32) * inverse_scale
+        b_v = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)
         tl.store(p_v + slot * stride_v + (i_head - HEADS - KV_HEADS) * D + o, _fitted(b_v, p_v), mask=m)
 
 
 @triton.jit
 def latent_store_kernel(
     p_q, p_q_rope, p_down, p_positions, p_cos, p_sin, p_slots, p_cache, p_norm, stride_q, stride_head, stride_down, stride_cache, eps,
-    inverse_scale, NOPE: tl.constexpr, RANK: tl.constexpr, BRANK: tl.constexpr, ROPE: tl.constexpr, BROPE: tl.constexpr,
+    NOPE: tl.constexpr, RANK: tl.constexpr, BRANK: tl.constexpr, ROPE: tl.constexpr, BROPE: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Programs 0 … HEADS-1 of a row turn a query head, the last one stores the latent and its key."""
@@ -94,14 +94,14 @@ def latent_store_kernel(
         scale = 1.0 / tl.sqrt(tl.sum(b_x * b_x) / RANK + eps)
         b_x = (b_x * scale * tl.load(p_norm + o_r, mask=m_r, other=0.0).to(tl.float32)).to(b_raw.dtype).to(tl.float32)
         p_row = p_cache + slot * stride_cache
-        tl.store(p_row + o_r, _fitted(b_x * inverse_scale, p_cache), mask=m_r)
-        b_key = _rotated(p_down + i_row * stride_down + RANK, o, p_c, p_s, p_norm, 1.0, ROPE, INTERLEAVED, False, m) * inverse_scale
+        tl.store(p_row + o_r, _fitted(b_x, p_cache), mask=m_r)
+        b_key = _rotated(p_down + i_row * stride_down + RANK, o, p_c, p_s, p_norm, 1.0, ROPE, INTERLEAVED, False, m)
         tl.store(p_row + RANK + o, _fitted(b_key, p_cache), mask=m)
 
 
 def rope_store(
     qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor, heads: int,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False, kv_scale: float = 1.0,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     """See reference.rope_store. positions, slots [T] int64; cos, sin [positions, rope / 2] float32, contiguous."""
     rows, all_heads, dim = qkv.shape
@@ -113,7 +113,7 @@ def rope_store(
     if rows:
         rope_store_kernel[(rows, all_heads)](
             qkv, q, positions, cos, sin, slots, k_cache, v_cache, q_norm, k_norm, qkv.stride(0), k_cache.stride(0), v_cache.stride(0),
-            eps, 1.0 / kv_scale, HEADS=heads, KV_HEADS=kv_heads, D=dim, BD=triton.next_power_of_2(dim), ROPE=2 * cos.shape[1],
+            eps, HEADS=heads, KV_HEADS=kv_heads, D=dim, BD=triton.next_power_of_2(dim), ROPE=2 * cos.shape[1],
             INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1,
         )  # fmt: skip
     return q
@@ -121,7 +121,7 @@ def rope_store(
 
 def latent_store(
     q: Tensor, down: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, norm: Tensor, eps: float,
-    nope: int, interleaved: bool = True, kv_scale: float = 1.0,
+    nope: int, interleaved: bool = True,
 ) -> Tensor:  # fmt: skip
     """See reference.latent_store. `q` and `down` may be strided views of one product."""
     rows, heads, _ = q.shape
@@ -132,7 +132,7 @@ def latent_store(
     if rows:
         latent_store_kernel[(rows, heads + 1)](
             q, q_rope, down, positions, cos, sin, slots, cache, norm, q.stride(0), q.stride(1), down.stride(0), cache.stride(0), eps,
-            1.0 / kv_scale, NOPE=nope, RANK=rank, BRANK=triton.next_power_of_2(rank), ROPE=rope, BROPE=triton.next_power_of_2(rope),
+            NOPE=nope, RANK=rank, BRANK=triton.next_power_of_2(rank), ROPE=rope, BROPE=triton.next_power_of_2(rope),
             HEADS=heads, INTERLEAVED=interleaved, num_warps=2,
         )  # fmt: skip
     return q_rope

@@ -19,6 +19,8 @@ Moves the hit experts' 3 S H numbers, 6 S H FLOPs per row and expert.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -39,12 +41,12 @@ def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, K: tl.constexpr, BK: tl.
     return (b_hits > 0) & (o_t < rows), b_place + beyond * (K + expert - E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
     p_x, p_chosen, p_w, p_shared, p_scale, p_shared_scale, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
     SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    expert, i_n, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n, o_h = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BH)
     b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
     if tl.sum(b_hit.to(tl.int32)) > 0:
@@ -72,22 +74,22 @@ def gate_up_kernel(
             b_x = tl.trans(b_x)
             b_gate_w, b_up_w = tl.load(p_gate + o_w + i * BH, mask=m_w, other=0.0), tl.load(p_up + o_w + i * BH, mask=m_w, other=0.0)
             if FP8:
-                b_gate += tl.dot(b_gate_w.to(b_x.dtype), b_x) * tl.load(p_gate_scale + o_scale + i * BH // 128)
-                b_up += tl.dot(b_up_w.to(b_x.dtype), b_x) * tl.load(p_up_scale + o_scale + i * BH // 128)
+                b_gate += tl.dot(b_gate_w.to(b_x.dtype), b_x, input_precision="ieee") * tl.load(p_gate_scale + o_scale + i * BH // 128)
+                b_up += tl.dot(b_up_w.to(b_x.dtype), b_x, input_precision="ieee") * tl.load(p_up_scale + o_scale + i * BH // 128)
             else:
-                b_gate = tl.dot(b_gate_w, b_x, b_gate)
-                b_up = tl.dot(b_up_w, b_x, b_up)
+                b_gate = tl.dot(b_gate_w, b_x, b_gate, input_precision="ieee")
+                b_up = tl.dot(b_up_w, b_x, b_up, input_precision="ieee")
         b_inner = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
         o_out = (o_t * (K + SHARED) + b_place).to(tl.int64)[None, :] * S + o_n[:, None]
         tl.store(p_inner + o_out, b_inner.to(p_inner.dtype.element_ty), mask=m_n[:, None] & b_hit[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def down_kernel(
     p_inner, p_chosen, p_weights, p_w, p_shared, p_scale, p_shared_scale, p_parts, rows, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
     SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    expert, i_n, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n, o_s = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BS)
     b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
     if tl.sum(b_hit.to(tl.int32)) > 0:
@@ -112,9 +114,9 @@ def down_kernel(
             o_w = o_n.to(tl.int64)[:, None] * stride + i * BS + o_s[None, :]
             b_w = tl.load(p_down + o_w, mask=m_n[:, None] & m_s[None, :], other=0.0)
             if FP8:
-                b_acc += tl.dot(b_w.to(b_x.dtype), tl.trans(b_x)) * tl.load(p_down_scale + i * BS // 128)
+                b_acc += tl.dot(b_w.to(b_x.dtype), tl.trans(b_x), input_precision="ieee") * tl.load(p_down_scale + i * BS // 128)
             else:
-                b_acc = tl.dot(b_w, tl.trans(b_x), b_acc)
+                b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
         b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit & (b_place < K), other=1.0)
         tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
 
@@ -126,6 +128,23 @@ def sum_kernel(p_parts, p_out, H: tl.constexpr, PARTS: tl.constexpr, B: tl.const
     for k in tl.static_range(PARTS):
         b_sum += tl.load(p_parts + (i_row * PARTS + k) * H + o, mask=o < H, other=0.0)
     tl.store(p_out + i_row * H + o, b_sum.to(p_out.dtype.element_ty), mask=o < H)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """BT rows, BN outputs, BK inputs."""
+
+    BT: int
+    BN: int
+    BK: int
+    stages: int
+
+
+def tiling(rows: int, x_bytes: int, hip: bool) -> Tiling:
+    """float32, which no matrix unit multiplies in full precision, gets small tiles. BN and BK divide a block of float8 scales."""
+    largest = 16 if x_bytes == 4 else 64
+    BT = min(largest, max(16, triton.next_power_of_2(rows)))
+    return Tiling(BT, 32, 32, 2) if x_bytes == 4 else Tiling(BT, 64, 64, 1 if hip else 3)
 
 
 def experts(
@@ -155,16 +174,15 @@ def experts(
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    BT = min(64, max(16, triton.next_power_of_2(rows)))
-    BN, stages = 64, 3 if torch.version.hip is None else 1
-    tiles, BK = triton.cdiv(rows, BT), triton.next_power_of_2(top)
-    gate_up_kernel[(number + shared, triton.cdiv(size, BN), tiles)](
+    cut = tiling(rows, x.element_size(), torch.version.hip is not None)
+    tiles, BK = triton.cdiv(rows, cut.BT), triton.next_power_of_2(top)
+    gate_up_kernel[(tiles, number + shared, triton.cdiv(size, cut.BN))](
         x, chosen, gate_up, shared_gate_up, gate_up_scale, shared_gate_up_scale, inner, rows, x.stride(0), H=hidden, S=size, E=number,
-        SHARED=shared, K=top, BK=BK, BT=BT, BN=BN, BH=64, FP8=gate_up_scale is not None, num_warps=4, num_stages=stages,
+        SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BH=cut.BK, FP8=gate_up_scale is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
-    down_kernel[(number + shared, triton.cdiv(hidden, BN), tiles)](
+    down_kernel[(tiles, number + shared, triton.cdiv(hidden, cut.BN))](
         inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, found, rows, H=hidden, S=size, E=number,
-        SHARED=shared, K=top, BK=BK, BT=BT, BN=BN, BS=64, FP8=down_scale is not None, num_warps=4, num_stages=stages,
+        SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BS=cut.BK, FP8=down_scale is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     sum_kernel[(rows, triton.cdiv(hidden, 1024))](found, out, H=hidden, PARTS=parts, B=1024)
     return out

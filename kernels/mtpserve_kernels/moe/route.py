@@ -14,7 +14,7 @@ from torch import Tensor
 ROWS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     p_x, p_w, p_bias, p_scores, p_done, p_weights, p_experts, rows, stride_x, scale,
     H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, ALL: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, TOP: tl.constexpr,

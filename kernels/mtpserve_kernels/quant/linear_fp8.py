@@ -28,7 +28,7 @@ def quantize_rows_kernel(p_x, p_out, p_scale, stride_x, K: tl.constexpr, GROUP: 
     tl.store(p_scale + i_row * (K // GROUP) + i_group, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_fp8_kernel(
     p_x, p_x_scale, p_w, p_scale, p_bias, p_out, rows, N: tl.constexpr, K: tl.constexpr, stride_scale,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,

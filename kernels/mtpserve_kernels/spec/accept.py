@@ -91,17 +91,16 @@ def _cut(p_row, top, inverse, least, limit, BY_MASS: tl.constexpr, V: tl.constex
 @triton.jit
 def choose_kernel(
     p_logits, p_drafts, p_depths, p_seats, p_length, p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_coupled, p_q,
-    p_chosen, p_rest, p_kept, p_fine, stride_drafts, stride_depths, stride_q, stride_q_node, last_q,
-    NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TREE: tl.constexpr, DRAWN: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    p_chosen, p_rest, p_kept, p_fine, stride_depths, stride_q, last_q, NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
+    """p_depths is None for chains, p_q where no drafts were drawn, the parameter of a cut where nobody uses it."""
     i_row = tl.program_id(0)
     r, node = i_row // NODES, i_row % NODES
     seat = tl.load(p_seats + r)
     p_row = p_logits + i_row.to(tl.int64) * V
     temperature = tl.load(p_temperature + seat)
     at = node.to(tl.int64)
-    if TREE:
+    if p_depths is not None:
         at = tl.load(p_depths + r * stride_depths + node)
     # The largest and its first place; whether there is a NaN.
     b_top, b_where, b_nan = tl.full([BV], float("-inf"), tl.float32), tl.zeros([BV], tl.int32), tl.zeros([BV], tl.int32)
@@ -122,7 +121,7 @@ def choose_kernel(
     if fine & (temperature > 0):
         inverse = 1.0 / temperature
         cut = tl.full([], -2147483647, tl.int32)
-        if TOP_K:
+        if p_top_k is not None:
             top_k = tl.load(p_top_k + seat)
             if (top_k > 0) & (top_k < V):
                 cut = _cut(p_row, top, inverse, cut, top_k.to(tl.float32), False, V, BV)
@@ -131,11 +130,11 @@ def choose_kernel(
         for i in range(tl.cdiv(V, BV)):
             b_s = _scaled(p_row, i * BV + tl.arange(0, BV), V, top, inverse)
             b_mass += tl.where(_ordered(b_s) >= cut, tl.exp(b_s), 0.0)
-        if TOP_P:
+        if p_top_p is not None:
             top_p = tl.load(p_top_p + seat)
             if top_p < 1:
                 cut = _cut(p_row, top, inverse, cut, top_p * tl.sum(b_mass), True, V, BV)
-        if MIN_P:
+        if p_min_p is not None:
             min_p = tl.load(p_min_p + seat)
             if min_p > 0:
                 cut = tl.maximum(cut, _ordered(tl.log(min_p)))
@@ -147,7 +146,7 @@ def choose_kernel(
         seed, index = tl.load(p_seed + seat), tl.load(p_length + seat) + at
         base = _key(seed, index, DRAW)
         drawn = False
-        if DRAWN:
+        if p_q is not None:
             drawn = (tl.load(p_coupled + seat) == 0) & (node < last_q)
         b_best, b_token = tl.full([BV], -1.0, tl.float64), tl.zeros([BV], tl.int32)
         b_best_rest, b_token_rest = tl.full([BV], -1.0, tl.float64), tl.zeros([BV], tl.int32)
@@ -160,8 +159,8 @@ def choose_kernel(
             b_more = b_speed > b_best
             b_token = tl.where(b_more, o, b_token)
             b_best = tl.where(b_more, b_speed, b_best)
-            if DRAWN:
-                b_q = tl.load(p_q + seat * stride_q + node * stride_q_node + o, mask=(o < V) & (o < tl.where(drawn, V, 0)), other=0.0)
+            if p_q is not None:
+                b_q = tl.load(p_q + seat * stride_q + node * V + o, mask=(o < V) & (o < tl.where(drawn, V, 0)), other=0.0)
                 b_over = b_p - b_q
                 b_speed_rest = tl.where(b_over > 0, b_over.to(tl.float64) / b_noise, -0.5)
                 b_more_rest = b_speed_rest > b_best_rest
@@ -170,17 +169,17 @@ def choose_kernel(
         best = tl.max(b_best)
         chosen = tl.min(tl.where(b_best == best, b_token, V - 1))
         tl.store(p_chosen + i_row, chosen.to(tl.int64))
-        if DRAWN:
+        if p_q is not None:
             best_rest = tl.max(b_best_rest)
             rest = tl.min(tl.where(b_best_rest == best_rest, b_token_rest, V - 1))
             # p = q up to rounding leaves nothing over; then the rejection was rounding too, and p itself is the law.
             tl.store(p_rest + i_row, tl.where(best_rest > 0, rest, chosen).to(tl.int64))
             if drawn:
-                # Behind the request's own drafts may stand anything.
-                draft = tl.minimum(tl.maximum(tl.load(p_drafts + r * stride_drafts + node), 0), V - 1)
+                # After the request's own drafts there may be anything.
+                draft = tl.minimum(tl.maximum(tl.load(p_drafts + r * (NODES - 1) + node), 0), V - 1)
                 s = (tl.load(p_row + draft) - top) * inverse
                 p = tl.where(_ordered(s) >= cut, tl.exp(s), 0.0) / mass
-                q = tl.load(p_q + seat * stride_q + node * stride_q_node + draft)
+                q = tl.load(p_q + seat * stride_q + node * V + draft)
                 coin = _uniform(_key(seed, index, COIN))
                 tl.store(p_kept + i_row, tl.where(coin * q.to(tl.float64) < p.to(tl.float64), 1, 0))
 
@@ -188,17 +187,17 @@ def choose_kernel(
 @triton.jit
 def walk_kernel(
     p_drafts, p_count, p_parents, p_seats, p_temperature, p_coupled, p_chosen, p_rest, p_kept, p_fine,
-    p_tokens, p_accepted, p_path, p_failed, stride_drafts, stride_parents,
-    NODES: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr, TREE: tl.constexpr, DRAWN: tl.constexpr,
+    p_tokens, p_accepted, p_path, p_failed, stride_parents, NODES: tl.constexpr, DEPTH: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
+    """p_parents is None for chains."""
     r = tl.program_id(0)
     seat = tl.load(p_seats + r)
-    o = tl.arange(0, BK)
+    o = tl.arange(0, triton.next_power_of_2(NODES))
     count = tl.minimum(tl.load(p_count + r), NODES - 1)
     m = o < count
-    b_draft = tl.load(p_drafts + r * stride_drafts + o, mask=m, other=-1)
+    b_draft = tl.load(p_drafts + r * (NODES - 1) + o, mask=m, other=-1)
     b_parent = o.to(tl.int64)
-    if TREE:
+    if p_parents is not None:
         b_parent = tl.load(p_parents + r * stride_parents + o, mask=m, other=-1)
     drawn = tl.full([], 0, tl.int32)
     if DRAWN:
@@ -214,14 +213,14 @@ def walk_kernel(
         if DRAWN:
             has_draft = node < count
             kept = has_draft & (tl.load(p_kept + i_row) > 0) & (at < DEPTH)
-            draft = tl.load(p_drafts + r * stride_drafts + node, mask=node < count, other=0)
+            draft = tl.load(p_drafts + r * (NODES - 1) + node, mask=node < count, other=0)
             rest = tl.where(has_draft & (at < DEPTH), tl.load(p_rest + i_row), chosen)
             child = tl.where(drawn > 0, tl.where(kept, node.to(tl.int32) + 1, 0), child)
             chosen = tl.where(drawn > 0, tl.where(kept, draft, rest), chosen)
         if at == DEPTH:
             child = child * 0
         failed = tl.where((going > 0) & (fine == 0), 1, failed)
-        # Behind the end all is void, but a path repeats its last node.
+        # After the end all is void, but a path repeats its last node.
         tl.store(p_tokens + r * (DEPTH + 1) + at, chosen)
         tl.store(p_path + r * (DEPTH + 1) + at, node)
         going = tl.where((child > 0) & (fine > 0), going, 0)
@@ -244,27 +243,23 @@ def accept(
     """
     requests, nodes, vocab = logits.shape
     assert logits.is_contiguous() and logits.dtype == torch.float32 and drafts.shape == (requests, nodes - 1), (logits.shape, drafts.shape)
-    assert draft_probs is None or draft_probs.stride(2) == 1
+    drafts, q = drafts.contiguous(), draft_probs if nodes > 1 else None
+    assert q is None or (q.shape[2] == vocab and q.stride(1) == vocab and q.stride(2) == 1), (q.shape, q.stride())
     device = logits.device
     chosen, rest = (torch.empty(requests, nodes, dtype=torch.int64, device=device) for _ in range(2))
     kept, fine = (torch.empty(requests, nodes, dtype=torch.int32, device=device) for _ in range(2))
     tokens = torch.empty(requests, depth + 1, dtype=torch.int64, device=device)
     path, accepted = torch.empty_like(tokens), torch.empty(requests, dtype=torch.int64, device=device)
     failed = torch.empty(requests, dtype=torch.int32, device=device)
-    drawn = draft_probs is not None and nodes > 1
     block = min(4096 if torch.version.hip is None else 1024, triton.next_power_of_2(vocab))
-    q_stride, q_node_stride, drawn_nodes = 0, 0, 0
-    if draft_probs is not None:
-        q_stride, q_node_stride, drawn_nodes = draft_probs.stride(0), draft_probs.stride(1), min(draft_probs.shape[1], nodes - 1)
+    q_stride, drawn_nodes = (0, 0) if q is None else (q.stride(0), min(q.shape[1], nodes - 1))
     choose_kernel[(requests * nodes,)](
-        logits, drafts, depths, seats, length, temperature, top_k, top_p, min_p, seed, coupled, draft_probs,
-        chosen, rest, kept, fine, drafts.stride(0), 0 if depths is None else depths.stride(0), q_stride, q_node_stride, drawn_nodes,
-        NODES=nodes, V=vocab, BV=block, TREE=depths is not None, DRAWN=drawn, TOP_K=any_top_k, TOP_P=any_top_p, MIN_P=any_min_p,
-        num_warps=8,
+        logits, drafts, depths, seats, length, temperature, top_k if any_top_k else None, top_p if any_top_p else None,
+        min_p if any_min_p else None, seed, coupled, q, chosen, rest, kept, fine, 0 if depths is None else depths.stride(0), q_stride,
+        drawn_nodes, NODES=nodes, V=vocab, BV=block, num_warps=8,
     )  # fmt: skip
     walk_kernel[(requests,)](
         drafts, draft_count, parents, seats, temperature, coupled, chosen, rest, kept, fine, tokens, accepted, path, failed,
-        drafts.stride(0), 0 if parents is None else parents.stride(0), NODES=nodes, BK=max(triton.next_power_of_2(nodes - 1), 1),
-        DEPTH=depth, TREE=parents is not None, DRAWN=drawn, num_warps=1,
+        0 if parents is None else parents.stride(0), NODES=nodes, DEPTH=depth, DRAWN=q is not None, num_warps=1,
     )  # fmt: skip
     return tokens, accepted, path, failed != 0
