@@ -26,7 +26,7 @@ CPU, SIZES = torch.device("cpu"), DraftSizes(steps=4, proposed=4, written=4)
 
 
 class Harness:
-    """`prompts` are what the spans run over. The pool is poisoned with NaN and the pages are dealt out of order."""
+    """`prompts` are what the spans run over. The pools are poisoned with NaN and the pages are dealt out of order."""
 
     def __init__(
         self,
@@ -73,9 +73,17 @@ class Harness:
             span.seq.computed += span.width
             span.seq.launched = span.seq.computed
             self.seats.computed[span.seq.seat] += span.width
+            self.forget(span.seq)
         vocab = self.model.arch.vocab
         running = {id(span.seq) for span in spans}
         return [next(by_span) if id(seq) in running else torch.empty(0, vocab) for seq in self.seqs]
+
+    def forget(self, seq: Sequence) -> None:
+        """NaN for what no later row of the request sees, in the stores of layers with a window."""
+        for kind, pool in self.stores.stores:
+            unseen = 0 if kind.window is None else max(seq.computed - kind.window + 1, 0)
+            for part in pool.parts:
+                part[:, self.seats.slots(torch.tensor(seq.seat), torch.arange(unseen))] = torch.nan
 
     def all_logits(self, widths: Seq[int], drafts: int = 0) -> list[Tensor]:
         """Steps of these widths until everything is computed → logits [tokens, vocabulary] for each sequence."""

@@ -16,11 +16,13 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 SHAPES: list[int | SpecConfig] = [0, 3, 7, tree(3, 4, 12)]
 
 
-@pytest.mark.parametrize("family", ["deepseek", "deepseek, experts one by one", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "deepseek, experts one by one", "mimo", "mimo, windows"])
 def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    if "," in family:
+    if "one by one" in family:
         monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
-    model, asked = tiny_model(family.split(",")[0], dtype=torch.bfloat16, kernels="exact"), prompts(5, longest=40)
+    window = 10 if "windows" in family else None
+    model = tiny_model(family.split(",")[0], dtype=torch.bfloat16, kernels="exact", window=window)
+    asked = prompts(5, longest=40)
     alone = [run(tiny_engine(model, 0, exact=True), [prompt], GREEDY)[0] for prompt in asked]
     for shape in SHAPES:
         engine = tiny_engine(model, shape, budget=45, seats=3, exact=True)
