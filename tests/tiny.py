@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, RopeArch
+from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, RopeArch
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.layers.kernels import triton_kernels, use_kernels
+from mtpserve.layers.kernels import KERNELS
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.graphs import Recorder, StepGraphs
@@ -23,17 +23,18 @@ from mtpserve.runtime.graphs import Recorder, StepGraphs
 CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
 
 
-def tiny_arch(family: str = "deepseek") -> ModelArch:
+def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = None) -> ModelArch:
+    """`window`: of every second layer of the trunk."""
     latent = family == "deepseek"
+    kv = KVLayout("mla", 1, 24, 16) if latent else KVLayout("gqa", 2, 8, 8)
     return ModelArch(
         family=family,
-        num_layers=2,
+        layers=(*(Attention(kv, window if i % 2 else None) for i in range(layers)), Attention(kv)),
         hidden=32,
         vocab=VOCAB,
         heads=4,
         head_dim=24 if latent else 8,
         intermediate=48,
-        kv=KVLayout("mla", 1, 24, 16) if latent else KVLayout("gqa", 2, 8, 8),
         rope=RopeArch(8, 10000.0, interleaved=latent),
         norm_eps=1e-6,
         scale=0.2,
@@ -48,9 +49,12 @@ def tiny_arch(family: str = "deepseek") -> ModelArch:
     )
 
 
-def tiny_model(family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderModel:
+def tiny_model(
+    family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32, kernels: str = "torch", **arch: Any
+) -> DecoderModel:
+    """`kernels`: of layers/kernels; "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
     build = deepseek.build if family == "deepseek" else mimo.build
-    model = build(tiny_arch(family), Unquantized(), dtype, CONTEXT + 160)
+    model = build(tiny_arch(family, **arch), Unquantized(), dtype, CONTEXT + 160, KERNELS.get(kernels)())
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -81,7 +85,7 @@ def tiny_engine(
     eos: tuple[int, ...] = (),
     exact: bool = False,
     processed_logprobs: bool = False,
-    kernels: bool = False,
+    backend: str = "reference",
     recorder: Recorder | None = None,
     device: torch.device = CPU,
     **options: Any,
@@ -89,8 +93,6 @@ def tiny_engine(
     """`options` are those of EngineOptions; the model is moved to `device`.
 
     The pool is full of NaN: whatever reads a slot that was not written fails its request."""
-    if kernels:
-        use_kernels(model, triton_kernels())
     return assemble(
         model.to(device),
         EngineSizes(pages=pages, page_size=page_size, seats=seats, context=CONTEXT),
@@ -100,7 +102,7 @@ def tiny_engine(
             sampling=SamplingConfig(logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs"),
             device=device,
             dtype=model.embed.weight.dtype,
-            backend="triton" if kernels else "reference",
+            backend=backend,
             eos_ids=eos,
             graphs=lambda step, sampling: None if recorder is None else StepGraphs(step, sampling, recorder, seats),
             poison=True,

@@ -1,1 +1,1 @@
-"""Attention of ragged spans over pages, behind one protocol: `plan(batch)` once a step, then one call per layer."""
+"""Attention of ragged spans over pages, as one protocol: `plan(batch)` once a step, which gives each layer its context."""

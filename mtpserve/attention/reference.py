@@ -7,129 +7,155 @@ multiplied with it together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mtpserve.attention.contexts import LayerContext, contexts
 from mtpserve.cache.pool import KVPool
-from mtpserve.core.arch import KVLayout
+from mtpserve.cache.stores import Store, Stores
+from mtpserve.core.arch import LayerKind
 from mtpserve.core.batch import Batch
 
 MAX_SCORES = 1 << 24  # numbers in one block of scores: bounds the memory of a long prompt's chunk
 MAX_GATHERED = 1 << 22  # numbers of keys that are copied side by side to serve several spans with one product
 
 
+class SpanColumns(NamedTuple):
+    """A span on the host. Its rows see some of the columns (places in the request) from `low` to `end`, and no others."""
+
+    number: int
+    first_row: int
+    width: int
+    low: int
+    end: int
+
+    @property
+    def columns(self) -> int:
+        return self.end - self.low
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Spans of equal width that are computed together. Shorter ones are padded with their own first slot, which is masked.
+    """Spans of equal width that are computed together. Those with fewer columns are padded with their first column's slot, which is masked.
 
     A pad must be a slot that was written: zero weight times what an unwritten one may hold can still be NaN.
     """
 
     rows: Tensor | slice  # [spans * width], rows of the batch
     spans: int
-    slots: Tensor | slice  # [spans * n]; a slice where one span's pages lie one behind the other: nothing is copied
+    slots: Tensor | slice  # [spans * n]; a slice where one span's pages follow one another: nothing is copied
     mask: Tensor | None  # [spans * kv_heads or 1, width * group, n] float, 0 or -inf; None: every row sees everything
 
 
 class ReferenceAttention:
     graph_safe = False
 
-    def __init__(self, pool: KVPool, heads: int, scale: float) -> None:
-        self.pool, self.scale = pool, scale
-        self.kv_heads, self.group = pool.layout.heads, heads // pool.layout.heads
+    def __init__(self, stores: Stores, heads: int, scale: float) -> None:
+        self.stores, self.heads, self.scale = stores, heads, scale
 
-    def supports(self, layout: KVLayout, device: str) -> bool:
+    def supports(self, kind: LayerKind) -> bool:
         return True
 
-    def plan(self, batch: Batch) -> PlannedAttention:
-        ends, lengths, seats = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.seat_ids.tolist()
-        by_width: dict[int, list[int]] = {}
-        for r in range(len(seats)):
-            by_width.setdefault(ends[r + 1] - ends[r], []).append(r)
-        pieces = []
-        for width, members in by_width.items():
-            longest = max(lengths[r] for r in members)
-            if len(members) * longest * self.kv_heads * self.pool.layout.key_dim > MAX_GATHERED:
-                groups = [[r] for r in members]
-            else:
-                groups = [members]
-            for group in groups:
-                tables = [batch.seats.page_table[seats[r]] for r in group]
-                pieces.append(self.piece(batch, width, group, [ends[r] for r in group], [lengths[r] for r in group], tables))
-        return PlannedAttention(self, batch.slots, pieces)
+    def plan(self, batch: Batch) -> list[LayerContext[PlannedAttention]]:
+        ends, lengths, first = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.positions[batch.cu_q[:-1]].tolist()
 
-    def piece(self, batch: Batch, width: int, spans: list[int], first_rows: list[int], lengths: list[int], tables: list[Tensor]) -> Piece:
-        device, page_size, n, shift = self.pool.k.device, self.pool.page_size, max(lengths), batch.shift
-        if len(lengths) == 1:
-            rows: Tensor | slice = slice(first_rows[0], first_rows[0] + width)
-            slots: Tensor | slice = slots_of(tables[0][: -(-(n + shift) // page_size)], n, page_size, shift)
+        def spans(window: int | None) -> list[SpanColumns]:
+            # The first row of a span has its lowest position. A row after the last token that counts sees what that token sees.
+            lows = [0 if window is None else max(0, min(p, n - 1) - window + 1) for p, n in zip(first, lengths, strict=True)]
+            return [SpanColumns(r, ends[r], ends[r + 1] - ends[r], lows[r], lengths[r]) for r in range(len(lengths))]
+
+        return contexts(self.stores, [self.planned(batch, store, spans(store.kind.window)) for store in self.stores.stores])
+
+    def planned(self, batch: Batch, store: Store, spans: list[SpanColumns]) -> PlannedAttention:
+        by_width: dict[int, list[SpanColumns]] = {}
+        for span in spans:
+            by_width.setdefault(span.width, []).append(span)
+        layout, pieces = store.kind.kv, []
+        for members in by_width.values():
+            most = max(span.columns for span in members)
+            apart = len(members) * most * layout.heads * layout.key_dim > MAX_GATHERED
+            pieces += [self.piece(batch, store, group) for group in ([[span] for span in members] if apart else [members])]
+        return PlannedAttention(store.pool, batch.slots, pieces, self.heads // layout.heads, self.scale)
+
+    def piece(self, batch: Batch, store: Store, spans: list[SpanColumns]) -> Piece:
+        device, page_size = batch.index.device, self.stores.page_size
+        width, n = spans[0].width, max(span.columns for span in spans)
+        tables = batch.seats.page_table[batch.seat_ids[[span.number for span in spans]]]
+        low = torch.tensor([span.low for span in spans], device=device).unsqueeze(1)
+        columns = low + torch.arange(n, device=device)  # [spans, n]
+        if len(spans) == 1:
+            rows: Tensor | slice = slice(spans[0].first_row, spans[0].first_row + width)
+            slots: Tensor | slice = slots_of(tables[0], spans[0].low + batch.shift, spans[0].end + batch.shift, page_size)
         else:
-            rows = (torch.tensor(first_rows, device=device).unsqueeze(1) + torch.arange(width, device=device)).flatten()
-            index = torch.arange(n, device=device).expand(len(lengths), n)
-            index = index.masked_fill(index >= torch.tensor(lengths, device=device).unsqueeze(1), 0)
-            index = index + shift
-            slots = (
-                torch.stack([t[: -(-(n + shift) // page_size)] for t in tables]).gather(1, index // page_size) * page_size
-                + index % page_size
-            )
-            slots = slots.flatten()
-        needed = width > 1 or min(lengths) < n or batch.tree_bits is not None
-        return Piece(rows, len(lengths), slots, self.mask(batch, rows, spans, width, n) if needed else None)
+            first_rows = torch.tensor([span.first_row for span in spans], device=device)
+            rows = (first_rows.unsqueeze(1) + torch.arange(width, device=device)).flatten()
+            ends = torch.tensor([span.end for span in spans], device=device).unsqueeze(1)
+            place = torch.where(columns < ends, columns, low) + batch.shift
+            slots = (tables.gather(1, place // page_size) * page_size + place % page_size).flatten()
+        all_see_all = width == 1 and min(span.columns for span in spans) == n and batch.tree_bits is None
+        return Piece(rows, len(spans), slots, None if all_see_all else self.mask(batch, store, rows, spans, columns))
 
-    def mask(self, batch: Batch, rows: Tensor | slice, spans: list[int], width: int, n: int) -> Tensor:
-        """Column c is a place in the request. A row sees what stands before it, of a tree only its ancestors.
+    def mask(self, batch: Batch, store: Store, rows: Tensor | slice, spans: list[SpanColumns], columns: Tensor) -> Tensor:
+        """A row sees what comes before it, of a tree only its ancestors, and of all that only its window.
 
-        columns   0 … tree_start-1 | tree_start …            | … n-1
-        row       seen             | as the row's bits say   | behind the row's own index: padding, or nodes of no concern
+        columns   0 … position - window | … tree_start-1 | tree_start …            | … n-1
+        row       not seen              | seen           | as the row's bits say   | after the row's own index: padding, or other nodes
         """
-        columns = torch.arange(n, device=batch.index.device)
-        seen = columns <= batch.index[rows].unsqueeze(1)  # [spans * width, n]
+        width, numbers, kv_heads = spans[0].width, [span.number for span in spans], store.kind.kv.heads
+        columns = columns.repeat_interleave(width, 0)  # [spans * width, n]
+        seen = columns <= batch.index[rows].unsqueeze(1)
         if batch.tree_bits is not None:
             assert batch.tree_start is not None
-            start = batch.tree_start[spans].repeat_interleave(width)
+            start = batch.tree_start[numbers].repeat_interleave(width)
             bit = columns - start.unsqueeze(1)
             seen &= (bit < 0) | (batch.tree_bits[rows].unsqueeze(1) >> bit.clamp(0, 63) & 1).bool()
-        mask: Tensor = torch.zeros(seen.shape, dtype=self.pool.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        mask = mask.unflatten(0, (len(spans), width)).repeat_interleave(self.group, 1)
-        return mask.repeat_interleave(self.kv_heads if len(spans) > 1 else 1, 0)
+        if store.kind.window is not None:
+            last = (batch.kv_len[numbers] - 1).repeat_interleave(width)
+            seen &= columns > (torch.minimum(batch.positions[rows], last) - store.kind.window).unsqueeze(1)
+        mask: Tensor = torch.zeros(seen.shape, dtype=store.pool.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        mask = mask.unflatten(0, (len(spans), width)).repeat_interleave(self.heads // kv_heads, 1)
+        return mask.repeat_interleave(kv_heads if len(spans) > 1 else 1, 0)
 
 
-def slots_of(pages: Tensor, n: int, page_size: int, shift: int) -> Tensor | slice:
-    """pages [⌈n / page_size⌉] → the slots of tokens 0 … n-1."""
-    listed = pages.tolist()
+def slots_of(table: Tensor, low: int, end: int, page_size: int) -> Tensor | slice:
+    """table: a request's pages → the slots of its tokens low … end-1."""
+    first = low // page_size
+    pages = table[first : -(-end // page_size)]
+    listed, skipped, n = pages.tolist(), low - first * page_size, end - low
     if listed == list(range(listed[0], listed[0] + len(listed))):
-        return slice(listed[0] * page_size + shift, listed[0] * page_size + shift + n)
-    return (pages[:, None] * page_size + torch.arange(page_size, device=pages.device)).flatten()[shift : shift + n]
+        return slice(listed[0] * page_size + skipped, listed[0] * page_size + skipped + n)
+    return (pages[:, None] * page_size + torch.arange(page_size, device=pages.device)).flatten()[skipped : skipped + n]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedAttention:
-    backend: ReferenceAttention
+    pool: KVPool
     slots: Tensor  # [T], where this step's rows are stored
     pieces: list[Piece]
+    group: int  # query heads that share a key head
+    scale: float
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor | None, layer: int) -> Tensor:
-        self.backend.pool.store(layer, self.slots, k, v)
+    def attend(self, q: Tensor, layer: int) -> Tensor:
         if len(self.pieces) == 1:
             # One piece holds all rows in their order.
             return self.one(q, self.pieces[0], layer)
-        out = q.new_empty(q.shape[0], q.shape[1], self.backend.pool.layout.value_dim)
+        out = q.new_empty(q.shape[0], q.shape[1], self.pool.layout.value_dim)
         for piece in self.pieces:
             out[piece.rows] = self.one(q[piece.rows], piece, layer)
         return out
 
     def one(self, q: Tensor, piece: Piece, layer: int) -> Tensor:
         """q [spans * width, heads, key_dim] → [spans * width, heads, value_dim]"""
-        backend, pool, spans = self.backend, self.backend.pool, piece.spans
-        kv_heads, group = backend.kv_heads, backend.group
+        spans, kv_heads, group = piece.spans, self.pool.layout.heads, self.group
         q = q.view(spans, -1, kv_heads, group, q.shape[-1]).transpose(1, 2)  # [spans, kv_heads, width, group, key_dim]
         width = q.shape[2]
         k, v = (
             seen.unflatten(0, (spans, -1)).transpose(1, 2).flatten(0, 1)  # [spans * kv_heads, n, dim]
-            for seen in pool.gathered(layer, piece.slots)
+            for seen in self.pool.gathered(layer, piece.slots)
         )
-        out = attend(q.reshape(spans * kv_heads, width * group, -1), k, v, piece.mask, backend.scale)
+        out = attend(q.reshape(spans * kv_heads, width * group, -1), k, v, piece.mask, self.scale)
         return out.view(spans, kv_heads, width, group, -1).transpose(1, 2).reshape(spans * width, kv_heads * group, -1)
 
 

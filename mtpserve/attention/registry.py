@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from mtpserve.cache.pool import KVPool
+from mtpserve.cache.stores import Stores
 from mtpserve.core.protocols import AttentionBackend
 from mtpserve.core.registry import Registry
 
-# Made of the pool, the number of query heads, and the scale of the scores.
-BACKENDS: Registry[Callable[[KVPool, int, float], AttentionBackend]] = Registry(
+# Made of the stores, the number of query heads, and the scale of the scores.
+BACKENDS: Registry[Callable[[Stores, int, float], AttentionBackend]] = Registry(
     "attention backend",
     {
         "reference": "mtpserve.attention.reference:ReferenceAttention",

@@ -7,49 +7,51 @@ from dataclasses import dataclass
 from mtpserve_kernels.attention.span import span_gqa, span_mla
 from torch import Tensor
 
+from mtpserve.attention.contexts import LayerContext, contexts
 from mtpserve.cache.pool import KVPool
-from mtpserve.core.arch import KVLayout
+from mtpserve.cache.stores import Stores
+from mtpserve.core.arch import LayerKind
 from mtpserve.core.batch import Batch
 
 
 class TritonAttention:
     graph_safe = True
 
-    def __init__(self, pool: KVPool, heads: int, scale: float) -> None:
-        self.pool, self.scale = pool, scale
+    def __init__(self, stores: Stores, heads: int, scale: float) -> None:
+        self.stores, self.scale = stores, scale
 
-    def supports(self, layout: KVLayout, device: str) -> bool:
-        return layout.key_dim <= (576 if layout.kind == "mla" else 256)
+    def supports(self, kind: LayerKind) -> bool:
+        return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
 
-    def plan(self, batch: Batch) -> PlannedSpans:
+    def plan(self, batch: Batch) -> list[LayerContext[PlannedSpans]]:
         rows, spans = len(batch.ids), len(batch.seat_ids)
         # It only chooses tiles. Without prompt chunks all spans are this wide; otherwise one of them may have all that is left.
         uniform = batch.sample_rows.shape[1]
         width = uniform if rows <= spans * uniform else rows - spans + 1
-        return PlannedSpans(self, batch, batch.slots, width)
+        return contexts(
+            self.stores, [PlannedSpans(store.pool, batch, self.scale, store.kind.window or 0, width) for store in self.stores.stores]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSpans:
-    backend: TritonAttention
+    pool: KVPool
     batch: Batch
-    slots: Tensor
+    scale: float
+    window: int  # 0: none
     width: int  # of the widest span, about
 
-    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.backend.pool.keys(layer), self.backend.pool.values(layer)
+    @property
+    def slots(self) -> Tensor:
+        return self.batch.slots
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor | None, layer: int) -> Tensor:
-        self.backend.pool.store(layer, self.slots, k, v)
-        return self.stored(q, layer)
-
-    def stored(self, q: Tensor, layer: int) -> Tensor:
-        batch, pool = self.batch, self.backend.pool
+    def attend(self, q: Tensor, layer: int) -> Tensor:
+        batch, pool = self.batch, self.pool
         where = (
             batch.seats.page_table, batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start,
-            pool.page_size, self.backend.scale,
+            pool.page_size, self.scale,
         )  # fmt: skip
-        q = q.contiguous()
+        q, keys, window, shift, width = q.contiguous(), pool.keys(layer), self.window, batch.shift, self.width
         if pool.layout.kind == "mla":
-            return span_mla(q, pool.keys(layer), *where, pool.layout.value_dim, width=self.width)
-        return span_gqa(q, pool.keys(layer), pool.values(layer), *where, width=self.width)
+            return span_mla(q, keys, *where, pool.layout.value_dim, window=window, shift=shift, width=width)
+        return span_gqa(q, keys, pool.values(layer), *where, window=window, shift=shift, width=width)

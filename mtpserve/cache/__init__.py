@@ -1,1 +1,1 @@
-"""Where keys and values live: the accounting of pages (`pages`) and their storage (`pool`)."""
+"""Where keys and values live: the accounting of pages (`pages`), their storage (`pool`), and which layer uses which (`stores`)."""

@@ -1,9 +1,8 @@
-"""The KV storage: one tensor per layer and kind, addressed by slot. Who owns which page is pages.py's business, not known here.
+"""The KV storage of layers with one layout: one tensor for keys and one for values, addressed by slot. Who holds which page: see pages.py.
 
     slot = page_of_the_request[index // page_size] * page_size + index % page_size
 
-Every layer uses the same pages: what holds one layer's token holds all layers'. Keys and values may be stored in float8 (e4m3, scale 1,
-numbers beyond ±448 cut off): whoever reads them widens them.
+Keys and values may be stored in float8 (e4m3, scale 1, numbers beyond ±448 cut off): the reader widens them.
 """
 
 from __future__ import annotations
@@ -36,29 +35,24 @@ class KVPool:
         self.k = torch.empty(layers, slots, layout.heads, layout.key_dim, dtype=stored or dtype, device=device)
         gqa = layout.kind == "gqa"
         self.v = torch.empty(layers, slots, layout.heads, layout.value_dim, dtype=stored or dtype, device=device) if gqa else None
+        self.parts = [self.k] if self.v is None else [self.k, self.v]
         if poison:
-            self.k.fill_(torch.nan)
-            if self.v is not None:
-                self.v.fill_(torch.nan)
+            for part in self.parts:
+                part.fill_(torch.nan)
 
-    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """slots [T], k [T, heads, key_dim], v [T, heads, value_dim] or None."""
-        _write(self.k[layer], slots, k)
-        if self.v is not None:
-            assert v is not None
-            _write(self.v[layer], slots, v)
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     def clear(self, page: int) -> None:
-        """Zeros, for a page that is read before anybody writes it."""
-        for part in (self.k, self.v):
-            if part is not None:
-                part[:, page * self.page_size : (page + 1) * self.page_size] = 0
+        """Zeros, for a page that is read before anything is written to it."""
+        for part in self.parts:
+            part[:, page * self.page_size : (page + 1) * self.page_size] = 0
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole slots [R, D] to others, in all layers at once: see mtpserve_kernels.cache. The paths of trees move so."""
-        for part in (self.k, self.v):
-            if part is not None:
-                self._compact(part, source, target)
+        """Copy whole slots [R, D] to others, in all layers at once: see mtpserve_kernels.cache."""
+        for part in self.parts:
+            self._compact(part, source, target)
 
     def widened(self, rows: Tensor) -> Tensor:
         """Some of what `keys` or `values` gave, in the type that is computed with."""
@@ -82,7 +76,8 @@ class KVPool:
         return keys, self.widened(self.v[layer][slots])
 
 
-def _write(part: Tensor, slots: Tensor, rows: Tensor) -> None:
+def store(part: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows [T, heads, dim] to slots [T] of one layer's keys or values [slots, heads, dim], in plain torch."""
     if part.dtype == FP8:
         # As bytes: torch moves few float8 numbers by index. NaN passes the clamp, as it must.
         part, rows = part.view(torch.uint8), rows.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)

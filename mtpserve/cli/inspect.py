@@ -6,6 +6,7 @@ With `--token-map OUT.json` and text files it counts their tokens instead, and w
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -132,11 +133,13 @@ def architecture(console: Console, report: InspectReport) -> Table:
 
 
 def flat(arch: ModelArch) -> list[tuple[str, str]]:
-    """The fields in order; those of a part as `part.field`, an absent part as `-`."""
+    """The fields in order; those of a part as `part.field`, an absent part as `-`; of layers each kind and how many there are."""
     rows: list[tuple[str, str]] = []
 
     def walk(prefix: str, value: object) -> None:
-        if is_dataclass(value):
+        if prefix == "layers":
+            rows.extend((prefix, f"{count} x {kind}") for kind, count in Counter(arch.layers).items())
+        elif is_dataclass(value):
             for field in fields(value):
                 walk(f"{prefix}.{field.name}" if prefix else field.name, getattr(value, field.name))
         else:

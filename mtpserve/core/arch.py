@@ -22,17 +22,22 @@ class KVLayout:
         """Numbers stored per token and layer."""
         return self.heads * (self.key_dim + (self.value_dim if self.kind == "gqa" else 0))
 
+    def __str__(self) -> str:
+        return f"{self.heads} heads x {self.key_dim}" if self.kind == "gqa" else f"latent, {self.key_dim}"
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A layer kind: attention over what `kv` stores for each token. `window`: a row sees itself and the window - 1 tokens before it;
-    None: all before it."""
+    """A layer that stores keys and values. A row sees what comes before it and itself: all of it, or the last `window` positions."""
 
     kv: KVLayout
     window: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.kv}" if self.window is None else f"{self.kv}, window {self.window:,}"
 
-LayerKind = Attention
+
+LayerKind = Attention  # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +110,12 @@ class Features:
 @dataclass(frozen=True, slots=True)
 class ModelArch:
     family: str  # the name in models/registry
-    num_layers: int  # of the trunk; MTP layers come on top
+    layers: tuple[LayerKind, ...]  # the trunk's, then the MTP layer's where there is one
     hidden: int
     vocab: int
     heads: int
     head_dim: int  # of q and k
     intermediate: int
-    kv: KVLayout
     rope: RopeArch
     norm_eps: float
     scale: float  # of the attention scores
@@ -125,9 +129,6 @@ class ModelArch:
     qkv_bias: bool = False
 
     @property
-    def layers(self) -> tuple[LayerKind, ...]:
-        return (Attention(self.kv),) * self.kv_layers
-
-    @property
-    def kv_layers(self) -> int:
-        return self.num_layers + (self.mtp.layers if self.mtp else 0)
+    def num_layers(self) -> int:
+        """Of the trunk."""
+        return len(self.layers) - (self.mtp.layers if self.mtp else 0)

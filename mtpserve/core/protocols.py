@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mtpserve.core.arch import Features, KVLayout, LayerKind, ModelArch
+from mtpserve.core.arch import Features, LayerKind, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Span, StepResult, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
@@ -17,36 +17,52 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Attend(Protocol):
-    """Attention for one planned batch: store this step's k and v in layer `layer` of the pool, attend, return [T, heads, value_dim].
+class Context(Protocol):
+    """What a layer is handed of a planned batch: where its rows are stored, and attention over what its requests have stored.
 
-    q [T, heads, key_dim], k [T, kv_heads, key_dim], v [T, kv_heads, value_dim]; for the latent layout v is None.
+    The layer first stores its rows' keys and values in `slots`, and then attends.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor | None, layer: int) -> Tensor: ...
-
-
-class PagedAttend(Attend, Protocol):
-    """One that lets the kernel that rotates k store it too."""
-
-    slots: Tensor  # [T], where the rows are stored
-
-    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer [slots, heads, dim]; the latent layout's values are a part of its keys."""
+    @property
+    def slots(self) -> Tensor:
+        """[T], where the rows are stored."""
         ...
 
-    def stored(self, q: Tensor, layer: int) -> Tensor:
-        """As a call, after k and v were stored."""
+    @property
+    def keys(self) -> Tensor:
+        """The layer's own [slots, kv_heads, key_dim]."""
+        ...
+
+    @property
+    def values(self) -> Tensor:
+        """[slots, kv_heads, value_dim]; the latent layout's are a part of its keys."""
+        ...
+
+    def attend(self, q: Tensor) -> Tensor:
+        """[T, heads, key_dim] → [T, heads, value_dim]"""
         ...
 
 
 class AttentionBackend(Protocol):
     graph_safe: bool
 
-    def supports(self, layout: KVLayout, device: str) -> bool: ...
+    def supports(self, kind: LayerKind) -> bool: ...
 
-    def plan(self, batch: Batch) -> Attend:
-        """Index work, once per batch; the result serves all layers."""
+    def plan(self, batch: Batch) -> Seq[Context]:
+        """Index work, once per batch and store: one context per layer, in the order of the stores' layers."""
+        ...
+
+
+class LinearKernels(Protocol):
+    """The kernels that linear methods use."""
+
+    @property
+    def linear_fp8(self) -> LinearFP8: ...
+
+
+class LinearFP8(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, /) -> Tensor:
+        """x [T, K], weight [N, K] float8, scale [N / 128, K / 128] rounded up, bias [N] → [T, N]: x (weight * scale)^T + bias."""
         ...
 
 
@@ -70,7 +86,7 @@ class Trunk(Protocol):
 
     arch: ModelArch
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend, features: Features) -> Hidden: ...
+    def trunk(self, ids: Tensor, positions: Tensor, contexts: Seq[Context], features: Features) -> Hidden: ...
 
     def logits(self, head: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocabulary] float32."""
@@ -88,11 +104,11 @@ class DraftModel(Protocol):
     features: Features  # what `absorb` is fed with
     layers: tuple[LayerKind, ...]  # its own, stored in the same pages after the trunk's
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> Hidden:
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> Hidden:
         """Rows [T] of what is committed, features [T, Features.width] of the trunk."""
         ...
 
-    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, attend: Attend) -> Hidden:
+    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
         """Rows of its own drafts; `state` is the features of its own output for the row before."""
         ...
 

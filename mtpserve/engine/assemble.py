@@ -12,10 +12,12 @@ from mtpserve_kernels.cache import reference
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.pages import PageAllocator
-from mtpserve.cache.pool import KVPool
+from mtpserve.cache.stores import Stores
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.arch import LayerKind
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import GrammarCompiler, LogitsProcessor, Trunk
+from mtpserve.core.protocols import AttentionBackend, GrammarCompiler, LogitsProcessor, Trunk
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
@@ -26,6 +28,7 @@ from mtpserve.runtime.seats import SeatTensors
 from mtpserve.runtime.step import Judge, Step
 from mtpserve.spec.accept import Decide, decide
 from mtpserve.spec.build import make_draft_model, make_drafter, reduced_head
+from mtpserve.spec.passes import DraftPasses
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
 from mtpserve.spec.thresholds import Thresholds
@@ -63,24 +66,40 @@ class EngineOptions:
     name: str = ""
 
 
+def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, drafts: DraftSizes) -> None:
+    """Raises ConfigError for a kind of layer that cannot be computed."""
+    for kind in set(layers):
+        if not attention.supports(kind):
+            raise ConfigError(f"--attention-backend {backend} does not support layers of {kind}; reference does")
+        # A backend tells how far back a node of a tree is by where it is stored: as long as all of a path is seen, this is the same.
+        if kind.window is not None and drafts.branching and kind.window <= drafts.depth:
+            raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
+
+
 def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
     kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.items()} if options.backend == "triton" else {}
     spare = sizes.pages  # the page after those that requests get
     draft_model = make_draft_model(spec, model)
-    layers = arch.num_layers + (0 if draft_model is None else len(draft_model.layers))
-    compact = kernels.get("compact", reference.compact)
-    pool = KVPool(arch.kv, layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison, compact, options.stored)
-    pool.clear(spare)
-    attention = BACKENDS.get(options.backend)(pool, arch.heads, arch.scale)
-    if not attention.supports(arch.kv, device.type):
-        raise ConfigError(f"--attention-backend {options.backend} does not support {arch.kv}; reference does")
+    layers = (*arch.layers[: arch.num_layers], *(() if draft_model is None else draft_model.layers))
+    stores = Stores(
+        layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison,
+        kernels.get("compact", reference.compact), options.stored,
+    )  # fmt: skip
+    stores.clear(spare)
+    attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
+    check(layers, attention, options.backend, drafts)
     boundary = None
     if draft_model is not None and (width := draft_model.features.width(arch.hidden)):
         boundary = BoundaryRows(sizes.pages + 1, sizes.page_size, width, options.dtype, device)
-    drafter = make_drafter(spec, drafts, draft_model, attention, boundary, reduced_head(model, options.token_map))
+    passes = (
+        None
+        if draft_model is None
+        else DraftPasses(draft_model, arch.num_layers, attention, boundary, reduced_head(model, options.token_map))
+    )
+    drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, spare, drafter.coupled, options.overlap
     )
@@ -90,8 +109,8 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     exact = spec.speculative_exact
     step = Step(
         ExactModel(model) if exact else model,
-        BACKENDS.get("exact")(pool, arch.heads, arch.scale) if exact else attention,
-        pool,
+        BACKENDS.get("exact")(stores, arch.heads, arch.scale) if exact else attention,
+        stores,
         drafter,
         seats,
         Judge(

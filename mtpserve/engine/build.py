@@ -14,8 +14,8 @@ from mtpserve.core.protocols import Grammar, GrammarCompiler, LogitsProcessor
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.planning import backend_of, load_model, overlap_of, plan, positions
-from mtpserve.layers.kernels import triton_kernels, use_kernels
+from mtpserve.engine.planning import backend_of, kernels_of, load_model, overlap_of, plan, positions
+from mtpserve.layers.kernels import KERNELS
 from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.step import Step
@@ -82,10 +82,8 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     arch, spec, page_size = found.arch, config.spec, config.cache.page_size
     for what, size in [*memory.rows, ("all", memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
-    model = load_model(found, dtype, device, positions(config, arch, device), progress, kept.keep_blocks)
-    backend = backend_of(config, device)
-    if backend != "reference" and not spec.speculative_exact:
-        use_kernels(model, triton_kernels())
+    kernels = KERNELS.get(kernels_of(config, device))()
+    model = load_model(found, dtype, device, positions(config, arch, device), kernels, progress, kept.keep_blocks)
     curve = None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
     warn(spec, curve)
     running = memory.max_running
@@ -99,7 +97,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             device=device,
             dtype=dtype,
             stored=kept.cache,
-            backend=backend,
+            backend=backend_of(config, device),
             eos_ids=arch.eos_ids,
             token_map=found.token_map,
             rates=None if curve is None else curve.rates(draft_sizes(spec, config.scheduler.chunked_prefill_size).depth),

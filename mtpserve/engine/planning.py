@@ -15,6 +15,7 @@ from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.engine.storage import Storage, storage_of
 from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
 from mtpserve.quant.registry import METHODS
@@ -105,6 +106,13 @@ def compiles(config: EngineConfig) -> bool:
     return backend_of(config, device_of(config)) == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
+def kernels_of(config: EngineConfig, device: torch.device) -> str:
+    """What the layers compute with: a name in layers/kernels."""
+    if config.spec.speculative_exact:
+        return "exact"
+    return "triton" if backend_of(config, device) == "triton" else "torch"
+
+
 def has_bfloat16_units() -> bool:
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, but there is no public question
     return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
@@ -128,8 +136,8 @@ def plan(config: EngineConfig) -> Plan:
     length = config.model.context_length
     if length is not None and length > found.arch.max_positions:
         raise ConfigError(f"--context-length must be at most {found.arch.max_positions}, the model's own, got {length}")
-    kernels = backend_of(config, device) == "triton" and not config.spec.speculative_exact
-    kept = storage_of(config, filter(None, (found.checkpoint, found.nextn)), dtype, device, kernels)
+    kernels = kernels_of(config, device)
+    kept = storage_of(config, filter(None, (found.checkpoint, found.nextn)), dtype, device, kernels == "triton")
     sizes = fixed(found, dtype, positions(config, found.arch, device), kept.keep_blocks)
     state, tables = state_of(config, found.arch, device)
     memory = plan_memory(config, found.arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
@@ -185,19 +193,19 @@ def fixed(found: Described, dtype: torch.dtype, positions: int, keep_blocks: boo
 def empty_model(found: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> DecoderModel:
     """On no device: names, shapes and dtypes."""
     with torch.device("meta"):
-        model = build_model(found, dtype, positions, keep_blocks)
+        model = build_model(found, dtype, positions, KERNELS.get("torch")(), keep_blocks)
     if keep_blocks:
         hold_blocks(model, placements(model, sources(found)))
     return model
 
 
-def build_model(found: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> DecoderModel:
+def build_model(found: Described, dtype: torch.dtype, positions: int, kernels: Kernels, keep_blocks: bool) -> DecoderModel:
     """Its weights are uninitialised."""
-    method = METHODS.get("fp8" if keep_blocks else "none")()
+    method = METHODS.get("fp8" if keep_blocks else "none")(kernels)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return found.family.build(found.arch, method, dtype, positions)
+        return found.family.build(found.arch, method, dtype, positions, kernels)
     finally:
         torch.set_default_dtype(before)
 
@@ -223,9 +231,15 @@ def nextn_rules(found: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
 
 
 def load_model(
-    found: Described, dtype: torch.dtype, device: torch.device, positions: int, progress: bool, keep_blocks: bool = False
+    found: Described,
+    dtype: torch.dtype,
+    device: torch.device,
+    positions: int,
+    kernels: Kernels,
+    progress: bool,
+    keep_blocks: bool = False,
 ) -> DecoderModel:
-    model = build_model(found, dtype, positions, keep_blocks)
+    model = build_model(found, dtype, positions, kernels, keep_blocks)
     if found.dummy:
         log.warning("DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing")
         fill(model, device)

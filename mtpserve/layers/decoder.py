@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from mtpserve.core.arch import Features, ModelArch
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Attend, LinearMethod
+from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.embedding import Embedding, TiedHead
+from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mtp import MTPFusion
 from mtpserve.layers.norm import RMSNorm
-from mtpserve.layers.rope import Rope
+from mtpserve.layers.rope import Rope, Rotation
 
-MakeBlock = Callable[[int], tuple[nn.Module, nn.Module]]  # layer number → attention, feed-forward
+MakeBlock = Callable[[int], tuple[nn.Module, nn.Module]]  # number in arch.layers → attention, feed-forward
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module) -> None:
+    def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, kernels: Kernels) -> None:
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(arch.hidden, arch.norm_eps), attention
-        self.mlp_norm, self.mlp = RMSNorm(arch.hidden, arch.norm_eps), mlp
+        self.attention_norm, self.attention = RMSNorm(arch.hidden, arch.norm_eps, kernels), attention
+        self.mlp_norm, self.mlp = RMSNorm(arch.hidden, arch.norm_eps, kernels), mlp
 
-    def forward(self, x: Tensor, residual: Tensor | None, rope: Rope, turned: Tensor, attend: Attend, layer: int) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: Context) -> tuple[Tensor, Tensor]:
         """The layer's input is residual + x, its output the sum of the two that it gives: a sum is always taken where it is normed."""
         normed, residual = self.attention_norm.add(x, residual)
-        normed, residual = self.mlp_norm.add(self.attention(normed, rope, turned, attend, layer), residual)
+        normed, residual = self.mlp_norm.add(self.attention(normed, rotation, context), residual)
         return self.mlp(normed), residual
 
 
@@ -38,21 +39,22 @@ class MTPHead(nn.Module):
 
     lag = 1
 
-    def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, method: LinearMethod, trunk: DecoderModel) -> None:
+    def __init__(
+        self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, method: LinearMethod, kernels: Kernels, trunk: DecoderModel
+    ) -> None:
         super().__init__()
         assert arch.mtp is not None
         self.arch, self.borrowed = arch.mtp, [trunk]
         self.features = Features(last=arch.mtp.hidden_in)
         self.layers = arch.layers[arch.num_layers :]
-        self.fusion = MTPFusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, method)
-        self.layer = DecoderLayer(arch, attention, mlp)
-        self.norm = RMSNorm(arch.hidden, arch.norm_eps)
+        self.fusion = MTPFusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, method, kernels)
+        self.layer = DecoderLayer(arch, attention, mlp, kernels)
+        self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, attend: Attend) -> Hidden:
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
         trunk = self.borrowed[0]
-        x = self.fusion(trunk.embed(ids), features)
-        x, residual = self.layer(x, None, trunk.rope, trunk.rope(positions), attend, trunk.arch.num_layers)
+        x, residual = self.layer(self.fusion(trunk.embed(ids), features), None, trunk.rope(positions), contexts[0])
         normed, x = self.norm.add(x, residual)
         return Hidden(normed, x if self.arch.recycle == "pre" else normed)
 
@@ -65,21 +67,23 @@ class MTPHead(nn.Module):
 class DecoderModel(nn.Module):
     """core.protocols.Trunk, and what was loaded together with it: the checkpoint's own MTP layer."""
 
-    def __init__(self, arch: ModelArch, make_block: MakeBlock, method: LinearMethod, dtype: torch.dtype, positions: int) -> None:
+    def __init__(
+        self, arch: ModelArch, make_block: MakeBlock, method: LinearMethod, dtype: torch.dtype, positions: int, kernels: Kernels
+    ) -> None:
         super().__init__()
         self.arch, self.method = arch, method
         self.embed = Embedding(arch.vocab, arch.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i)) for i in range(arch.num_layers))
-        self.norm = RMSNorm(arch.hidden, arch.norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i), kernels) for i in range(arch.num_layers))
+        self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
         self.head = TiedHead(self.embed) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), method)
         self.rope = Rope(arch.rope, positions, dtype)
-        self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), method, self) if arch.mtp else None
+        self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), method, kernels, self) if arch.mtp else None
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend, features: Features) -> Hidden:
-        x, residual, turned = self.embed(ids), None, self.rope(positions)
+    def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
+        x, residual, rotation = self.embed(ids), None, self.rope(positions)
         kept = []
-        for i, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, self.rope, turned, attend, i)
+        for i, (layer, context) in enumerate(zip(self.layers, contexts, strict=False)):  # those of a draft model's layers come after
+            x, residual = layer(x, residual, rotation, context)
             if i in features.taps:
                 kept.append(residual + x)
         normed, x = self.norm.add(x, residual)

@@ -1,45 +1,116 @@
-"""The kernels that layers use where there are any. A layer whose `kernels` is None computes in plain torch."""
+"""What layers compute with, as a record of functions that is chosen once and handed to each layer when it is made.
+
+There is one record per way to compute: plain torch (torch_kernels.py) is the reference, and the path of a CPU; Triton's are in
+triton_kernels.py. A layer calls the same functions whichever it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from mtpserve.core.arch import MoEArch
+from mtpserve.core.protocols import LinearFP8
+from mtpserve.core.registry import Registry
+from mtpserve.layers.rope import Rotation
+
+
+class AddRMSNorm(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, /) -> tuple[Tensor, Tensor]:
+        """x [T, H], residual [T, H] or None, weight [H] → (rms_norm(x + residual) * weight, x + residual)."""
+        ...
+
+
+class SiluMul(Protocol):
+    def __call__(self, gate_up: Tensor, /) -> Tensor:
+        """[…, 2 size] → […, size]: silu of the first half times the second."""
+        ...
+
+
+class RopeStore(Protocol):
+    def __call__(self, qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, /) -> Tensor:
+        """qkv [T, heads + 2 kv_heads, D] → rotated q [T, heads, D]; rotated k, and v, are stored in `slots` [T] of keys and values."""
+        ...
+
+
+class LatentStore(Protocol):
+    def __call__(
+        self, q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int, /
+    ) -> Tensor:
+        """q [T, heads, nope + rope], row [T, rank + rope] → the rotated part of q [T, heads, rope]; the latent, normed with `norm`
+        [rank] and `eps`, and the rotated key after it are stored in `slots` [T] of `keys` [slots, 1, rank + rope]."""
+        ...
+
+
+class Route(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor, arch: MoEArch, /) -> tuple[Tensor, Tensor]:
+        """x [T, H], weight [E, H] and bias [E] float32 → weights [T, top_k] float32, experts [T, top_k]."""
+        ...
+
+
+class Matrix(Protocol):
+    """A matrix, or one for each expert, and the scales of its blocks if it is float8."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def weight_scale_inv(self) -> Tensor | None: ...
+
+
+class SharedExpert(Protocol):
+    """layers.mlp.MLP. A kernel may read the matrices, or call it."""
+
+    @property
+    def gate_up(self) -> Matrix: ...
+
+    @property
+    def down(self) -> Matrix: ...
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+class RoutedExperts(Protocol):
+    """layers.moe.Experts: gate_up [E, 2 size, H], down [E, H, size]; the scales are None for what is not float8."""
+
+    @property
+    def gate_up(self) -> Tensor: ...
+
+    @property
+    def down(self) -> Tensor: ...
+
+    @property
+    def gate_up_scale_inv(self) -> Tensor | None: ...
+
+    @property
+    def down_scale_inv(self) -> Tensor | None: ...
+
+
+class Experts(Protocol):
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None, /) -> Tensor:
+        """x [T, H], weights and chosen [T, K] → [T, H]: the chosen experts' outputs by their weights, and the shared expert's."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """See the functions of these names in mtpserve_kernels."""
-
-    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-    silu_mul: Callable[[Tensor], Tensor]
-    rope_store: Callable[..., Tensor]
-    latent_store: Callable[..., Tensor]
-    route: Callable[..., tuple[Tensor, Tensor]]
-    experts: Callable[..., Tensor]
-    linear_fp8: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    add_rms_norm: AddRMSNorm
+    silu_mul: SiluMul
+    rope_store: RopeStore
+    latent_store: LatentStore
+    route: Route
+    experts: Experts
+    linear_fp8: LinearFP8
 
 
-def triton_kernels() -> Kernels:
-    def kernel(module: str, name: str) -> Any:
-        return getattr(import_module(f"mtpserve_kernels.{module}"), name)
-
-    return Kernels(
-        kernel("fused.norm", "add_rms_norm"),
-        kernel("fused.silu", "silu_mul"),
-        kernel("fused.rope", "rope_store"),
-        kernel("fused.rope", "latent_store"),
-        kernel("moe.route", "route"),
-        kernel("moe.experts", "experts"),
-        kernel("quant.linear_fp8", "linear_fp8"),
-    )
-
-
-def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Every layer that knows a kernel for what it does takes it from here on."""
-    for module in model.modules():
-        if hasattr(module, "kernels"):
-            module.kernels = kernels  # type: ignore[assignment]
+KERNELS: Registry[Callable[[], Kernels]] = Registry(
+    "kernels",
+    {
+        "torch": "mtpserve.layers.torch_kernels:torch_kernels",
+        "exact": "mtpserve.layers.torch_kernels:exact_kernels",
+        "triton": "mtpserve.layers.triton_kernels:triton_kernels",
+    },
+)

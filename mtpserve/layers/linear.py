@@ -1,4 +1,4 @@
-"""A linear layer whose storage is somebody else's business: see quant/."""
+"""A linear layer. How its weights are stored and multiplied is the business of its method: see quant/."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearMethod
-from mtpserve.layers.kernels import Kernels
 
 
 class Linear(nn.Module):
     """y = x W^T + b. `parts` are the row counts of the matrices that one fused W holds, in order (q, k, v; gate, up)."""
 
-    kernels: Kernels | None = None
     may_hold_blocks = ("weight",)  # parameters that weights/blocks may replace by float8 ones
 
     def __init__(self, inputs: int, parts: tuple[int, ...], method: LinearMethod, bias: bool = False) -> None:

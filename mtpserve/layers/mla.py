@@ -8,17 +8,15 @@ and value never touch the cache: W_uk is multiplied into the query, W_uv into th
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
 from mtpserve.core.arch import ModelArch
-from mtpserve.core.protocols import Attend, LinearMethod, PagedAttend
+from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
-from mtpserve.layers.rope import Rope
+from mtpserve.layers.rope import Rotation
 
 LATENT_EPS = 1e-6  # the latent norms of every published DeepSeek use this, whatever rms_norm_eps says
 
@@ -26,17 +24,16 @@ LATENT_EPS = 1e-6  # the latent norms of every published DeepSeek use this, what
 class MLA(nn.Module):
     """`down` holds q_a (or the whole q projection where there is no q_rank) and kv_a side by side: one product for both."""
 
-    kernels: Kernels | None = None
-
-    def __init__(self, arch: ModelArch, method: LinearMethod) -> None:
+    def __init__(self, arch: ModelArch, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
         assert arch.mla is not None
         mla = self.mla = arch.mla
+        self.kernels = kernels
         self.heads, q_size = arch.heads, arch.heads * (mla.nope + mla.rope)
         self.down = Linear(arch.hidden, (mla.q_rank or q_size, mla.kv_rank + mla.rope), method)
-        self.q_norm = RMSNorm(mla.q_rank, LATENT_EPS) if mla.q_rank else None
+        self.q_norm = RMSNorm(mla.q_rank, LATENT_EPS, kernels) if mla.q_rank else None
         self.q_up = Linear(mla.q_rank, (q_size,), method) if mla.q_rank else None
-        self.kv_norm = RMSNorm(mla.kv_rank, LATENT_EPS)
+        self.kv_norm = RMSNorm(mla.kv_rank, LATENT_EPS, kernels)
         self.kv_up = nn.Parameter(torch.empty(arch.heads * (mla.nope + mla.value), mla.kv_rank), requires_grad=False)
         self.out = Linear(arch.heads * mla.value, (arch.hidden,), method)
         self.k_up, self.v_up = torch.empty(0), torch.empty(0)
@@ -47,27 +44,14 @@ class MLA(nn.Module):
         self.k_up, value = per_head.split([self.mla.nope, self.mla.value], 1)
         self.v_up = value.mT
 
-    def forward(self, x: Tensor, rope: Rope, turned: Tensor, attend: Attend, layer: int) -> Tensor:
-        """x [T, hidden]; `turned` is what `rope` gave for the rows' positions."""
-        mla = self.mla
+    def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
+        """x [T, hidden]"""
+        mla, norm = self.mla, self.kv_norm
         q, row = self.down(x).split([self.down.parts[0], mla.kv_rank + mla.rope], -1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q = q.unflatten(-1, (self.heads, -1))  # [T, heads, nope + rope]
         absorbed = torch.bmm(q[..., : mla.nope].transpose(0, 1), self.k_up).transpose(0, 1)  # [T, heads, kv_rank]
-        if self.kernels is not None:
-            paged = cast(PagedAttend, attend)
-            cache, _ = paged.caches(layer)
-            norm, tables = self.kv_norm, (turned, rope.cos, rope.sin)
-            turned_q = self.kernels.latent_store(q, row, *tables, paged.slots, cache, norm.weight, norm.eps, mla.nope, rope.interleaved)
-            seen = paged.stored(torch.cat([absorbed, turned_q], -1), layer)
-            return self.project(seen)
-        latent, k_rope = row.split([mla.kv_rank, mla.rope], -1)
-        rotated = rope.rotate(torch.cat([q[..., mla.nope :], k_rope.unsqueeze(1)], 1), turned)  # [T, heads + 1, rope]
-        key = torch.cat([self.kv_norm(latent).unsqueeze(1), rotated[:, self.heads :]], -1)  # [T, 1, kv_rank + rope]
-        seen = attend(torch.cat([absorbed, rotated[:, : self.heads]], -1), key, None, layer)  # [T, heads, kv_rank]
-        return self.project(seen)
-
-    def project(self, seen: Tensor) -> Tensor:
-        """[T, heads, kv_rank] → [T, hidden]"""
+        q_rope = self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)
+        seen = context.attend(torch.cat([absorbed, q_rope], -1))  # [T, heads, kv_rank]
         return self.out(torch.bmm(seen.transpose(0, 1), self.v_up).transpose(0, 1).flatten(1))  # type: ignore[no-any-return]

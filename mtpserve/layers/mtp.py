@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearMethod
+from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
 
@@ -18,9 +19,11 @@ class MTPFusion(nn.Module):
     DeepSeek's paper writes [hidden; embedding], its released eh_proj is [embedding; hidden].
     """
 
-    def __init__(self, hidden: int, eps: float, order: Literal["embedding-hidden", "hidden-embedding"], method: LinearMethod) -> None:
+    def __init__(
+        self, hidden: int, eps: float, order: Literal["embedding-hidden", "hidden-embedding"], method: LinearMethod, kernels: Kernels
+    ) -> None:
         super().__init__()
-        self.embedding_norm, self.hidden_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.embedding_norm, self.hidden_norm = RMSNorm(hidden, eps, kernels), RMSNorm(hidden, eps, kernels)
         self.project = Linear(2 * hidden, (hidden,), method)
         self.embedding_first = order == "embedding-hidden"
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.core.arch import RopeArch, YarnArch
-from mtpserve.layers.kernels import Kernels
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -43,12 +42,7 @@ def rope_gain(yarn: YarnArch | None) -> float:
 
 
 class Rope(nn.Module):
-    """Tables for all positions. `forward(positions)` is called once per pass, `rotate` in every layer with what it returned.
-
-    With kernels there is nothing to prepare: they are handed the positions and the tables `cos` and `sin`.
-    """
-
-    kernels: Kernels | None = None
+    """Tables for all positions."""
 
     def __init__(self, arch: RopeArch, length: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -73,17 +67,35 @@ class Rope(nn.Module):
         """[length, dim / 2] float32"""
         return (self.table[..., 1] if self.interleaved else self.table[:, 1, self.table.shape[2] // 2 :]).float().contiguous()
 
-    def forward(self, positions: Tensor) -> Tensor:
-        """[T] → what `rotate` needs, for any number of heads."""
-        if self.kernels is not None:
-            return positions
-        rows = self.table[positions]
+    def forward(self, positions: Tensor) -> Rotation:
+        """[T] → the rotation of these rows, once per pass for all layers and heads. It computes nothing that is not asked for."""
+        return Rotation(self, positions)
+
+
+class Rotation:
+    """Of the rows of one pass. Kernels read the tables at the rows' positions; plain torch gathers the tables' rows once for all layers."""
+
+    def __init__(self, rope: Rope, positions: Tensor) -> None:
+        self.positions, self.interleaved, self._rope = positions, rope.interleaved, rope
+
+    @property
+    def cos(self) -> Tensor:
+        """[length, dim / 2] float32, of all positions"""
+        return self._rope.cos
+
+    @property
+    def sin(self) -> Tensor:
+        return self._rope.sin
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        rows = self._rope.table[self.positions]
         return torch.view_as_complex(rows).unsqueeze(1) if self.interleaved else rows.unsqueeze(2)
 
-    def rotate(self, x: Tensor, turned: Tensor) -> Tensor:
-        """x [T, heads, dim]"""
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [T, heads, dim], in plain torch"""
         if self.interleaved:
             pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
-            return torch.view_as_real(pairs * turned).flatten(-2).to(x.dtype)
-        cos, sin = turned.unbind(1)
+            return torch.view_as_real(pairs * self._rows).flatten(-2).to(x.dtype)
+        cos, sin = self._rows.unbind(1)
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mtpserve.core.arch import KVLayout, MLAArch, ModelArch, MoEArch, MTPArch
+from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch
 from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
@@ -39,13 +40,12 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     sharpen = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) if rope.scaling and rope.scaling.mscale_all_dim else 1.0
     return ModelArch(
         family="deepseek",
-        num_layers=config.get_int("num_hidden_layers", at_least=1),
+        layers=(Attention(KVLayout("mla", 1, rank + mla.rope, rank)),) * (config.get_int("num_hidden_layers", at_least=1) + mtp_layers),
         hidden=config.get_int("hidden_size", at_least=1),
         vocab=vocab,
         heads=heads,
         head_dim=mla.nope + mla.rope,
         intermediate=config.get_int("intermediate_size", at_least=1),
-        kv=KVLayout("mla", 1, rank + mla.rope, rank),
         rope=rope,
         norm_eps=config.get_float("rms_norm_eps", 1e-6, above=0),
         scale=(mla.nope + mla.rope) ** -0.5 * sharpen**2,
@@ -85,13 +85,14 @@ def experts(config: HFConfig) -> MoEArch | None:
     )
 
 
-def build(arch: ModelArch, method: LinearMethod, dtype: torch.dtype, positions: int) -> DecoderModel:
+def build(arch: ModelArch, method: LinearMethod, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         dense = arch.moe is None or layer < arch.moe.first_dense
-        mlp = MLP(arch.hidden, arch.intermediate, method) if dense or arch.moe is None else MoE(arch.hidden, arch.moe, method)
-        return MLA(arch, method), mlp
+        if dense or arch.moe is None:
+            return MLA(arch, method, kernels), MLP(arch.hidden, arch.intermediate, method, kernels)
+        return MLA(arch, method, kernels), MoE(arch.hidden, arch.moe, method, kernels)
 
-    return DecoderModel(arch, block, method, dtype, positions)
+    return DecoderModel(arch, block, method, dtype, positions, kernels)
 
 
 def layer_names(arch: ModelArch) -> Names:

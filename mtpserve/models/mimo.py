@@ -1,6 +1,9 @@
 """MiMo-7B: Qwen2's dense trunk and one MTP layer that fuses [hidden; embedding] and is fed before the trunk's final norm.
 
 Xiaomi's own code leaves the norm to the head, so the layer sees the raw hidden state, and its own raw output when it is fed back.
+
+As in Qwen2 some of the trunk's layers may see a sliding window alone. The MTP layer always sees everything: no published config says
+otherwise, and its number is beyond those that `layer_types` lists.
 """
 
 from __future__ import annotations
@@ -8,15 +11,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mtpserve.core.arch import KVLayout, ModelArch, MTPArch
+from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch, MTPArch
 from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mlp import MLP
 from mtpserve.models.family import Family, Names, ends, gated, one_layer, trunk_layers
 from mtpserve.weights import hf
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule, Stack
+
+SLIDING = "sliding_attention"
+LAYER_TYPES = "full_attention", SLIDING
 
 
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
@@ -27,19 +34,17 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     if head_dim is None:
         config.require(hidden % heads == 0, "hidden_size", f"a multiple of num_attention_heads = {heads}, or head_dim must be given")
         head_dim = hidden // heads
-    if config.get_bool("use_sliding_window", False):
-        raise config.unsupported("use_sliding_window", "false")
+    kv = KVLayout("gqa", kv_heads, head_dim, head_dim)
     hf.quantization(config)
     vocab = config.get_int("vocab_size", at_least=2)
     return ModelArch(
         family="mimo",
-        num_layers=config.get_int("num_hidden_layers", at_least=1),
+        layers=(*trunk_kinds(config, kv), *[Attention(kv)] * mtp_layers),
         hidden=hidden,
         vocab=vocab,
         heads=heads,
         head_dim=head_dim,
         intermediate=config.get_int("intermediate_size", at_least=1),
-        kv=KVLayout("gqa", kv_heads, head_dim, head_dim),
         rope=hf.rope(config, head_dim, interleaved=False),
         norm_eps=config.get_float("rms_norm_eps", 1e-6, above=0),
         scale=head_dim**-0.5,
@@ -52,11 +57,28 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     )
 
 
-def build(arch: ModelArch, method: LinearMethod, dtype: torch.dtype, positions: int) -> DecoderModel:
-    def block(layer: int) -> tuple[nn.Module, nn.Module]:
-        return GQA(arch, method), MLP(arch.hidden, arch.intermediate, method)
+def trunk_kinds(config: HFConfig, kv: KVLayout) -> list[LayerKind]:
+    """With `use_sliding_window`, layers from `max_window_layers` on see `sliding_window` positions, or those that `layer_types` names."""
+    layers, sliding = config.get_int("num_hidden_layers", at_least=1), config.get_bool("use_sliding_window", False)
+    # As in transformers null says that there is no window, and the key's absence 4096.
+    absent = None if "sliding_window" in config.values else 4096
+    window = config.get_int("sliding_window", absent, at_least=1) if sliding else None
+    types = config.raw("layer_types")
+    if types is None:
+        first = config.get_int("max_window_layers", 28, at_least=0) if sliding else layers
+        return [Attention(kv, window if i >= first else None) for i in range(layers)]
+    known = isinstance(types, list) and len(types) == layers and set(types) <= set(LAYER_TYPES)
+    config.require(known, "layer_types", f"a list of num_hidden_layers = {layers} names, each one of {', '.join(LAYER_TYPES)}")
+    has_window = window is not None or SLIDING not in types
+    config.require(has_window, "layer_types", f"without {SLIDING}, or with use_sliding_window true and a sliding_window")
+    return [Attention(kv, window if name == SLIDING else None) for name in types]
 
-    return DecoderModel(arch, block, method, dtype, positions)
+
+def build(arch: ModelArch, method: LinearMethod, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
+    def block(layer: int) -> tuple[nn.Module, nn.Module]:
+        return GQA(arch, arch.layers[layer], method, kernels), MLP(arch.hidden, arch.intermediate, method, kernels)
+
+    return DecoderModel(arch, block, method, dtype, positions, kernels)
 
 
 def layer_names(arch: ModelArch) -> Names:

@@ -1,28 +1,26 @@
-"""Weights that came in float8 stay so: `module.weight` beside `module.weight_scale_inv`, see fp8.py. Others are multiplied as they are.
+"""Weights that came in float8 stay so, with their scales: `module.weight` and `module.weight_scale_inv`, see fp8.py. Others are
+multiplied as they are.
 
-The kernel widens a few rows' weights in registers, and quantises many rows' activations. In plain torch each product widens its weights
-anew, a strip at a time: slower than a widened copy, which is what `--quantization none` holds, but then the memory is what was asked for.
+The Triton kernel widens a few rows' weights in registers, and quantises many rows' activations. In plain torch each product widens its
+weights anew: slower than a widened copy, which is what `--quantization none` holds, but then the memory is what was asked for.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.quant.fp8 import BLOCK, dequantize_block
+from mtpserve.core.protocols import LinearKernels
+from mtpserve.quant.fp8 import BLOCK
 from mtpserve.quant.unquantized import Unquantized
-
-STRIP = 8  # rows of blocks that are widened at a time
 
 
 class Blockwise:
     """core.protocols.LinearMethod."""
 
-    def __init__(self) -> None:
-        self.plain = Unquantized()
+    def __init__(self, kernels: LinearKernels) -> None:
+        self.kernels, self.plain = kernels, Unquantized()
 
     def finish(self, module: nn.Module) -> None:
         if module.weight_scale_inv is None:
@@ -40,9 +38,4 @@ class Blockwise:
         if module.weight_scale_inv is None:
             return self.plain.apply(module, x)
         weight, scale = cast(Tensor, module.weight), cast(Tensor, module.weight_scale_inv)
-        bias, kernels = cast("Tensor | None", module.bias), cast(Any, module.kernels)
-        if kernels is not None:
-            return cast(Tensor, kernels.linear_fp8(x, weight, scale, bias))
-        strips = zip(weight.split(STRIP * BLOCK[0]), scale.split(STRIP), strict=True)
-        out = torch.cat([F.linear(x, dequantize_block(*strip).to(x.dtype)) for strip in strips], -1)
-        return out if bias is None else out + bias
+        return self.kernels.linear_fp8(x, weight, scale, cast("Tensor | None", module.bias))

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from mtpserve.core.protocols import LinearMethod
+from mtpserve.core.protocols import LinearKernels, LinearMethod
 from mtpserve.core.registry import Registry
 
-METHODS: Registry[Callable[[], LinearMethod]] = Registry(
-    "quantisation", {"none": "mtpserve.quant.unquantized:Unquantized", "fp8": "mtpserve.quant.blockwise:Blockwise"}
+METHODS: Registry[Callable[[LinearKernels], LinearMethod]] = Registry(
+    "quantisation", {"none": "mtpserve.quant.unquantized:unquantized", "fp8": "mtpserve.quant.blockwise:Blockwise"}
 )

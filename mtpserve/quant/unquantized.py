@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpserve.core.protocols import LinearKernels, LinearMethod
+
 # Below this oneDNN's call costs more than it saves. The rule looks at the shape alone, never at a timing: a weight must
 # be multiplied in the same way in every run, or equal requests would differ in the last bits.
 MIN_PACKED_BYTES = 1 << 20
@@ -19,6 +21,11 @@ def packs(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+
+
+def unquantized(kernels: LinearKernels) -> LinearMethod:
+    """torch multiplies: it needs none of `kernels`."""
+    return Unquantized()
 
 
 class Unquantized:

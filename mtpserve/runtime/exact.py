@@ -10,35 +10,31 @@ The MTP head is left as it is: drafts decide how fast the text comes, not what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mtpserve.attention.exact import PlannedExact
+from mtpserve.attention.exact import part_of
 from mtpserve.core.arch import Features
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Attend, Trunk
+from mtpserve.core.protocols import Context, Trunk
 
 TILE = 8
 
 
 class ExactModel:
-    """core.protocols.Trunk. `trunk` needs the attention of attention/exact."""
+    """core.protocols.Trunk. `trunk` needs the contexts of attention/exact, and a model made with the kernels "exact"."""
 
     def __init__(self, model: Trunk) -> None:
         self.model, self.arch = model, model.arch
-        for part in cast(nn.Module, model).modules():
-            if hasattr(part, "row_by_row"):
-                part.row_by_row = True  # type: ignore[assignment]
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: Attend, features: Features) -> Hidden:
-        planned = cast(PlannedExact, attend)
+    def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
         heads, fed = list[Tensor](), list[Tensor]()
         for start in range(0, len(ids), TILE):
             stop = min(start + TILE, len(ids))
-            hidden = self.model.trunk(tile(ids[start:stop]), tile(positions[start:stop]), planned.part(start, stop), features)
+            part = part_of(contexts, start, stop, TILE)
+            hidden = self.model.trunk(tile(ids[start:stop]), tile(positions[start:stop]), part, features)
             heads.append(hidden.head[: stop - start])
             if hidden.features is not None:
                 fed.append(hidden.features[: stop - start])

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mtpserve.cache.pool import KVPool
+from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Hidden, Span, Verdict, Want
 from mtpserve.core.protocols import Sampler
 from mtpserve.runtime.seats import SeatTensors
@@ -170,7 +170,7 @@ def place(rows: RowLayout, seats: SeatTensors, seat_ids: Tensor, start: Tensor, 
     )
 
 
-def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, seats: SeatTensors, pool: KVPool) -> tuple[Batch, Hidden]:
+def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, seats: SeatTensors, stores: Stores) -> tuple[Batch, Hidden]:
     """Move what survived of every tree together, so that what follows sees chains: the trunk's KV and hidden states.
 
         rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV now in the slots behind x
@@ -191,5 +191,5 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     root = batch.last_row.unsqueeze(1)
     source = batch.slots[torch.where(moved, root + verdict.path[:, 1:], root)]
     target = batch.slots[torch.where(moved, root + deep, root)]
-    pool.move(source, target)
+    stores.move(source, target)
     return chained, hidden.at(old)

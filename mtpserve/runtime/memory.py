@@ -56,7 +56,8 @@ def plan_memory(
     penalty or a bias. Raises ConfigError where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    token, ahead = arch.kv_layers * arch.kv.numbers * stored.itemsize, lookahead
+    per_token = {kind: arch.layers.count(kind) * kind.kv.numbers * stored.itemsize for kind in arch.layers}  # by store
+    token, ahead = sum(per_token.values()), lookahead
     # More requests than fit into one step would take turns.
     most = scheduler.max_running_requests or max(1, scheduler.chunked_prefill_size // (spec.nodes + 1))
     weights, total = fixed.trunk + fixed.mtp + fixed.reduced, config.cache.max_total_tokens
@@ -86,14 +87,12 @@ def plan_memory(
         )
     kept = min(running * ahead, pages * page_size)
     plain = pages * page_size - kept
-    layers = arch.num_layers
     rows = [
         ("weights", fixed.trunk),
         ("weights, MTP layer", fixed.mtp),
         ("draft head, reduced", fixed.reduced),
         *working(running),
-        (f"KV, {plain:,} tokens in {layers} layers of the trunk", plain * token * layers // arch.kv_layers),
-        (f"KV, {plain:,} tokens in the MTP layer", plain * token * (arch.kv_layers - layers) // arch.kv_layers),
+        *((f"KV, {plain:,} tokens in {arch.layers.count(kind)} layers ({kind})", plain * size) for kind, size in per_token.items()),
         (f"KV, kept ahead: {running} requests x {ahead} tokens", kept * token),
         ("KV, the page that pads batches", page_size * token),
     ]
@@ -108,7 +107,7 @@ def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int
     """The widest layer's numbers, of a step that fills its budget, and the logits in float32 with three copies on their way to tokens."""
     rows = config.scheduler.chunked_prefill_size
     inner = arch.intermediate if arch.moe is None else max(arch.intermediate, arch.moe.size * (arch.moe.top_k + arch.moe.shared))
-    layer = 4 * arch.hidden + 3 * inner + 2 * arch.heads * arch.kv.key_dim
+    layer = 4 * arch.hidden + 3 * inner + 2 * arch.heads * max(kind.kv.key_dim for kind in arch.layers)
     sampled = min(rows, running * (config.spec.nodes + 1))
     return rows * layer * itemsize + sampled * arch.vocab * 4 * 4
 

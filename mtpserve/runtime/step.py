@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mtpserve.cache.pool import KVPool
+from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
 from mtpserve.core.protocols import AttentionBackend, Drafter, Trunk
 from mtpserve.runtime.inputs import Rows, build, compact
@@ -41,8 +41,10 @@ class Verified(NamedTuple):
 class Step:
     """The parts that a step is made of."""
 
-    def __init__(self, model: Trunk, attention: AttentionBackend, pool: KVPool, drafter: Drafter, seats: SeatTensors, judge: Judge) -> None:
-        self.model, self.attention, self.pool, self.drafter, self.seats, self.judge = model, attention, pool, drafter, seats, judge
+    def __init__(
+        self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, seats: SeatTensors, judge: Judge
+    ) -> None:
+        self.model, self.attention, self.stores, self.drafter, self.seats, self.judge = model, attention, stores, drafter, seats, judge
 
     def verify(self, rows: Rows) -> Verified:
         """Everything that the host wants to know: its copy can start before the drafting."""
@@ -64,7 +66,7 @@ class Step:
         self.seats.advance(batch, verdict)
         if verdict.path is not None:
             assert rows.layout.compacted is not None
-            batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.pool)
+            batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.stores)
         drafts = self.drafter.draft(batch, hidden, verdict, rows.want)
         seat_ids = batch.drafted(batch.seat_ids)
         self.seats.hold(seat_ids, drafts)

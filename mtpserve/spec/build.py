@@ -7,11 +7,10 @@ from typing import cast
 
 import torch
 
-from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.drafters import DRAFTERS
-from mtpserve.core.protocols import AttentionBackend, Drafter, DraftModel, Trunk
+from mtpserve.core.protocols import Drafter, DraftModel, Trunk
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
@@ -38,17 +37,9 @@ def make_draft_model(spec: SpecConfig, trunk: Trunk) -> DraftModel | None:
     return None if spec.drafter is None else DRAFTERS.get(spec.drafter).build(trunk)
 
 
-def make_drafter(
-    spec: SpecConfig,
-    sizes: DraftSizes,
-    model: DraftModel | None,
-    attention: AttentionBackend,
-    boundary: BoundaryRows | None,
-    reduced: ReducedHead | None,
-) -> Drafter:
+def make_drafter(spec: SpecConfig, sizes: DraftSizes, passes: DraftPasses | None) -> Drafter:
     """A chain of one model's own is sampled and judged by its q, which accepts most; beside other sources, and in a tree, drafts
-    are point masses that follow the target's own noise (spec/accept)."""
-    passes = None if model is None else DraftPasses(model, attention, boundary, reduced)
+    are point masses that follow the target's own noise (spec/accept). `passes` None: no model drafts."""
     if spec.steps == 0:
         # The draft model's KV is filled all the same where there is one: per-request and load control may ask for nothing, too.
         return NullDrafter() if passes is None else ChainDrafter(passes, sizes)

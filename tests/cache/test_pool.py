@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpserve.cache.pool import KVPool
+from mtpserve.cache.pool import KVPool, store
+from mtpserve.cache.stores import Stores
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
-from mtpserve.core.arch import KVLayout
-from mtpserve.engine import build
+from mtpserve.core.arch import Attention, KVLayout
+from mtpserve.engine import assemble, build
 
 FP8 = torch.float8_e4m3fn
 GQA, LATENT = KVLayout("gqa", 2, 8, 8), KVLayout("mla", 1, 24, 16)
@@ -27,11 +28,17 @@ def rows(layout: KVLayout, count: int) -> tuple[Tensor, Tensor | None]:
     return k, torch.randn(count, layout.heads, layout.value_dim) if layout.kind == "gqa" else None
 
 
+def put(pool: KVPool, layer: int, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+    store(pool.keys(layer), slots, k)
+    if v is not None:
+        store(pool.values(layer), slots, v)
+
+
 @pytest.mark.parametrize("layout", [GQA, LATENT], ids=["gqa", "latent"])
 @pytest.mark.parametrize("stored", [FP8, torch.bfloat16], ids=str)
 def test_what_is_stored_comes_back_rounded(layout: KVLayout, stored: torch.dtype) -> None:
     made, slots, (k, v) = pool(layout, stored), torch.tensor([7, 0, 11]), rows(layout, 3)
-    made.store(1, slots, k, v)
+    put(made, 1, slots, k, v)
     values = k[..., : layout.value_dim] if v is None else v
     for part, wanted in ((made.keys(1), k), (made.values(1), values)):
         assert part.dtype == stored and torch.equal(made.widened(part[slots]), wanted.to(stored).float())
@@ -46,7 +53,7 @@ def test_large_numbers_are_cut_off_and_nan_stays() -> None:
     made = pool(LATENT)
     k = torch.zeros(1, 1, 24)
     k[0, 0, :5] = torch.tensor([449.0, 1e9, -torch.inf, torch.nan, -464.0])
-    made.store(0, torch.tensor([2]), k, None)
+    put(made, 0, torch.tensor([2]), k, None)
     found = made.widened(made.keys(0)[2, 0, :5])
     assert found[[0, 1, 2, 4]].tolist() == [448, 448, -448, -448] and found[3].isnan()
 
@@ -55,22 +62,22 @@ def test_large_numbers_are_cut_off_and_nan_stays() -> None:
 def test_slots_move(layout: KVLayout) -> None:
     made, (k, v) = pool(layout), rows(layout, 4)
     for layer in range(2):
-        made.store(layer, torch.arange(4), k * (layer + 1), None if v is None else v * (layer + 1))
+        put(made, layer, torch.arange(4), k * (layer + 1), None if v is None else v * (layer + 1))
     made.move(torch.tensor([[2, 3]]), torch.tensor([[1, 2]]))
     for layer in range(2):
         wanted = (k * (layer + 1)).to(FP8).float()
         assert torch.equal(made.widened(made.keys(layer)[:4]), wanted[[0, 2, 3, 3]])
 
 
-def test_the_plan_and_the_pool_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_and_the_stores_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, made = {}, []
 
-    class Kept(KVPool):
+    class Kept(Stores):
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, **options)
-            made.append(self.k.nbytes)
+            made.append(self.nbytes)
 
-    monkeypatch.setattr(build, "KVPool", Kept)
+    monkeypatch.setattr(assemble, "Stores", Kept)
     for dtype in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
         config = EngineConfig(
             model=ModelConfig(dtype="float32", device="cpu"), cache=CacheConfig(max_total_tokens=64, kv_cache_dtype=dtype)
@@ -79,3 +86,18 @@ def test_the_plan_and_the_pool_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         build.build_engine(config)
         assert made[-1] == sizes[dtype]
     assert sizes["auto"] == 2 * sizes["bfloat16"] == 4 * sizes["fp8"] == 4 * sizes["fp8_e4m3"]
+
+
+def test_layers_of_one_kind_share_a_store() -> None:
+    full, window, latent = Attention(GQA), Attention(GQA, 8), Attention(LATENT)
+    stores = Stores([full, window, full, latent, window, full], 2, 4, torch.float32, torch.device("cpu"), poison=True)
+    assert [store.kind for store in stores.stores] == [full, window, latent]
+    assert [len(store.pool.k) for store in stores.stores] == [3, 2, 1]
+    assert stores.places == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2)]
+    assert stores.nbytes == 8 * 4 * (5 * GQA.numbers + LATENT.numbers)
+    stores.clear(1)
+    for _, pool in stores.stores:
+        assert pool.k[:, :4].isnan().all() and not pool.k[:, 4:].any()
+        pool.k[:, 5] = 7.0
+    stores.move(torch.tensor([[5]]), torch.tensor([[0]]))
+    assert all((pool.k[:, 0] == 7.0).all() for _, pool in stores.stores)

@@ -12,19 +12,18 @@ import pytest
 
 from mtpserve.cli import inspect
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import KVLayout, MLAArch, ModelArch, MTPArch, RopeArch
+from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MTPArch, RopeArch
 from mtpserve.core.errors import ConfigError
 from mtpserve.text.token_map import TokenMap, make_token_map, read_token_map
 
 ARCH = ModelArch(
     family="deepseek",
-    num_layers=6,
+    layers=(*[Attention(KVLayout("mla", 1, 576, 512))] * 6, Attention(KVLayout("mla", 1, 576, 512), 1024)),
     hidden=256,
     vocab=4096,
     heads=2,
     head_dim=192,
     intermediate=512,
-    kv=KVLayout("mla", 1, 576, 512),
     rope=RopeArch(64, 1e4, True),
     norm_eps=1e-6,
     scale=0.1,
@@ -62,6 +61,8 @@ def test_tables_in_a_pipe_are_plain_columns(capsys: pytest.CaptureFixture[str]) 
     rows = [line.split() for line in out.splitlines()]
     for row in (
         ["family", "deepseek"],
+        ["layers", "6", "x", "latent,", "576"],
+        ["layers", "1", "x", "latent,", "576,", "window", "1,024"],
         ["mla.kv_rank", "512"],
         ["moe", "-"],
         ["mtp.fusion", "embedding-hidden"],

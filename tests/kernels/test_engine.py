@@ -39,7 +39,7 @@ def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig, device:
         SamplingParams(max_tokens=5, temperature=0, min_tokens=3, logit_bias={3: 4.0}),
     ]
     wanted = run(tiny_engine(tiny_model(family), shape, page_size=16, device=device), asked, params)
-    engine = tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, device=device)
+    engine = tiny_engine(tiny_model(family, kernels="triton"), shape, page_size=16, backend="triton", device=device)
     assert run(engine, asked, params) == wanted
     assert engine.stats.accepted_tokens_total > 0
 
@@ -49,7 +49,8 @@ def test_replayed_and_late(device: torch.device) -> None:
     params = [SamplingParams(max_tokens=5, temperature=0.7 * (i % 2), seed=i) for i in range(3)]
     wanted = run(tiny_engine(tiny_model(), CHAIN, page_size=16, device=device), prompts(3, longest=6), params)
     recorder = Again()
-    engine = tiny_engine(tiny_model(), CHAIN, page_size=16, kernels=True, overlap=1, recorder=recorder, seats=4, device=device)
+    model = tiny_model(kernels="triton")
+    engine = tiny_engine(model, CHAIN, page_size=16, backend="triton", overlap=1, recorder=recorder, seats=4, device=device)
     assert run(engine, prompts(3, longest=6), params) == wanted
     assert 4 in recorder.replayed
 
@@ -129,9 +130,9 @@ def test_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: b
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
 def test_float8_cache(family: str, device: torch.device) -> None:
     """Against itself without drafts: devices and the interpreter round to float8 each in its own way."""
-    asked, greedy = prompts(2, longest=6), SamplingParams(max_tokens=4, temperature=0)
+    model, asked, greedy = tiny_model(family, kernels="triton"), prompts(2, longest=6), SamplingParams(max_tokens=4, temperature=0)
     texts = [
-        run(tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, stored=torch.float8_e4m3fn, device=device), asked, greedy)
+        run(tiny_engine(model, shape, page_size=16, backend="triton", stored=torch.float8_e4m3fn, device=device), asked, greedy)
         for shape in (0, CHAIN, TREE)
     ]
     assert texts[0] == texts[1] == texts[2]

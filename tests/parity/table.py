@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import Features, KVLayout
+from mtpserve.core.arch import Attention, Features, KVLayout, LayerKind
 from mtpserve.core.batch import Batch, Hidden
 from mtpserve.core.protocols import LogitsProcessor
 from mtpserve.core.request import Request
@@ -43,7 +43,7 @@ class TableHead:
 
     lag, features, layers = 1, Features(last="post"), ()
 
-    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor, attend: object) -> Hidden:
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: object) -> Hidden:
         state = ids.float().unsqueeze(1) + VOCAB
         return Hidden(state, state)
 
@@ -56,11 +56,11 @@ class TableHead:
 class TableModel:
     """core.protocols.Trunk; a hidden state is the number of a row of `tables`."""
 
-    arch: Any = SimpleNamespace(kv=KVLayout("gqa", 1, 1, 1), num_layers=1, hidden=1, heads=1, scale=1.0, vocab=VOCAB)
+    arch: Any = SimpleNamespace(layers=(Attention(KVLayout("gqa", 1, 1, 1)),), num_layers=1, hidden=1, heads=1, scale=1.0, vocab=VOCAB)
 
     mtp_head = TableHead()
 
-    def trunk(self, ids: Tensor, positions: Tensor, attend: object, features: Features) -> Hidden:
+    def trunk(self, ids: Tensor, positions: Tensor, contexts: object, features: Features) -> Hidden:
         state = ids.float().unsqueeze(1)
         return Hidden(state, state)
 
@@ -71,10 +71,10 @@ class TableModel:
 class NoAttention:
     graph_safe = False
 
-    def __init__(self, pool: Any, heads: int, scale: float) -> None:
+    def __init__(self, stores: Any, heads: int, scale: float) -> None:
         pass
 
-    def supports(self, layout: KVLayout, device: str) -> bool:
+    def supports(self, kind: LayerKind) -> bool:
         return True
 
     def plan(self, batch: Batch) -> Any:

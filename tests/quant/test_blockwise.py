@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpserve.core.arch import MoEArch
-from mtpserve.layers import moe
+from mtpserve.layers import torch_kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.moe import Experts
-from mtpserve.quant.blockwise import STRIP, Blockwise
+from mtpserve.layers.torch_kernels import STRIP, experts
+from mtpserve.quant.blockwise import Blockwise
 from mtpserve.quant.fp8 import FP8, dequantize_block, is_finite, make_room, quantize_block
 from mtpserve.quant.unquantized import Unquantized
 
@@ -29,7 +30,7 @@ def fill(place: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    linear = Linear(inputs, (outputs,), Blockwise(), bias)
+    linear = Linear(inputs, (outputs,), Blockwise(torch_kernels.torch_kernels()), bias)
     make_room(linear, "weight", linear.parts)
     assert linear.weight_scale_inv is not None
     wide = fill(linear.weight, linear.weight_scale_inv, torch.randn(outputs, inputs) * torch.logspace(-3, 3, outputs)[:, None])
@@ -66,7 +67,7 @@ def test_rows_of_a_layer_without_scales(outputs: int) -> None:
 
 def test_a_layer_without_scales_is_multiplied_as_ever() -> None:
     torch.manual_seed(0)
-    here, there = Linear(600, (520,), Blockwise()), Linear(600, (520,), Unquantized())
+    here, there = Linear(600, (520,), Blockwise(torch_kernels.torch_kernels())), Linear(600, (520,), Unquantized())
     here.weight.data = torch.randn(520, 600)
     there.weight.data = here.weight.data
     here.finish_loading()
@@ -96,9 +97,9 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, rows: int, kept: tuple[str, ..
                 part.copy_(fill(*place, part))
     x, weights = torch.randn(rows, 96), torch.rand(rows, 2)
     chosen = torch.stack([torch.randperm(6)[:2] for _ in range(rows)])
-    torch.testing.assert_close(here(x, weights, chosen), there(x, weights, chosen))
-    monkeypatch.setattr(moe, "ALL_EXPERTS", 0)
-    torch.testing.assert_close(here(x, weights, chosen), there(x, weights, chosen))
+    torch.testing.assert_close(experts(x, weights, chosen, here, None), experts(x, weights, chosen, there, None))
+    monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
+    torch.testing.assert_close(experts(x, weights, chosen, here, None), experts(x, weights, chosen, there, None))
 
 
 def test_nan_is_seen_in_either_sign_and_in_scales() -> None:

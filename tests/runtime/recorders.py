@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtpserve.attention.contexts import contexts
+from mtpserve.cache.pool import KVPool
+from mtpserve.cache.stores import Stores
+from mtpserve.core.arch import LayerKind
+from mtpserve.core.batch import Batch
+from mtpserve.core.protocols import Context
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.graphs import Body, Outcome
 from mtpserve.runtime.runner import Runner
@@ -119,30 +126,36 @@ def nothing_is_read() -> Iterator[None]:
 
 
 class Blind:
-    """core.protocols.AttentionBackend that stores, and attends to nothing."""
+    """core.protocols.AttentionBackend that attends to nothing."""
 
     graph_safe = True
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, stores: Stores) -> None:
+        self.stores = stores
 
-    def supports(self, layout: Any, device: str) -> bool:
+    def supports(self, kind: LayerKind) -> bool:
         return True
 
-    def plan(self, batch: Any) -> Any:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, layer: int) -> torch.Tensor:
-            self.pool.store(layer, batch.slots, k, v)
-            return q[..., : self.pool.layout.value_dim].contiguous()
+    def plan(self, batch: Batch) -> Sequence[Context]:
+        return contexts(self.stores, [BlindPlan(store.pool, batch.slots) for store in self.stores.stores])
 
-        return attend
+
+@dataclass(frozen=True)
+class BlindPlan:
+    pool: KVPool
+    slots: torch.Tensor
+
+    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+        return q[..., : self.pool.layout.value_dim].contiguous()
 
 
 def blinded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """Attention and the moving of paths read on the host in plain torch, and their kernels do not: stand-ins take their places."""
     runner = runner_of(engine)
-    attention = Blind(runner.step.attention.pool)  # type: ignore[attr-defined]
+    attention = Blind(runner.step.stores)
     runner.step.attention = attention
-    monkeypatch.setattr(runner.step.pool, "_compact", lambda pool, source, target: None)
+    for store in runner.step.stores.stores:
+        monkeypatch.setattr(store.pool, "_compact", lambda pool, source, target: None)
     base = getattr(runner.drafter, "base", runner.drafter)
     if hasattr(base, "passes"):
         monkeypatch.setattr(base.passes, "attention", attention)

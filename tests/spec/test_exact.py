@@ -8,7 +8,7 @@ import torch
 from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.layers import moe
+from mtpserve.layers import torch_kernels
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
@@ -16,11 +16,13 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 SHAPES: list[int | SpecConfig] = [0, 3, 7, tree(3, 4, 12)]
 
 
-@pytest.mark.parametrize("family", ["deepseek", "deepseek, experts one by one", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "deepseek, experts one by one", "mimo", "mimo, windows"])
 def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    if "," in family:
-        monkeypatch.setattr(moe, "ALL_EXPERTS", 0)
-    model, asked = tiny_model(family.split(",")[0], dtype=torch.bfloat16), prompts(5, longest=40)
+    if "one by one" in family:
+        monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
+    window = 10 if "windows" in family else None
+    model = tiny_model(family.split(",")[0], dtype=torch.bfloat16, kernels="exact", window=window)
+    asked = prompts(5, longest=40)
     alone = [run(tiny_engine(model, 0, exact=True), [prompt], GREEDY)[0] for prompt in asked]
     for shape in SHAPES:
         engine = tiny_engine(model, shape, budget=45, seats=3, exact=True)
@@ -30,7 +32,7 @@ def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str) 
 @torch.inference_mode()
 def test_a_rows_logits_do_not_depend_on_the_pass() -> None:
     """Bit by bit, not only in the choice: log-probabilities of the same text under plain decoding and under a tree."""
-    model, asked = tiny_model(dtype=torch.bfloat16), prompts(6, longest=20)
+    model, asked = tiny_model(dtype=torch.bfloat16, kernels="exact"), prompts(6, longest=20)
     params = SamplingParams(max_tokens=20, temperature=0, logprobs=5)
     heard = []
     for shape, budget in ((0, 64), (3, 33), (tree(3, 3, 9), 64)):

@@ -30,7 +30,7 @@ def test_greedy_text_does_not_depend_on_drafts_or_chunks(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
 def test_exact_mode_stays_exact(family: str) -> None:
-    model, asked = tiny_model(family, dtype=torch.bfloat16), prompts(4, longest=40)
+    model, asked = tiny_model(family, dtype=torch.bfloat16, kernels="exact"), prompts(4, longest=40)
     alone = [run(tiny_engine(model, 0, exact=True, stored=FP8), [prompt], GREEDY)[0] for prompt in asked]
     for shape in SHAPES[2:]:
         assert run(tiny_engine(model, shape, budget=45, seats=3, exact=True, stored=FP8), asked, GREEDY) == alone

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
+from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -21,6 +23,23 @@ def test_greedy_text_does_not_depend_on_drafts_chunks_or_pages(family: str, budg
         engine = tiny_engine(model, drafts, budget=budget, pages=pages, page_size=page_size)
         assert run(engine, asked, GREEDY) == expected
         assert pages != 44 or engine.stats.preemptions_total > 0
+
+
+@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+def test_greedy_text_of_layers_with_a_window(family: str) -> None:
+    """Drafts reach over the window's edge; prompts and texts are longer than several windows."""
+    model, asked = tiny_model(family, layers=4, window=10), [*prompts(5), *prompts(2, seed=3, longest=90)]
+    expected = [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in asked]
+    assert expected != [run(tiny_engine(tiny_model(family, layers=4), 0), [prompt], GREEDY)[0] for prompt in asked], "it would show nothing"
+    for drafts in (0, 3, 7, tree(2, 2, 5), tree(3, 4, 12)):
+        for budget, page_size in ((64, 4), (9, 3)):
+            assert run(tiny_engine(model, drafts, budget=max(budget, 14), page_size=page_size), asked, GREEDY) == expected
+
+
+def test_a_window_must_hold_the_deepest_path_of_a_tree() -> None:
+    with pytest.raises(ConfigError, match=r"drafts 8 deep need layers with a window of at least 9, got 2 heads x 8, window 8"):
+        tiny_engine(tiny_model("mimo", window=8), 3)
+    assert run(tiny_engine(tiny_model("mimo", window=8), 0), [[1, 2]], GREEDY)
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -28,7 +28,7 @@ def pages_of(engine: Engine, name: str, count: int) -> list[Tensor]:
     step: Any = engine._runner.step  # type: ignore[attr-defined]
     pages = torch.tensor(engine._scheduler.live[name].pages[:count])
     slots = (pages.unsqueeze(1) * PAGE + torch.arange(PAGE)).flatten()
-    kept = [part[:, slots] for part in (step.pool.k, step.pool.v) if part is not None]
+    kept = [part[:, slots] for store in step.stores.stores for part in store.pool.parts]
     return [*kept, step.drafter.base.passes.boundary.rows[pages]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.inspect import inspect_model
 from mtpserve.engine.planning import describe, empty_model, plan, positions
 from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.text.tokenizer import tokenizer_of
@@ -44,7 +44,7 @@ def deep(family: str, dtype: torch.dtype, layers: int = 60) -> DecoderModel:
     torch.set_default_dtype(dtype)
     build = deepseek.build if family == "deepseek" else mimo.build
     try:
-        model = build(replace(tiny_arch(family), num_layers=layers), Unquantized(), dtype, CONTEXT + 160)
+        model = build(tiny_arch(family, layers), Unquantized(), dtype, CONTEXT + 160, torch_kernels())
     finally:
         torch.set_default_dtype(before)
     fill(model, torch.device("cpu"))

@@ -1,0 +1,60 @@
+"""Where layers keep what they stored: one pool per kind of layer. A layer is an index in it, and knows neither.
+
+    layers   full  full  window  full  window  full           stores   full: 4 layers        window: 2 layers
+    place    0, 0  0, 1  1, 0    0, 2  1, 1    0, 3
+
+All pools use the same pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from mtpserve_kernels.cache import reference
+from torch import Tensor
+
+from mtpserve.cache.pool import Compact, KVPool
+from mtpserve.core.arch import LayerKind
+
+
+class Store(NamedTuple):
+    kind: LayerKind
+    pool: KVPool
+
+
+class Place(NamedTuple):
+    """Of a layer."""
+
+    store: int
+    layer: int  # among the layers of this store
+
+
+class Stores:
+    """`dtype`, `poison`, `compact` and `stored` are KVPool's."""
+
+    def __init__(
+        self, layers: Sequence[LayerKind], pages: int, page_size: int, dtype: torch.dtype, device: torch.device, poison: bool = False,
+        compact: Compact = reference.compact, stored: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.page_size = page_size
+        kinds = list(dict.fromkeys(layers))
+        self.stores = [
+            Store(kind, KVPool(kind.kv, layers.count(kind), pages, page_size, dtype, device, poison, compact, stored)) for kind in kinds
+        ]
+        self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.pool.nbytes for store in self.stores)
+
+    def clear(self, page: int) -> None:
+        """Zeros, for a page that is read before anything is written to it."""
+        for store in self.stores:
+            store.pool.clear(page)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole slots [R, D] to others, in all layers: see mtpserve_kernels.cache. The paths of trees move so."""
+        for store in self.stores:
+            store.pool.move(source, target)

@@ -1,0 +1,126 @@
+"""The kernels of layers in plain torch: the path of a CPU, and what the others are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from mtpserve_kernels.moe import reference
+from torch import Tensor
+
+from mtpserve.cache.pool import store
+from mtpserve.core.arch import MoEArch
+from mtpserve.layers.kernels import Kernels, RoutedExperts, SharedExpert
+from mtpserve.layers.rope import Rotation
+from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
+
+# A few small experts over a few rows: multiplying all of them is one call and cheaper than finding out which ones are hit.
+ALL_EXPERTS, ALL_ROWS = 16, 64
+STRIP = 8  # rows of blocks of float8 that are widened at a time
+
+
+def torch_kernels() -> Kernels:
+    return Kernels(add_rms_norm, silu_mul, rope_store, latent_store, route, experts, linear_fp8)
+
+
+def exact_kernels() -> Kernels:
+    """With these a row's numbers do not depend on the other rows of a pass, for passes of equal shape (runtime/exact)."""
+    return replace(torch_kernels(), experts=experts_row_by_row)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else residual + x
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+    kv_heads = keys.shape[1]
+    rotated = rotation.rotate(qkv[:, :-kv_heads])  # q and k side by side: one rotation for both
+    store(keys, slots, rotated[:, heads:])
+    store(values, slots, qkv[:, -kv_heads:])
+    return rotated[:, :heads]
+
+
+def latent_store(
+    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
+) -> Tensor:  # fmt: skip
+    heads, rank = q.shape[1], len(norm)
+    rotated = rotation.rotate(torch.cat([q[..., nope:], row[:, None, rank:]], 1))  # [T, heads + 1, rope]
+    latent = F.rms_norm(row[:, :rank], norm.shape, norm, eps)
+    store(keys, slots, torch.cat([latent.unsqueeze(1), rotated[:, heads:]], -1))
+    return rotated[:, :heads]
+
+
+def route(x: Tensor, weight: Tensor, bias: Tensor, arch: MoEArch) -> tuple[Tensor, Tensor]:
+    return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
+
+
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None) -> Tensor:
+    routed = all_experts if few(x, experts) else hit_experts
+    out = routed(x, weights, chosen, experts)
+    return out if shared is None else out + shared(x)
+
+
+def experts_row_by_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None) -> Tensor:
+    routed = all_experts if few(x, experts) else hit_row_by_row
+    out = routed(x, weights, chosen, experts)
+    return out if shared is None else out + shared(x)
+
+
+def few(x: Tensor, experts: RoutedExperts) -> bool:
+    return len(experts.gate_up) <= ALL_EXPERTS and len(x) <= ALL_ROWS
+
+
+def all_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
+    """Every expert over every row; what was not chosen is multiplied with zero."""
+    dense = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)  # [T, experts]
+    numbers = range(len(experts.gate_up))
+    # float8 is widened for this product alone; what needs no widening is not copied either.
+    gate_up = experts.gate_up if experts.gate_up_scale_inv is None else torch.stack([gate_up_of(experts, i, x.dtype) for i in numbers])
+    down = experts.down if experts.down_scale_inv is None else torch.stack([down_of(experts, i, x.dtype) for i in numbers])
+    inner = silu_mul(torch.matmul(x, gate_up.mT)) * dense.T.unsqueeze(-1)  # [experts, T, size]
+    return torch.bmm(inner, down.mT).sum(0)
+
+
+def hit_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
+    out = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        rows, place = (chosen == expert).nonzero(as_tuple=True)
+        inner = silu_mul(F.linear(x[rows], gate_up_of(experts, expert, x.dtype)))
+        out.index_add_(0, rows, F.linear(inner, down_of(experts, expert, x.dtype)) * weights[rows, place, None].to(x.dtype))
+    return out
+
+
+def hit_row_by_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
+    """Every product has one row, in the order of the experts' numbers: the other rows cannot change how it is added up."""
+    order = chosen.argsort(-1)
+    alone = zip(x.split(1), weights.gather(1, order).split(1), chosen.gather(1, order).split(1), strict=True)
+    return torch.cat([hit_experts(*row, experts) for row in alone])
+
+
+def gate_up_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
+    """One expert's, widened where it is float8. Gate and up begin blocks of their own."""
+    stored, scales = experts.gate_up[expert], experts.gate_up_scale_inv
+    if scales is None:
+        return stored
+    half = len(stored) // 2
+    by_part = scales[expert].split(scale_shape(half, 1)[0])
+    return torch.cat([dequantize_block(*pair) for pair in zip(stored.split(half), by_part, strict=True)]).to(dtype)
+
+
+def down_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
+    stored, scales = experts.down[expert], experts.down_scale_inv
+    return stored if scales is None else dequantize_block(stored, scales[expert]).to(dtype)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Each product widens its weights anew, a strip at a time: slower than a widened copy, and no larger than the float8 weights."""
+    strips = zip(weight.split(STRIP * BLOCK[0]), scale.split(STRIP), strict=True)
+    out = torch.cat([F.linear(x, dequantize_block(*strip).to(x.dtype)) for strip in strips], -1)
+    return out if bias is None else out + bias

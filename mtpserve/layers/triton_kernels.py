@@ -1,0 +1,48 @@
+"""The kernels of layers from mtpserve_kernels. Imported only where they run: triton takes a second to import."""
+
+from __future__ import annotations
+
+from mtpserve_kernels.fused import rope
+from mtpserve_kernels.fused.norm import add_rms_norm
+from mtpserve_kernels.fused.silu import silu_mul
+from mtpserve_kernels.moe import experts as moe_experts, route as moe_route
+from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+from torch import Tensor
+
+from mtpserve.core.arch import MoEArch
+from mtpserve.layers.kernels import Kernels, RoutedExperts, SharedExpert
+from mtpserve.layers.rope import Rotation
+from mtpserve.quant.fp8 import BLOCK
+
+
+def triton_kernels() -> Kernels:
+    return Kernels(add_rms_norm, silu_mul, rope_store, latent_store, route, experts, linear_fp8)
+
+
+def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+    tables = rotation.positions, rotation.cos, rotation.sin
+    return rope.rope_store(qkv, *tables, slots, keys, values, heads, interleaved=rotation.interleaved)
+
+
+def latent_store(
+    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
+) -> Tensor:  # fmt: skip
+    tables = rotation.positions, rotation.cos, rotation.sin
+    return rope.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved)
+
+
+def route(x: Tensor, weight: Tensor, bias: Tensor, arch: MoEArch) -> tuple[Tensor, Tensor]:
+    return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
+
+
+def experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None) -> Tensor:
+    matrices, scales = (experts.gate_up, experts.down), (experts.gate_up_scale_inv, experts.down_scale_inv)
+    if shared is None:
+        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales)
+    beside = (shared.gate_up.weight, shared.down.weight)
+    beside_scales = (shared.gate_up.weight_scale_inv, shared.down.weight_scale_inv)
+    # The kernel takes the shared expert for as many more experts as it is wide: it must be stored like one, in whole blocks.
+    alike = all((mine is None) == (other is None) for mine, other in zip(scales, beside_scales, strict=True))
+    if not alike or (any(scale is not None for scale in scales) and experts.down.shape[2] % BLOCK[0]):
+        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales) + shared(x)
+    return moe_experts.experts(x, weights, chosen, *matrices, *beside, *scales, *beside_scales)
