@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
+from mtpserve.core.batch import Batch
 
 
 class Planned(Protocol):
@@ -50,6 +51,11 @@ class LayerContext(Generic[P]):
 
     def attend(self, q: Tensor) -> Tensor:
         return self.planned.attend(q, self.layer)
+
+
+def slots_of(batch: Batch, group: int) -> Tensor:
+    """[T], where the batch's rows are stored in the pages of this group."""
+    return batch.slots if group == 0 else batch.seats.slots(batch.row_seats, batch.index + batch.shift, group)
 
 
 def contexts(stores: Stores, planned: Sequence[P]) -> list[LayerContext[P]]:

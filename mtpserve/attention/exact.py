@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mtpserve.attention.contexts import LayerContext, contexts
+from mtpserve.attention.contexts import LayerContext, contexts, slots_of
 from mtpserve.attention.reference import attend
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
@@ -35,24 +35,25 @@ class ExactAttention:
         return True
 
     def plan(self, batch: Batch) -> list[LayerContext[PlannedExact]]:
-        seen = seen_by_rows(batch, self.stores.page_size)
         planned = []
-        for store in self.stores.stores:
-            # Of a path the last `window` places are the window: positions go up by one along it.
-            rows = seen if store.kind.window is None else [slots[-store.kind.window :] for slots in seen]
+        for kind, pool, group in self.stores.stores:
+            rows = seen_by_rows(batch, self.stores.page_size, group)
+            if kind.window is not None:
+                # Of a path the last `window` places are the window: positions go up by one along it.
+                rows = [slots[-kind.window :] for slots in rows]
             lengths = [len(slots) for slots in rows]
-            planned.append(PlannedExact(store.pool, batch.slots, [padded(slots) for slots in rows], lengths, self.scale))
+            planned.append(PlannedExact(pool, slots_of(batch, group), [padded(slots) for slots in rows], lengths, self.scale))
         return contexts(self.stores, planned)
 
 
-def seen_by_rows(batch: Batch, page_size: int) -> list[Tensor]:
+def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
     """For each row the slots of the tokens up to it, of a tree those on its path, in the order of their positions."""
     ends, lengths, seats, index = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.seat_ids.tolist(), batch.index.tolist()
     bits = None if batch.tree_bits is None else batch.tree_bits.tolist()
     starts = None if batch.tree_start is None else batch.tree_start.tolist()
     seen: list[Tensor] = []
     for r, seat in enumerate(seats):
-        pages = batch.seats.page_table[seat, : -(-(lengths[r] + batch.shift) // page_size)]
+        pages = batch.seats.page_tables[group][seat, : -(-(lengths[r] + batch.shift) // page_size)]
         slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=pages.device)).flatten()[batch.shift :]
         for row in range(ends[r], ends[r + 1]):
             if bits is None or starts is None or bits[row] == -1:

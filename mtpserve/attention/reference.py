@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtpserve.attention.contexts import LayerContext, contexts
+from mtpserve.attention.contexts import LayerContext, contexts, slots_of
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
 from mtpserve.core.arch import LayerKind
@@ -77,17 +77,17 @@ class ReferenceAttention:
             most = max(span.columns for span in members)
             apart = len(members) * most * layout.heads * layout.key_dim > MAX_GATHERED
             pieces += [self.piece(batch, store, group) for group in ([[span] for span in members] if apart else [members])]
-        return PlannedAttention(store.pool, batch.slots, pieces, self.heads // layout.heads, self.scale)
+        return PlannedAttention(store.pool, slots_of(batch, store.group), pieces, self.heads // layout.heads, self.scale)
 
     def piece(self, batch: Batch, store: Store, spans: list[SpanColumns]) -> Piece:
         device, page_size = batch.index.device, self.stores.page_size
         width, n = spans[0].width, max(span.columns for span in spans)
-        tables = batch.seats.page_table[batch.seat_ids[[span.number for span in spans]]]
+        tables = batch.seats.page_tables[store.group][batch.seat_ids[[span.number for span in spans]]]
         low = torch.tensor([span.low for span in spans], device=device).unsqueeze(1)
         columns = low + torch.arange(n, device=device)  # [spans, n]
         if len(spans) == 1:
             rows: Tensor | slice = slice(spans[0].first_row, spans[0].first_row + width)
-            slots: Tensor | slice = slots_of(tables[0], spans[0].low + batch.shift, spans[0].end + batch.shift, page_size)
+            slots: Tensor | slice = slots_between(tables[0], spans[0].low + batch.shift, spans[0].end + batch.shift, page_size)
         else:
             first_rows = torch.tensor([span.first_row for span in spans], device=device)
             rows = (first_rows.unsqueeze(1) + torch.arange(width, device=device)).flatten()
@@ -119,7 +119,7 @@ class ReferenceAttention:
         return mask.repeat_interleave(kv_heads if len(spans) > 1 else 1, 0)
 
 
-def slots_of(table: Tensor, low: int, end: int, page_size: int) -> Tensor | slice:
+def slots_between(table: Tensor, low: int, end: int, page_size: int) -> Tensor | slice:
     """table: a request's pages → the slots of its tokens low … end-1."""
     first = low // page_size
     pages = table[first : -(-end // page_size)]

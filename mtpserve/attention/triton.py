@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mtpserve_kernels.attention.span import span_gqa, span_mla
 from torch import Tensor
 
-from mtpserve.attention.contexts import LayerContext, contexts
+from mtpserve.attention.contexts import LayerContext, contexts, slots_of
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import LayerKind
@@ -28,8 +28,13 @@ class TritonAttention:
         # It only chooses tiles. Without prompt chunks all spans are this wide; otherwise one of them may have all that is left.
         uniform = batch.sample_rows.shape[1]
         width = uniform if rows <= spans * uniform else rows - spans + 1
+        slots = {group: slots_of(batch, group) for group in self.stores.groups}
         return contexts(
-            self.stores, [PlannedSpans(store.pool, batch, self.scale, store.kind.window or 0, width) for store in self.stores.stores]
+            self.stores,
+            [
+                PlannedSpans(pool, batch, slots[group], batch.seats.page_tables[group], self.scale, kind.window or 0, width)
+                for kind, pool, group in self.stores.stores
+            ],
         )
 
 
@@ -37,18 +42,16 @@ class TritonAttention:
 class PlannedSpans:
     pool: KVPool
     batch: Batch
+    slots: Tensor  # [T]
+    page_table: Tensor  # [seats, columns]
     scale: float
     window: int  # 0: none
     width: int  # of the widest span, about
 
-    @property
-    def slots(self) -> Tensor:
-        return self.batch.slots
-
     def attend(self, q: Tensor, layer: int) -> Tensor:
         batch, pool = self.batch, self.pool
         where = (
-            batch.seats.page_table, batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start,
+            self.page_table, batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start,
             pool.page_size, self.scale,
         )  # fmt: skip
         q, keys, window, shift, width = q.contiguous(), pool.keys(layer), self.window, batch.shift, self.width

@@ -3,7 +3,7 @@
     layers   full  full  window  full  window  full           stores   full: 4 layers        window: 2 layers
     place    0, 0  0, 1  1, 0    0, 2  1, 1    0, 3
 
-All pools use the same pages.
+Stores whose layers have one window share their pages: see cache/groups.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from mtpserve_kernels.cache import reference
 from torch import Tensor
 
 from mtpserve.cache.pool import Compact, KVPool
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import LayerKind, page_groups
 
 
 class Store(NamedTuple):
     kind: LayerKind
     pool: KVPool
+    group: int  # of its pages
 
 
 class Place(NamedTuple):
@@ -33,16 +34,18 @@ class Place(NamedTuple):
 
 
 class Stores:
-    """`dtype`, `poison`, `compact` and `stored` are KVPool's."""
+    """`pages`: of each group, in the order of core.arch.page_groups. `dtype`, `poison`, `compact` and `stored` are KVPool's."""
 
     def __init__(
-        self, layers: Sequence[LayerKind], pages: int, page_size: int, dtype: torch.dtype, device: torch.device, poison: bool = False,
-        compact: Compact = reference.compact, stored: torch.dtype | None = None,
+        self, layers: Sequence[LayerKind], pages: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device,
+        poison: bool = False, compact: Compact = reference.compact, stored: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.page_size = page_size
-        kinds = list(dict.fromkeys(layers))
+        kinds, windows = list(dict.fromkeys(layers)), page_groups(layers)
+        groups = [windows.index(kind.window) for kind in kinds]
         self.stores = [
-            Store(kind, KVPool(kind.kv, layers.count(kind), pages, page_size, dtype, device, poison, compact, stored)) for kind in kinds
+            Store(kind, KVPool(kind.kv, layers.count(kind), pages[group], page_size, dtype, device, poison, compact, stored), group)
+            for kind, group in zip(kinds, groups, strict=True)
         ]
         self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
 
@@ -59,12 +62,17 @@ class Stores:
     def nbytes(self) -> int:
         return sum(store.pool.nbytes for store in self.stores)
 
-    def clear(self, page: int) -> None:
-        """Zeros, for a page that is read before anything is written to it."""
-        for store in self.stores:
-            store.pool.clear(page)
+    @property
+    def groups(self) -> list[int]:
+        return sorted({store.group for store in self.stores})
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole slots [R, D] to others, in all layers: see mtpserve_kernels.cache. The paths of trees move so."""
+    def clear_last(self) -> None:
+        """Zeros in the last page of each group, for one that is read before anything is written to it."""
         for store in self.stores:
-            store.pool.move(source, target)
+            store.pool.clear(store.pool.pages - 1)
+
+    def move(self, group: int, source: Tensor, target: Tensor) -> None:
+        """Copy whole slots [R, D] to others, in all layers with these pages: see mtpserve_kernels.cache. The paths of trees move so."""
+        for store in self.stores:
+            if store.group == group:
+                store.pool.move(source, target)

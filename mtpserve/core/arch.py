@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +39,11 @@ class Attention:
 
 
 LayerKind = Attention  # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
+
+
+def page_groups(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
+    """Layers with one window share their pages: the windows, each once. Full attention, None, comes first where there is any."""
+    return tuple(sorted({kind.window for kind in layers}, key=lambda window: window or 0))
 
 
 @dataclass(frozen=True, slots=True)

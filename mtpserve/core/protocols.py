@@ -136,11 +136,11 @@ class Seats(Protocol):
     tokens: Tensor  # [seats, max_len + lookahead] int64: committed tokens, then the waiting drafts
     length: Tensor  # [seats] int64: committed tokens
     computed: Tensor  # [seats] int64: tokens whose KV is in the pages
-    page_table: Tensor  # [seats, pages] int64
+    page_tables: Seq[Tensor]  # of each group of pages, see core.arch.page_groups: [seats, columns] int64
     draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from
 
-    def slots(self, seat_ids: Tensor, index: Tensor) -> Tensor:
-        """Where the KV of token `index` of each seat's request lies in the pool."""
+    def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
+        """Where the KV of token `index` of each seat's request is stored, in the pages of this group."""
         ...
 
     def prompt_length(self, seat_ids: Tensor) -> Tensor: ...

@@ -22,6 +22,19 @@ class Finish(StrEnum):
 
 
 @dataclass(slots=True)
+class Held:
+    """A request's pages of one group: those of the columns of its page table from `first` on."""
+
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The column after the last."""
+        return self.first + len(self.pages)
+
+
+@dataclass(slots=True)
 class Sequence:
     """The token ranges, for a decoding request with two drafts:
 
@@ -58,7 +71,7 @@ class Sequence:
     launched: int = 0  # `computed`, and the committed tokens of the spans in flight
     ahead: int = 0  # spans in flight that give tokens
     drafts: int = 0  # proposals that wait on the device to be verified by the next span; with spans in flight at most so many
-    pages: list[int] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)  # by group of pages; empty while it waits
     seat: int | None = None  # its row in the runner's tensors while it runs
     rank: tuple[int, int] = (0, 0)  # its priority and the number of its arrival: the scheduler serves lower ones first
     arrived: float = 0.0  # perf_counter's, as `seated`

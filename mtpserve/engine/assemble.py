@@ -11,10 +11,11 @@ from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.boundary import BoundaryRows
+from mtpserve.cache.groups import PageGroup, PageGroups
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.cache.stores import Stores
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import LayerKind, page_groups
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols import AttentionBackend, DraftModel, GrammarCompiler, LogitsProcessor, Trunk
@@ -38,7 +39,7 @@ KERNELS = {"compact": "mtpserve_kernels.cache.compact", "decide": "mtpserve.spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSizes:
-    pages: int  # of the KV pool, for requests; there is one more, which pads batches
+    pages: Seq[int]  # of each group (core.arch.page_groups) for requests; there is one more in each, which pads batches
     page_size: int  # tokens in a page
     seats: int  # requests that run at once
     context: int  # tokens of prompt and output together
@@ -79,7 +80,7 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
 def draft_passes(model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions) -> DraftPasses:
     """`stores`: of the draft model's own layers."""
     arch, width = model.arch, draft_model.features.width(model.arch.hidden)
-    boundary = BoundaryRows(sizes.pages + 1, sizes.page_size, width, options.dtype, options.device) if width else None
+    boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device) if width else None
     attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
     return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map))
 
@@ -88,15 +89,14 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
     kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.items()} if options.backend == "triton" else {}
-    spare = sizes.pages  # the page after those that requests get
     draft_model = make_draft_model(spec, model)
     own = arch.layers[: arch.num_layers]
     layers = own if draft_model is None else (*own, *draft_model.layers)
     stores = Stores(
-        layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison,
+        layers, [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device, options.poison,
         kernels.get("compact", reference.compact), options.stored,
     )  # fmt: skip
-    stores.clear(spare)
+    stores.clear_last()
     trunk_stores = stores.part(slice(len(own)))
     attention = BACKENDS.get(options.backend)(trunk_stores, arch.heads, arch.scale)
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
@@ -104,7 +104,16 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     passes = None if draft_model is None else draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options)
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
-        sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, spare, drafter.coupled, options.overlap
+        sizes.seats,
+        sizes.context,
+        drafts,
+        arch.vocab,
+        sizes.page_size,
+        device,
+        options.eos_ids,
+        sizes.pages,
+        drafter.coupled,
+        options.overlap,
     )
     judge: Decide | None = kernels.get("decide")
     if options.rates is not None:
@@ -127,8 +136,11 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     return Engine(
         Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0),
         options.scheduler,
-        allocator=PageAllocator(sizes.pages),
-        page_size=sizes.page_size,
+        pages=PageGroups(
+            [PageGroup(window, PageAllocator(count)) for window, count in zip(page_groups(layers), sizes.pages, strict=True)],
+            sizes.page_size,
+            options.scheduler.chunked_prefill_size,
+        ),
         max_running=sizes.seats,
         context_length=sizes.context,
         vocab=arch.vocab,

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence as Seq
 from random import Random, SystemRandom
 from time import perf_counter
 
-from mtpserve.cache.pages import PageAllocator
+from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SchedulerConfig, check
 from mtpserve.core.batch import Span
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
@@ -51,8 +51,7 @@ class Engine:
         runner: ModelRunner,
         config: SchedulerConfig,
         *,
-        allocator: PageAllocator,
-        page_size: int,
+        pages: PageGroups,
         max_running: int,
         context_length: int,
         vocab: int,
@@ -69,26 +68,26 @@ class Engine:
             raise ConfigError(f"--speculative-num-steps must be in [0, {sizes.depth}], got {want}")
         budget, rows = config.chunked_prefill_size, sizes.rows_per_step
         check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}: one token and {rows - 1} drafts")
-        pool = allocator.num_pages * page_size
         reserve = sizes.lookahead(overlap)
-        check(pool >= reserve + 2, "max_total_tokens", pool, f"at least {reserve + 2}: two tokens and {reserve} kept for drafting")
-        self.context_length = min(context_length, pool - reserve)
+        room = pages.capacity(reserve)
+        check(room >= 2, "max_total_tokens", room + reserve, f"at least {reserve + 2}: two tokens and {reserve} kept for drafting")
+        self.context_length = min(context_length, room)
         queued = config.max_queued_requests
         capacity = None if queued is None else max_running + queued
-        self.card = ModelCard(name, vocab, self.context_length, eos_ids, want, lossy, page_size=page_size, capacity=capacity)
+        self.card = ModelCard(name, vocab, self.context_length, eos_ids, want, lossy, page_size=pages.page_size, capacity=capacity)
         self._grammars = grammars
         self._runner = runner
         self._want = want
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
-        self._allocator, self._budget, self._max_running = allocator, budget, max_running
+        self._pages, self._budget, self._max_running = pages, budget, max_running
         self._overlap, self._plain_above = overlap, plain_above
         self._in_flight: deque[tuple[list[Span], Launched]] = deque()
         self._scheduler = Scheduler(
-            allocator, page_size=page_size, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
+            pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
         )  # fmt: skip
-        self._stats = new_stats(sizes.depth, allocator.num_pages)
+        self._stats = new_stats(sizes.depth, pages.total)
 
     @property
     def has_work(self) -> bool:
@@ -99,7 +98,7 @@ class Engine:
         """The engine's own object, its gauges brought up to date."""
         self._stats.running = len(self._scheduler.running)
         self._stats.waiting = len(self._scheduler.waiting)
-        self._stats.pages_used = self._allocator.num_pages - self._allocator.free_count
+        self._stats.pages_used = self._pages.used
         self._stats.preemptions_total = self._scheduler.preemptions
         return self._stats
 
@@ -182,7 +181,7 @@ class Engine:
             for requests in _ladder(self._max_running):
                 self._try([1] * requests, launched=True)
             log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
-        self._stats = new_stats(self._runner.sizes.depth, self._allocator.num_pages)
+        self._stats = new_stats(self._runner.sizes.depth, self._pages.total)
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
         """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""

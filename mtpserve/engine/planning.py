@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch import ModelArch, page_groups
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.engine.storage import Storage, storage_of
@@ -170,7 +170,15 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
 
     def parts(running: int) -> tuple[SeatTensors, LogitRules]:
         seats = SeatTensors(
-            running, context, sizes, arch.vocab, config.cache.page_size, nowhere, coupled=coupled(config.spec), in_flight=in_flight
+            running,
+            context,
+            sizes,
+            arch.vocab,
+            config.cache.page_size,
+            nowhere,
+            spare_pages=[0] * len(page_groups(arch.layers)),
+            coupled=coupled(config.spec),
+            in_flight=in_flight,
         )
         return seats, LogitRules(seats, running, arch.vocab, (), (), nowhere)
 

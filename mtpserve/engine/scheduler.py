@@ -21,10 +21,10 @@ from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from mtpserve.cache.pages import PageAllocator
+from mtpserve.cache.groups import PageGroups
 from mtpserve.core.batch import Source, Span, SpanResult, StepResult
 from mtpserve.core.request import Proposal, TokenLogprob
-from mtpserve.core.sequence import Finish, Sequence
+from mtpserve.core.sequence import Finish, Held, Sequence
 from mtpserve.engine.stopping import until_stop
 
 RANK = attrgetter("rank")
@@ -53,12 +53,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, allocator: PageAllocator, *, page_size: int, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
+        self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
     ) -> None:  # fmt: skip
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
-        self._allocator = allocator
-        self._page_size = page_size
+        self._pages = pages
         self._max_running = max_running
         self._token_budget = token_budget
         self._max_drafts = max_drafts
@@ -78,7 +77,7 @@ class Scheduler:
         return len(self._free_seats)
 
     def add(self, seq: Sequence) -> None:
-        """The caller has checked that a pool without other requests holds `max_len` tokens and the lookahead."""
+        """The caller has checked that without other requests there are pages for `max_len` tokens and the lookahead."""
         assert seq.id not in self.live
         self.live[seq.id] = seq
         seq.rank = (seq.sampling.priority, self._arrivals)
@@ -97,8 +96,10 @@ class Scheduler:
     def must_wait(self) -> bool:
         """The steps in flight must be booked before another is planned: a request asks for it, or somebody would be preempted."""
         ahead = [seq for seq in self.running if seq.in_flight]
-        missing = sum(max(self._missing(seq), 0) for seq in self.running if _decodes(seq)) if ahead else 0
-        return missing > self._allocator.free_count or any(seq.lockstep for seq in ahead)
+        if not ahead:
+            return False
+        missing = [self._missing(seq) for seq in self.running if not _ends(seq)]
+        return any(seq.lockstep for seq in ahead) or not self._pages.are_free(map(sum, zip(*missing, strict=True)))
 
     def plan(self, drafting: bool = True) -> list[Span]:
         """The next step: decoding requests, then prompt chunks, then new requests. Not empty while a request lives, unless what is
@@ -124,6 +125,9 @@ class Scheduler:
             seq.launched += span.length
             seq.ahead += span.samples
             seq.drafts = seq.proposals if span.drafts_next and drafting else 0
+            if self._pages.windowed:
+                # Only steps after this one write to what is released now, and the device works in their order.
+                self._pages.advance(seq.held, seq.launched)
         return spans
 
     def _decoding(self) -> list[Span]:
@@ -150,19 +154,18 @@ class Scheduler:
         if not self.waiting or not self._free_seats:
             return None
         seq = self.waiting[0]
-        # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has
-        # taken some: it cannot come back within the same plan, nor lack pages itself for the first span that decodes again.
         shared = self._shareable(seq)
         if shared is None:
             return None
-        pages = self._pages_for(seq, min(len(seq.tokens) + seq.reach + 1, seq.max_len)) - len(shared)
-        if pages > self._allocator.free_count:
+        columns = shared[0].end if shared else 0
+        start = self._start(seq, columns)
+        # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has
+        # taken some: it cannot come back within the same plan, nor lack pages itself for the first span that decodes again.
+        held = self._pages.seat(shared, start, _to_compute(seq), seq.lookahead)
+        if held is None:
             return None
-        self._allocator.share(shared)
-        seq.pages = shared + self._allocator.allocate(pages)
-        seq.shared = len(shared) * self._page_size
-        # The last token is computed again: what follows it is unknown.
-        seq.computed = seq.launched = seq.seated_at = min(seq.shared, _end(seq) - 1)
+        seq.held, seq.shared = held, columns * self._pages.page_size
+        seq.computed = seq.launched = seq.seated_at = start
         seq.seat = heapq.heappop(self._free_seats)
         insort(self.running, self.waiting.pop(0), key=RANK)
         self.admitted.append(seq)
@@ -170,15 +173,17 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------- pages
 
-    def _pages_for(self, seq: Sequence, tokens: int) -> int:
-        """Pages that hold `tokens` and the lookahead."""
-        return -(-(tokens + seq.lookahead) // self._page_size)
+    def _missing(self, seq: Sequence) -> list[int]:
+        """Pages of each group that a running request lacks for its next span. A prompt lacks none but those of windows that move on:
+        admission took the others."""
+        tokens = len(seq.tokens) + _useful_drafts(seq) if _decodes(seq) else _to_compute(seq)
+        return self._pages.missing(seq.held, seq.launched, tokens, seq.lookahead)
 
-    def _missing(self, seq: Sequence) -> int:
-        """Pages that a decoding request lacks for its next span; below 0: it has more."""
-        return self._pages_for(seq, len(seq.tokens) + _useful_drafts(seq)) - len(seq.pages)
+    def _start(self, seq: Sequence, columns: int) -> int:
+        """The first token that is computed where so many columns are shared. The last one always is: what follows it is unknown."""
+        return min(columns * self._pages.page_size, _end(seq) - 1)
 
-    def _shareable(self, seq: Sequence) -> list[int] | None:
+    def _shareable(self, seq: Sequence) -> list[Held] | None:
         """Pages of another request with the same prompt that this one may read; None: they will be there in a few steps.
 
         prompt     | page | page | page | pa        a page depends on the tokens up to its end alone
@@ -187,28 +192,30 @@ class Scheduler:
         other = seq.shares
         if other is None or seq.sampling.prompt_logprobs is not None or self.live.get(other.id) is not other:
             return []
-        whole = seq.prompt_len // self._page_size
-        if other.seat is None or other.computed >= whole * self._page_size:
-            return other.pages[:whole]
-        return None
+        whole = seq.prompt_len // self._pages.page_size
+        if other.seat is None or whole == 0:
+            return []
+        if other.computed < whole * self._pages.page_size:
+            return None
+        # Nothing is shared where the other's windows have left the prompt: then all of it is computed again.
+        return self._pages.shareable(other.held, self._start(seq, whole), whole) or []
 
     def _reserve(self) -> None:
-        """Give every decoding request the pages of its next span, in order. Prompt chunks need none: admission took theirs."""
+        """Give every request the pages of its next span, in order."""
         index = 0
         while index < len(self.running):  # shrinks from the end
             seq = self.running[index]
-            if _decodes(seq):
+            if not _ends(seq):
                 self._extend(seq)
             index += 1
 
     def _extend(self, seq: Sequence) -> None:
         missing = self._missing(seq)
-        while missing > self._allocator.free_count:
+        while not self._pages.are_free(missing):
             # Ends: the pool holds the first request alone, and a request that turns out to be the last gives way itself.
             if self._preempt_last() is seq:
                 return
-        if missing > 0:
-            seq.pages += self._allocator.allocate(missing)
+        self._pages.extend(seq.held, missing)
 
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
@@ -221,8 +228,8 @@ class Scheduler:
         return seq
 
     def _unseat(self, seq: Sequence) -> None:
-        self._allocator.release(seq.pages)
-        seq.pages = []
+        self._pages.release(seq.held)
+        seq.held = []
         if seq.seat is not None:
             heapq.heappush(self._free_seats, seq.seat)
             self.released.append(seq.seat)
@@ -290,7 +297,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise unless pages, seats and queues agree; with no live request this means that every page and seat is free."""
-        self._allocator.check_integrity(seq.pages for seq in self.live.values())
+        self._pages.check_integrity([seq.held for seq in self.live.values()])
         seats = [seq.seat for seq in self.running if seq.seat is not None]
         if sorted(seats + self._free_seats) != list(range(self._max_running)) or len(seats) != len(self.running):
             raise RuntimeError(f"{len(self.running)} requests run in seats {sorted(seats)} while {sorted(self._free_seats)} are free")
@@ -299,13 +306,14 @@ class Scheduler:
         if any(queue != sorted(queue, key=RANK) for queue in (self.running, self.waiting)):
             raise RuntimeError("running or waiting requests are out of order")
         for seq in self.running:
-            if not seq.computed < len(seq.tokens) < seq.max_len or seq.launched > len(seq.pages) * self._page_size:
-                raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, {len(seq.pages)} pages")
+            columns = min(held.end for held in seq.held)
+            if not seq.computed < len(seq.tokens) < seq.max_len or seq.launched > columns * self._pages.page_size:
+                raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, pages of {columns} columns")
             if seq.in_flight != (seq.launched > seq.computed) or seq.ahead < 0 or (seq.ahead and not seq.in_flight):
                 raise RuntimeError(f"request {seq.id}: {seq.launched} rows launched, {seq.computed} booked, {seq.ahead} tokens ahead")
         for seq in self.waiting:
-            if seq.pages or seq.seat is not None or seq.computed or seq.drafts:
-                raise RuntimeError(f"request {seq.id} waits but holds {len(seq.pages)} pages and seat {seq.seat}")
+            if seq.held or seq.seat is not None or seq.computed or seq.drafts:
+                raise RuntimeError(f"request {seq.id} waits but holds {seq.held} and seat {seq.seat}")
 
 
 def _decodes(seq: Sequence) -> bool:
@@ -321,6 +329,11 @@ def _ends(seq: Sequence) -> bool:
 def _useful_drafts(seq: Sequence) -> int:
     # With room for r tokens: r - 1 drafts and the target's own token fill it.
     return min(seq.drafts, seq.max_len - seq.expected - 1)
+
+
+def _to_compute(seq: Sequence) -> int:
+    """Tokens that a request without a seat, or with a part of its prompt computed, comes to by its first verification."""
+    return min(len(seq.tokens) + seq.reach + 1, seq.max_len)
 
 
 def _chunk(seq: Sequence, budget: int) -> Span:

@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mtpserve.attention.contexts import slots_of
 from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Hidden, Span, Verdict, Want
 from mtpserve.core.protocols import Sampler
@@ -189,7 +190,8 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     deep = torch.arange(1, depth + 1, device=seats.device)
     moved = deep <= verdict.accepted.unsqueeze(1)
     root = batch.last_row.unsqueeze(1)
-    source = batch.slots[torch.where(moved, root + verdict.path[:, 1:], root)]
-    target = batch.slots[torch.where(moved, root + deep, root)]
-    stores.move(source, target)
+    source, target = torch.where(moved, root + verdict.path[:, 1:], root), torch.where(moved, root + deep, root)
+    for group in stores.groups:
+        slots = slots_of(batch, group)
+        stores.move(group, slots[source], slots[target])
     return chained, hidden.at(old)

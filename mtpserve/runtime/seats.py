@@ -11,7 +11,7 @@ in between leave its seat as it is. There is one seat more than requests can run
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence as Seq
 
 import torch
 from torch import Tensor
@@ -28,12 +28,12 @@ class SeatTensors:
     """core.protocols.Seats.
 
     `trees` and `sources` are there only for drafters whose proposals branch or come from several sources; a chain needs neither.
-    `spare_page` is one that no request ever gets: what pads a batch is written there.
+    `spare_pages`: of each group of pages (core.arch.page_groups) one that no request ever gets: what pads a batch is written there.
     """
 
     def __init__(
         self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device, eos_ids: Collection[int] = (),
-        spare_page: int = 0, coupled: bool = False, in_flight: int = 0,
+        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
         self.spare_slot = spare_page * page_size
@@ -52,7 +52,7 @@ class SeatTensors:
         write(self.counts[:, self.padding], (1, 0, 1, 1, 0))
         self.stops = integers(seats, STOPS, fill=-1)
         self.done = torch.ones(seats, dtype=torch.bool, device=device)
-        self.page_table = integers(seats, -(-whole // page_size), fill=spare_page)
+        self.page_tables = [integers(seats, -(-whole // page_size), fill=page) for page in spare_pages]
         chained = 0 if coupled else sizes.depth
         self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
         self.draft_tree = (
@@ -61,11 +61,11 @@ class SeatTensors:
         self.draft_sources = integers(seats, drafts)
         self.branching: set[int] = set()  # seats whose waiting drafts are not a chain; known on the host
         self.predictions: dict[int, Tensor] = {}  # of seated requests, by seat
-        self.pages_written = [0] * seats  # host's copy of how much of each page table row is true
+        self.columns_written = [[0] * seats for _ in spare_pages]  # host's copy of how far each page table row is true
 
     @property
     def nbytes(self) -> int:
-        own = self.tokens, self.counts, self.stops, self.done, self.page_table, self.draft_probs, self.draft_sources
+        own = self.tokens, self.counts, self.stops, self.done, *self.page_tables, self.draft_probs, self.draft_sources
         return sum(part.nbytes for part in (*own, *(self.draft_tree or ())))
 
     def admit(self, seq: Sequence) -> None:
@@ -75,7 +75,8 @@ class SeatTensors:
         ends = [*(() if seq.sampling.ignore_eos else self.eos_ids), *seq.sampling.stop_token_ids]
         write(self.stops[seq.seat], [*ends, *[-1] * STOPS][:STOPS])
         self.done[seq.seat] = False
-        self.pages_written[seq.seat] = 0
+        for columns in self.columns_written:
+            columns[seq.seat] = 0
         self.predictions.pop(seq.seat, None)
         if seq.prediction:
             self.predictions[seq.seat] = upload(seq.prediction, self.device)
@@ -88,13 +89,14 @@ class SeatTensors:
     def extend_pages(self, seq: Sequence) -> None:
         """Copy the pages that the scheduler has given since the last step."""
         assert seq.seat is not None
-        written = self.pages_written[seq.seat]
-        if written < len(seq.pages):
-            write(self.page_table[seq.seat, written : len(seq.pages)], seq.pages[written:])
-            self.pages_written[seq.seat] = len(seq.pages)
+        for table, columns, held in zip(self.page_tables, self.columns_written, seq.held, strict=True):
+            start = max(columns[seq.seat], held.first)
+            if start < held.end:
+                write(table[seq.seat, start : held.end], held.pages[start - held.first :])
+                columns[seq.seat] = held.end
 
-    def slots(self, seat_ids: Tensor, index: Tensor) -> Tensor:
-        page: Tensor = self.page_table[seat_ids, index // self.page_size]
+    def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
+        page: Tensor = self.page_tables[group][seat_ids, index // self.page_size]
         return page * self.page_size + index % self.page_size
 
     def prompt_length(self, seat_ids: Tensor) -> Tensor:
