@@ -17,6 +17,7 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols import CausalModel, GrammarCompiler, LogitsProcessor
 from mtpserve.engine.drafters import make_drafter
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.rules import LogitRules
@@ -98,8 +99,9 @@ def assemble(model: CausalModel, sizes: EngineSizes, options: EngineOptions) -> 
     )
     rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
     sampling = SeatSampling(sizes.seats, rules, device)
+    grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
     return Engine(
-        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0),
+        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars),
         options.scheduler,
         allocator=PageAllocator(sizes.pages),
         page_size=sizes.page_size,
@@ -109,7 +111,7 @@ def assemble(model: CausalModel, sizes: EngineSizes, options: EngineOptions) -> 
         eos_ids=options.eos_ids,
         want=spec.steps,
         name=options.name,
-        grammars=options.grammars,
+        grammars=grammars,
         lossy=spec.lossy,
         overlap=options.overlap,
         plain_above=spec.speculative_disable_by_batch_size,

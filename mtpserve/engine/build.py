@@ -33,7 +33,7 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, runnin
     most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
     graphs = StepGraphs(step, sampling, CudaRecorder(), most)
     coupled = step.drafter.coupled
-    plain = [Asked(greedy, True, 0, False, False, False, coupled, None) for greedy in (True, False)]
+    plain = [Asked(all_greedy=greedy, any_greedy=True, all_coupled=coupled) for greedy in (True, False)]
     graphs.record_first(step.drafter.sizes.proposals(config.spec.steps, plain=True), plain, config.spec.topk > 1 and config.spec.steps > 0)
     log.info("captured %d steps, for up to %d requests", len(graphs.recorded), most)
     return graphs

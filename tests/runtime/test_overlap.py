@@ -146,7 +146,10 @@ def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: boo
         monkeypatch.setattr(base, "attention", attention)
     graphs = runner.graphs
     assert graphs is not None
-    wanted = Asked(greedy, True, 0 if greedy else 64, not greedy, not greedy, False, runner.drafter.coupled, None)
+    cuts = not greedy
+    wanted = Asked(
+        all_greedy=greedy, any_greedy=True, largest_k=64 * cuts, any_top_p=cuts, any_min_p=cuts, all_coupled=runner.drafter.coupled
+    )
     graphs.record_first(runner.sizes.proposals(spec.steps, plain=True), [wanted], spec is TREE)
     assert {key.requests for key in graphs.recorded} == {16, 8, 4, 2, 1}
     assert all((key.deepest > 0) == (spec.steps > 0) and key.trees == (spec is TREE) for key in graphs.recorded)
