@@ -89,7 +89,7 @@ def test_float8_cache(family: str) -> None:
     """Against itself without drafts: the interpreter rounds to float8 in a way of its own."""
     asked, greedy = prompts(2, longest=6), SamplingParams(max_tokens=4, temperature=0)
     texts = [
-        run(tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, cache=torch.float8_e4m3fn), asked, greedy)
+        run(tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, stored=torch.float8_e4m3fn), asked, greedy)
         for shape in (0, CHAIN, TREE)
     ]
     assert texts[0] == texts[1] == texts[2]
