@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mtpserve.config import SECTIONS, EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
-from mtpserve.core.request import Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import request_of, spelling_of
 from mtpserve.text.tokenizer import Tokenizer, tokenizer_of

@@ -19,6 +19,7 @@ from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols import AttentionBackend, GrammarCompiler, LogitsProcessor, Trunk
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.rules import LogitRules
@@ -121,8 +122,9 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     )
     rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
     sampling = SeatSampling(sizes.seats, rules, device)
+    grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
     return Engine(
-        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0),
+        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars),
         options.scheduler,
         allocator=PageAllocator(sizes.pages),
         page_size=sizes.page_size,
@@ -132,7 +134,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         eos_ids=options.eos_ids,
         want=spec.steps,
         name=options.name,
-        grammars=options.grammars,
+        grammars=grammars,
         lossy=spec.lossy,
         overlap=options.overlap,
         plain_above=spec.speculative_disable_by_batch_size,

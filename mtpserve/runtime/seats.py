@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.transfer import upload, write
 
 STOPS = 32  # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
@@ -60,38 +59,18 @@ class SeatTensors:
         )
         self.draft_sources = integers(seats, drafts)
         self.branching: set[int] = set()  # seats whose waiting drafts are not a chain; known on the host
-        self.predictions: dict[int, Tensor] = {}  # of seated requests, by seat
-        self.pages_written = [0] * seats  # host's copy of how much of each page table row is true
+        self.predictions: dict[int, Tensor] = {}  # by seat; of one that was left, until it is given again
 
     @property
     def nbytes(self) -> int:
         own = self.tokens, self.counts, self.stops, self.done, self.page_table, self.draft_probs, self.draft_sources
         return sum(part.nbytes for part in (*own, *(self.draft_tree or ())))
 
-    def admit(self, seq: Sequence) -> None:
-        assert seq.seat is not None
-        write(self.tokens[seq.seat, : len(seq.tokens)], seq.tokens)
-        write(self.counts[:, seq.seat], (len(seq.tokens), seq.computed, seq.prompt_len, seq.max_len, 0))
-        ends = [*(() if seq.sampling.ignore_eos else self.eos_ids), *seq.sampling.stop_token_ids]
-        write(self.stops[seq.seat], [*ends, *[-1] * STOPS][:STOPS])
-        self.done[seq.seat] = False
-        self.pages_written[seq.seat] = 0
-        self.predictions.pop(seq.seat, None)
-        if seq.prediction:
-            self.predictions[seq.seat] = upload(seq.prediction, self.device)
-
-    def release(self, seats: Iterable[int]) -> None:
-        """Their requests are gone."""
-        for seat in seats:
-            self.predictions.pop(seat, None)
-
-    def extend_pages(self, seq: Sequence) -> None:
-        """Copy the pages that the scheduler has given since the last step."""
-        assert seq.seat is not None
-        written = self.pages_written[seq.seat]
-        if written < len(seq.pages):
-            write(self.page_table[seq.seat, written : len(seq.pages)], seq.pages[written:])
-            self.pages_written[seq.seat] = len(seq.pages)
+    def predict(self, seat: int, prediction: Tensor) -> None:
+        """What the output of the request in this seat probably repeats [n]; empty: nothing."""
+        self.predictions.pop(seat, None)
+        if len(prediction):
+            self.predictions[seat] = prediction.clone()
 
     def slots(self, seat_ids: Tensor, index: Tensor) -> Tensor:
         page: Tensor = self.page_table[seat_ids, index // self.page_size]

@@ -57,6 +57,7 @@ class GrammarCompiler:
             raise LoadError(f"{path}: not usable for grammars: {error}") from error
         self._vocab, self._eos = vocab, tuple(eos_ids)
         self._abandoned: list[threading.Thread] = []
+        self._starting = threading.Lock()  # the size of stacks is the whole process's
 
     def compile(self, spec: GrammarSpec) -> GrammarMatcher:
         """Raises InvalidRequest that names the field and the reason; EngineBusy while grammars of others hold up the compiler."""
@@ -76,15 +77,16 @@ class GrammarCompiler:
 
     def _run(self, work: Callable[[], None]) -> None:
         """In a thread with a large stack, until the deadline; llguidance compiles without holding Python's lock."""
-        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
-        if len(self._abandoned) >= MAX_ABANDONED:
-            raise EngineBusy("earlier grammars are still being compiled: try again later")
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread = threading.Thread(target=work, name="grammar", daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
+        with self._starting:
+            self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+            if len(self._abandoned) >= MAX_ABANDONED:
+                raise EngineBusy("earlier grammars are still being compiled: try again later")
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                thread = threading.Thread(target=work, name="grammar", daemon=True)
+                thread.start()
+            finally:
+                threading.stack_size(before)
         thread.join(COMPILE_SECONDS)
         if thread.is_alive():
             self._abandoned.append(thread)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.config import SchedulerConfig
 from mtpserve.core.request import Request, TokenEvent
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.grammars import PreparedGrammars
 from tests.engine.fake_runner import FakeRunner, draw, greedy_text
 
 VOCAB = 50
 PROMPTS = {f"r{i}": [draw("prompt", i, j, below=VOCAB) for j in range(1 + 5 * i % 17)] for i in range(8)}
 OUTPUT = 24
 REFERENCE = {name: greedy_text(prompt, OUTPUT, VOCAB) for name, prompt in PROMPTS.items()}
+
+
+class Nothing:
+    """core.protocols.GrammarCompiler whose grammars nobody looks at."""
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        return None
 
 
 class Bench:
@@ -52,6 +61,7 @@ class Bench:
             want=drafts if want is None else want,
             overlap=overlap,
             plain_above=plain_above,
+            grammars=PreparedGrammars(Nothing()),
         )
         self.overlap = overlap
         self.texts: dict[str, list[int]] = defaultdict(list)

@@ -41,7 +41,7 @@ def graphs_of(engine: Engine) -> StepGraphs:
 
 
 def sampled(coupled: bool) -> Asked:
-    return Asked(False, True, 64, True, True, False, coupled, None)
+    return Asked(all_greedy=False, any_greedy=True, largest_k=64, any_top_p=True, any_min_p=True, all_coupled=coupled)
 
 
 # -- what may be in a captured step -----------------------------------------------------------------------------------------------
