@@ -179,7 +179,7 @@ def test_a_branch_sees_what_it_would_see_alone(device: torch.device) -> None:
     rows give as a chain, up to the order of the sum."""
     case = Case(1, 64, 64, 16, tree=True, window=20)
     made = case.make([(60, 5)], 2, device)
-    table, seats, ends, lengths, index, bits, starts, *rest = made["common"]
+    table, seats, ends, lengths, index, bits, _, *rest = made["common"]
     k, v = made["caches"]
     bits.copy_(torch.tensor([-1, 0b00011, 0b00101, 0b01101, 0b11101], device=device))  # 0 → 2 → 3 → 4 is a path, 1 a leaf
     whole = span_gqa(made["q"], k, v, *made["common"], window=20, width=5, splits=2)
