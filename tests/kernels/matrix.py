@@ -145,15 +145,15 @@ GROUPS = {"attention": attention, "around": around, "mixtures and verdicts": mix
 def writing_down(hip: bool) -> Iterator[list[Launch]]:
     from triton.runtime.jit import JITFunction
 
-    found: list[Launch] = []
+    launches: list[Launch] = []
     run, version = JITFunction.run, torch.version.hip
 
     def write(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found.append((self, args, kwargs))
+        launches.append((self, args, kwargs))
 
     JITFunction.run, torch.version.hip = write, "6" if hip else None
     try:
-        yield found
+        yield launches
     finally:
         JITFunction.run, torch.version.hip = run, version
 

@@ -104,5 +104,5 @@ def test_a_step_launches_no_more_than_it_did(spec: SpecConfig, most: int, monkey
     per_layer = three - two
     assert not two - three and 0 < per_layer.total() <= PER_LAYER, per_layer
     overhead = two.total() - 2 * per_layer.total()
-    print(f"{per_layer.total()} a layer, {overhead} beside them")
+    print(f"{per_layer.total()} a layer, {overhead} outside them")
     assert 0 < overhead <= most, two.most_common()
