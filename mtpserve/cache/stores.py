@@ -9,6 +9,7 @@ All pools use the same pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,15 @@ class Stores:
             Store(kind, KVPool(kind.kv, layers.count(kind), pages, page_size, dtype, device, poison, compact, stored)) for kind in kinds
         ]
         self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
+
+    def part(self, layers: slice) -> Stores:
+        """Some of the layers, and the stores that these have."""
+        places = self.places[layers]
+        used = sorted({place.store for place in places})
+        part = copy(self)
+        part.stores = [self.stores[i] for i in used]
+        part.places = [Place(used.index(place.store), place.layer) for place in places]
+        return part
 
     @property
     def nbytes(self) -> int:

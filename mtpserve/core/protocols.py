@@ -86,7 +86,9 @@ class Trunk(Protocol):
 
     arch: ModelArch
 
-    def trunk(self, ids: Tensor, positions: Tensor, contexts: Seq[Context], features: Features) -> Hidden: ...
+    def trunk(self, ids: Tensor, positions: Tensor, contexts: Seq[Context], features: Features) -> Hidden:
+        """`contexts`: one for each of its layers."""
+        ...
 
     def logits(self, head: Tensor) -> Tensor:
         """[rows, hidden] → [rows, vocabulary] float32."""
@@ -95,6 +97,7 @@ class Trunk(Protocol):
 
 class DraftModel(Protocol):
     """A model that proposes tokens: an MTP layer, an EAGLE head, a small model of its own. Its row with slot s knows token s.
+    It is handed one context for each of its layers.
 
     lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is s - 1; slot 0 has no row
     lag 0 (a small model)  row s has token s alone; its position is s

@@ -17,7 +17,7 @@ from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import LayerKind
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import AttentionBackend, GrammarCompiler, LogitsProcessor, Trunk
+from mtpserve.core.protocols import AttentionBackend, DraftModel, GrammarCompiler, LogitsProcessor, Trunk
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.runtime.exact import ExactModel
@@ -69,12 +69,20 @@ class EngineOptions:
 
 def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, drafts: DraftSizes) -> None:
     """Raises ConfigError for a kind of layer that cannot be computed."""
-    for kind in set(layers):
+    for kind in dict.fromkeys(layers):
         if not attention.supports(kind):
             raise ConfigError(f"--attention-backend {backend} does not support layers of {kind}; reference does")
-        # A backend tells how far back a node of a tree is by where it is stored: as long as all of a path is seen, this is the same.
+        # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these are the positions.
         if kind.window is not None and drafts.branching and kind.window <= drafts.depth:
             raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
+
+
+def draft_passes(model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions) -> DraftPasses:
+    """`stores`: of the draft model's own layers."""
+    arch, width = model.arch, draft_model.features.width(model.arch.hidden)
+    boundary = BoundaryRows(sizes.pages + 1, sizes.page_size, width, options.dtype, options.device) if width else None
+    attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
+    return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map))
 
 
 def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
@@ -83,23 +91,18 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.items()} if options.backend == "triton" else {}
     spare = sizes.pages  # the page after those that requests get
     draft_model = make_draft_model(spec, model)
-    layers = (*arch.layers[: arch.num_layers], *(() if draft_model is None else draft_model.layers))
+    own = arch.layers[: arch.num_layers]
+    layers = own if draft_model is None else (*own, *draft_model.layers)
     stores = Stores(
         layers, sizes.pages + 1, sizes.page_size, options.dtype, device, options.poison,
         kernels.get("compact", reference.compact), options.stored,
     )  # fmt: skip
     stores.clear(spare)
-    attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
+    trunk_stores = stores.part(slice(len(own)))
+    attention = BACKENDS.get(options.backend)(trunk_stores, arch.heads, arch.scale)
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
     check(layers, attention, options.backend, drafts)
-    boundary = None
-    if draft_model is not None and (width := draft_model.features.width(arch.hidden)):
-        boundary = BoundaryRows(sizes.pages + 1, sizes.page_size, width, options.dtype, device)
-    passes = (
-        None
-        if draft_model is None
-        else DraftPasses(draft_model, arch.num_layers, attention, boundary, reduced_head(model, options.token_map))
-    )
+    passes = None if draft_model is None else draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options)
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, spare, drafter.coupled, options.overlap
@@ -110,7 +113,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     exact = spec.speculative_exact
     step = Step(
         ExactModel(model) if exact else model,
-        BACKENDS.get("exact")(stores, arch.heads, arch.scale) if exact else attention,
+        BACKENDS.get("exact")(trunk_stores, arch.heads, arch.scale) if exact else attention,
         stores,
         drafter,
         seats,

@@ -82,7 +82,7 @@ class DecoderModel(nn.Module):
     def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
         x, residual, rotation = self.embed(ids), None, self.rope(positions)
         kept = []
-        for i, (layer, context) in enumerate(zip(self.layers, contexts, strict=False)):  # those of a draft model's layers come after
+        for i, (layer, context) in enumerate(zip(self.layers, contexts, strict=True)):
             x, residual = layer(x, residual, rotation, context)
             if i in features.taps:
                 kept.append(residual + x)

@@ -14,7 +14,6 @@ Rows of rejected drafts are absorbed too, as garbage: the next step's absorb ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
@@ -22,27 +21,17 @@ from torch import Tensor
 
 from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.core.batch import Batch, Hidden, Verdict
-from mtpserve.core.protocols import AttentionBackend, Context, DraftModel
+from mtpserve.core.protocols import AttentionBackend, DraftModel
 from mtpserve.spec.reduced import ReducedHead
 
 
 class DraftPasses:
-    """`first`: the number of the trunk's layers, after which the draft model's own are stored. `boundary` is None where it is fed with
-    nothing of the trunk."""
+    """`attention` plans for the draft model's own layers. `boundary` is None where it is fed with nothing of the trunk."""
 
     def __init__(
-        self,
-        model: DraftModel,
-        first: int,
-        attention: AttentionBackend,
-        boundary: BoundaryRows | None = None,
-        reduced: ReducedHead | None = None,
+        self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None
     ) -> None:
-        self.model, self.first, self.attention, self.boundary, self.reduced = model, first, attention, boundary, reduced
-
-    def contexts(self, rows: Batch) -> Seq[Context]:
-        """Of the draft model's own layers."""
-        return self.attention.plan(rows)[self.first :]
+        self.model, self.attention, self.boundary, self.reduced = model, attention, boundary, reduced
 
     def absorb(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
         """A row for the token after each row of the batch. → the output for the last token of every request that may be drafted for,
@@ -64,7 +53,7 @@ class DraftPasses:
             kv_len=batch.kv_len + ahead if ahead else batch.kv_len,
             shift=lag,
         )
-        absorbed = self.model.absorb(rows.ids, rows.positions, hidden.features, self.contexts(rows))
+        absorbed = self.model.absorb(rows.ids, rows.positions, hidden.features, self.attention.plan(rows))
         last = batch.last_row + verdict.accepted * batch.samples
         return absorbed.at(batch.drafted(last)), batch.drafted(batch.seat_ids)
 
@@ -75,7 +64,7 @@ class DraftPasses:
         first = batch.index[batch.cu_q[:-1][spans]]
         features = None if self.boundary is None else self.boundary.before(seats.slots(seat_ids, first - 1))
         rows = self.rows(batch, seat_ids, seats.tokens[seat_ids, first], first - self.model.lag, first - self.model.lag)
-        self.model.absorb(rows.ids, rows.positions, features, self.contexts(rows))
+        self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows))
 
     def rows(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor) -> Batch:
         """One row for each of the tokens `ids` [rows], at `index` + lag of its request. Rows of one request together."""
@@ -99,7 +88,7 @@ class DraftPasses:
         )
 
     def step(self, rows: Batch, state: Tensor | None) -> Hidden:
-        return self.model.step(rows.ids, rows.positions, state, self.contexts(rows))
+        return self.model.step(rows.ids, rows.positions, state, self.attention.plan(rows))
 
     def logits(self, head: Tensor, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
         """head [rows, hidden], path [rows, D] the drafts so far → what the request's rules leave of the logits, and the token that each

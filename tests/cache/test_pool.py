@@ -95,6 +95,9 @@ def test_layers_of_one_kind_share_a_store() -> None:
     assert [len(store.pool.k) for store in stores.stores] == [3, 2, 1]
     assert stores.places == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2)]
     assert stores.nbytes == 8 * 4 * (5 * GQA.numbers + LATENT.numbers)
+    rest = stores.part(slice(3, None))  # latent, window, full
+    assert [store.kind for store in rest.stores] == [full, window, latent] and rest.places == [(2, 0), (1, 1), (0, 2)]
+    assert stores.part(slice(2, 3)).stores == [stores.stores[0]] and stores.part(slice(2, 3)).places == [(0, 1)]
     stores.clear(1)
     for _, pool in stores.stores:
         assert pool.k[:, :4].isnan().all() and not pool.k[:, 4:].any()

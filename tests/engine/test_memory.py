@@ -13,7 +13,7 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import fixed, plan, state_of
+from mtpserve.engine.planning import fixed, lookahead_of, plan, state_of
 from mtpserve.runtime.memory import ESTIMATE, plan_memory, usable_memory
 from mtpserve.weights.quantise import quantise
 
@@ -64,9 +64,9 @@ def test_on_a_gpu_the_share_is_of_what_is_free(free: int, monkeypatch: pytest.Mo
     """Another process has the rest."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
     config = EngineConfig(scheduler=SchedulerConfig(max_running_requests=100), cache=CacheConfig(mem_fraction_static=0.5))
-    found = plan(config).found
-    sizes, (state, tables) = fixed(found, torch.float32, 1000, False), state_of(config, found.arch)
-    planned = plan_memory(config, found.arch, torch.float32, torch.device("cuda"), sizes, state, tables)
+    found, device = plan(config).found, torch.device("cuda")
+    sizes, (state, tables) = fixed(found, torch.float32, 1000, False), state_of(config, found.arch, device)
+    planned = plan_memory(config, found.arch, torch.float32, device, sizes, lookahead_of(config, device), state, tables)
     assert free // 2 - 2**21 < planned.total <= free // 2
 
 

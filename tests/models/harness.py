@@ -50,7 +50,7 @@ class Harness:
         each = -(-(longest + SIZES.lookahead(0)) // page_size)
         order = torch.randperm(each * len(prompts), generator=torch.Generator().manual_seed(3)).tolist()
         self.stores = Stores(arch.layers, len(order), page_size, torch.float32, CPU, poison=True, stored=cache)
-        self.attention = BACKENDS.get(backend)(self.stores, arch.heads, arch.scale)
+        self.attention = BACKENDS.get(backend)(self.stores.part(slice(arch.num_layers)), arch.heads, arch.scale)
         self.prompts, self.computed = prompts, [0] * len(prompts)
         params = SamplingParams(temperature=0)
         self.records = [Record(Admission(i, str(i), list(prompt), len(prompt), 0, longest, i, params)) for i, prompt in enumerate(prompts)]

@@ -152,11 +152,10 @@ class BlindPlan:
 def blinded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """Attention and the moving of paths read on the host in plain torch, and their kernels do not: stand-ins take their places."""
     runner = runner_of(engine)
-    attention = Blind(runner.step.stores)
-    runner.step.attention = attention
+    runner.step.attention = Blind(runner.step.attention.stores)  # type: ignore[attr-defined]
     for store in runner.step.stores.stores:
         monkeypatch.setattr(store.pool, "_compact", lambda pool, source, target: None)
     base = getattr(runner.drafter, "base", runner.drafter)
     if hasattr(base, "passes"):
-        monkeypatch.setattr(base.passes, "attention", attention)
+        monkeypatch.setattr(base.passes, "attention", Blind(base.passes.attention.stores))
     return runner

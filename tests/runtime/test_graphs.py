@@ -190,7 +190,7 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
 def test_what_pads_a_captured_step_touches_nobody() -> None:
     engine = tiny_engine(tiny_model(), CHAIN, recorder=Again())
     runner, graphs = runner_of(engine), graphs_of(engine)
-    pool, seats = runner.step.pool, runner.seats
+    (_, pool), seats = runner.step.stores.stores[0], runner.seats
     before = pool.k[:, : -seats.page_size].clone()
     graphs.record(graphs.key(4, 3, True, GREEDY, False))
     assert torch.equal(before.isnan(), pool.k[:, : -seats.page_size].isnan())
