@@ -127,8 +127,17 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             require(getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
 
+    def texts(self) -> list[tuple[str, str]]:
+        """(field, text) of all that is encoded together with the prompt."""
+        return [*(("bad_words", word) for word in self.bad_words), ("prediction", self.speculation.prediction)]
+
+    @property
+    def used_prediction(self) -> str:
+        """The client's prediction of the output; "" where the request turns speculation off."""
+        return "" if self.speculation.depth == 0 else self.speculation.prediction
+
     def check_policy(self, policy: str) -> None:
-        """Raises InvalidRequest for a priority that the scheduling policy knows nothing of."""
+        """Raises InvalidRequest for a priority where the scheduling policy ignores priorities."""
         if self.priority and policy != "priority":
             raise InvalidRequest(f"priority must be 0 unless --scheduling-policy is priority, got {self.priority}", "priority")
 

@@ -23,7 +23,7 @@ from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec.sizes import coupled, draft_sizes
-from mtpserve.text.token_map import read_token_map
+from mtpserve.spec.token_map import read_token_map
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.dummy import fill
