@@ -1,6 +1,6 @@
-"""MiMo-7B: Qwen2's dense trunk and one MTP layer that fuses [hidden; embedding] and is fed before the trunk's final norm.
+"""MiMo-7B: Qwen2's dense trunk and one MTP layer that fuses [hidden; embedding], with the hidden state from before the trunk's final norm.
 
-Xiaomi's own code leaves the norm to the head, so the layer sees the raw hidden state, and its own raw output when it is fed back.
+In Xiaomi's code the norm belongs to the head, so the layer gets the raw hidden state, and in further steps its own raw output.
 """
 
 from __future__ import annotations
