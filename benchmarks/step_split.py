@@ -1,7 +1,7 @@
-"""Where one speculative step's time goes: a dense MiMo-shaped model of 6.4 M parameters with random weights, batch 1, k = 3.
+"""The parts of one speculative step's time: a dense MiMo-shaped model of 6.4 M parameters with random weights, batch 1, k = 3.
 
-`device` is Runner.step, the torch part; `plan`, `book` and `messages` are the host's: spans and pages, commit and statistics, and
-the step's events as the two processes send them. Targets: 3 ms for a step, 0.5 ms of it the host's.
+`device` is Runner.step, the torch part; `plan`, `book` and `messages` are on the host: spans and pages, commit and statistics, and
+the step's events as the two processes send them. Targets: 3 ms for a step, 0.5 ms of it on the host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def write_checkpoint(directory: Path) -> int:
 
 
 def timed(owner: Any, name: str, times: list[float]) -> None:
-    """Replace a method by one that notes how long each call takes."""
+    """Replaces a method by one that records the duration of each call."""
     function = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -97,11 +97,11 @@ def measure(directory: Path, dtype: str, drafts: int, temperature: float, steps:
         decoder.decode(encoder.encode(Events(events, engine.stats)))
         parts["messages"].append(time.perf_counter() - middle)
         parts["step"].append(middle - start)
-    found = {name: 1e3 * median(times[20:]) for name, times in parts.items()}
-    found["book"] = found["step"] - found["device"] - found["plan"]
-    found["host"] = found["plan"] + found["book"] + found["messages"]
-    found["whole"] = found["step"] + found["messages"]
-    return {name: round(value, 3) for name, value in found.items()}
+    medians = {name: 1e3 * median(times[20:]) for name, times in parts.items()}
+    medians["book"] = medians["step"] - medians["device"] - medians["plan"]
+    medians["host"] = medians["plan"] + medians["book"] + medians["messages"]
+    medians["whole"] = medians["step"] + medians["messages"]
+    return {name: round(value, 3) for name, value in medians.items()}
 
 
 def main() -> None:
@@ -116,8 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         print(f"{write_checkpoint(Path(directory)) / 1e6:.2f} M parameters")
         for dtype in args.dtypes:
-            numbers[dtype] = found = measure(Path(directory), dtype, args.drafts, args.temperature, args.steps)
-            print(f"{dtype}: " + "  ".join(f"{name} {value:.3f}" for name, value in found.items()) + "  (ms)")
+            numbers[dtype] = medians = measure(Path(directory), dtype, args.drafts, args.temperature, args.steps)
+            print(f"{dtype}: " + "  ".join(f"{name} {value:.3f}" for name, value in medians.items()) + "  (ms)")
     save(args.json, {"drafts": args.drafts, "temperature": args.temperature, "by_dtype": numbers})
 
 
