@@ -80,7 +80,7 @@ class ControlTokens:
 
     @cached_property
     def _twin(self) -> tuple[FastTokenizer, dict[str, str], dict[int, int]]:
-        """(tokenizer, words, ids): a copy of the tokenizer that encodes control tokens as text and in their place knows random words,
+        """(tokenizer, words, ids): a copy of the tokenizer that encodes control tokens as text and has random words instead of them,
         which no client can guess; control token → its word; the word's id in the copy → the control token's id in the original."""
         twin = FastTokenizer.from_str(self._fast.to_str())
         secret = secrets.token_hex(16)

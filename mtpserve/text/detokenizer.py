@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive. Decides where stop strings and stop tokens end the text; knows nothing of requests or HTTP.
+"""Tokens to text while they arrive. Decides where stop strings and stop tokens end the text; independent of HTTP.
 
 A step of the engine yields a list of tokens, and a stop string may end in the middle of it. Each token is therefore decoded by
 itself, and tokens after the one that completes a stop string are neither shown nor counted.

@@ -28,7 +28,7 @@ class CallFormat(Protocol):
     """How a family of models writes calls. Its only state is the tools of one request."""
 
     markers: tuple[str, ...]  # texts with which calls begin; see Scanner.until
-    example: str  # how a model is told to write a call of tool_call_name with tool_call_arguments
+    example: str  # a call of tool_call_name with tool_call_arguments, for the instructions to a model
 
     def __init__(self, tools: Sequence[Tool]) -> None: ...
 
