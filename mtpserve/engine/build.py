@@ -60,7 +60,7 @@ class Grammars:
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         if self.compiler is None:
-            self.compiler = cast(GrammarCompiler, import_module("mtpserve.text.grammar").GrammarCompiler(*self.arguments))
+            self.compiler = cast(GrammarCompiler, import_module("mtpserve.text.grammar").LLGuidanceCompiler(*self.arguments))
         return self.compiler.compile(spec)
 
 

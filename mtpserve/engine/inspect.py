@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.engine.planning import describe, empty_model, plan
-from mtpserve.text.token_map import TokenMap, count_tokens, make_token_map
+from mtpserve.spec.token_map import TokenMap, count_tokens, make_token_map
 
 
 @dataclass(frozen=True, slots=True)
