@@ -1,4 +1,4 @@
-"""Acceptance length of the demo model on files that it has never seen: T = 0.6, sampled drafts. Exit code 1 below the targets."""
+"""Acceptance length of the demo model on held-out files: T = 0.6, sampled drafts. Exit code 1 below the targets."""
 
 from __future__ import annotations
 

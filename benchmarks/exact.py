@@ -1,7 +1,7 @@
 """Exact mode on the demo model in bfloat16: greedy text with every kind of drafts is that of plain decoding, and what that costs.
 
-256 held-out prompts are run in groups of 1, 5 and 32, chosen at random and anew for every kind. Exit code 1 if a token differs.
-The same prompts without exact mode say how often it would have differed, and how much faster that is.
+256 held-out prompts are run in groups of 1, 5 and 32, chosen at random for every kind. Exit code 1 if a token differs.
+The same prompts without exact mode show how often tokens differ then, and how much faster that is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def texts(spec: SpecConfig, asked: list[list[int]], tokens: int, dice: random.Ra
     """→ the tokens of each prompt, tokens per second."""
     config = EngineConfig(model=ModelConfig(dtype="bfloat16"), cache=CacheConfig(max_total_tokens=16384), spec=spec)
     engine = build_engine(config)
-    found: list[list[int]] = [[] for _ in asked]
+    outputs: list[list[int]] = [[] for _ in asked]
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     order = dice.sample(range(len(asked)), len(asked))
     start = time.perf_counter()
@@ -47,8 +47,8 @@ def texts(spec: SpecConfig, asked: list[list[int]], tokens: int, dice: random.Ra
             engine.add(Request(str(i), asked[i], params))
         while engine.has_work:
             for event in engine.step():
-                found[int(event.id)] += event.tokens
-    return found, sum(map(len, found)) / (time.perf_counter() - start)
+                outputs[int(event.id)] += event.tokens
+    return outputs, sum(map(len, outputs)) / (time.perf_counter() - start)
 
 
 def main() -> None:
@@ -75,10 +75,10 @@ def main() -> None:
         for name, spec in specs(exact).items():
             if name not in args.kinds or (not exact and name not in ("plain", "k = 3")):
                 continue
-            found, speed = texts(spec, asked, args.tokens, random.Random(name))
-            plain = plain or found
-            differing = sum(a != b for one, other in zip(plain, found, strict=True) for a, b in zip(one, other, strict=True))
-            others = sum(one != other for one, other in zip(plain, found, strict=True))
+            outputs, speed = texts(spec, asked, args.tokens, random.Random(name))
+            plain = plain or outputs
+            differing = sum(a != b for one, other in zip(plain, outputs, strict=True) for a, b in zip(one, other, strict=True))
+            others = sum(one != other for one, other in zip(plain, outputs, strict=True))
             wrong += differing if exact else 0
             label = f"{'exact' if exact else 'not exact'}, {name}"
             numbers[label] = {"tokens_per_second": round(speed, 1), "differing_tokens": differing, "differing_prompts": others}

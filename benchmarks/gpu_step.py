@@ -1,12 +1,12 @@
 """Whole steps of the engine on a GPU, with random weights of published shapes: `python benchmarks/gpu_step.py --json FILE`.
 
-For each model and batch: plain decoding, chains of 1, 3 and 7 drafts and a tree, with acceptance by lot to a published curve, which
-makes the engine's speed comparable where the weights are not at hand. At batch 1 also kernels per step and the share of time in which
-the GPU does nothing, from a profiler's trace. Beside them transformers, eager and compiled with a static cache, and how far from the
-bound all of it is: bytes that a step must read over the copy bandwidth measured in the same run, and 1.6 us per kernel.
+For each model and batch: plain decoding, chains of 1, 3 and 7 drafts and a tree, with synthetic acceptance by a published curve, which
+makes the engine's speed comparable without the models' weights. At batch 1 also kernels per step and the share of time in which the GPU
+is idle, from a profiler's trace. All are compared with transformers, eager and compiled with a static cache, and with the bound: bytes
+that a step must read over the copy bandwidth measured in the same run, and 1.6 us per kernel.
 
-`--trained` adds a model that is trained first, on this machine's own Python files (trained.py), with its real acceptance.
-`--dry-run` does it all at toy size, on a CPU too, and prints no numbers: so that it does not fail on the day.
+`--trained` adds a model that is trained first, on this machine's Python files (trained.py), with its real acceptance.
+`--dry-run` runs everything at toy size, on a CPU too, and prints no numbers: a test of the benchmark itself.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def synchronise() -> None:
 
 
 def decode(engine: Engine, sizes: Sizes, batch: int, prompts: list[list[int]], temperature: float) -> tuple[list[float], int]:
-    """→ seconds of each timed step, tokens that came in all of them. The requests run on."""
+    """→ seconds of each timed step, tokens generated in all of them. The requests continue."""
     for i in range(batch):
         params = SamplingParams(max_tokens=None, temperature=temperature, seed=i, ignore_eos=True)
         engine.add(Request(f"{batch}-{i}", prompts[i % len(prompts)], params))
@@ -277,8 +277,8 @@ def main() -> None:
             directory = train(Path(scratch) / "trained", args.trained, toy=args.dry_run)
             models["trained"] = directory, json.loads((directory / "config.json").read_text())
         for name, (directory, config) in models.items():
-            found = measure(name, directory, config, args.arms, sizes, args)
-            for row in (*found, *(() if args.no_peers else peers(name, config, sizes, args.dry_run))):
+            ours = measure(name, directory, config, args.arms, sizes, args)
+            for row in (*ours, *(() if args.no_peers else peers(name, config, sizes, args.dry_run))):
                 rows.append(row)
                 if not args.dry_run:
                     show(row)

@@ -82,8 +82,8 @@ def main() -> None:
 
     def run(sampling: list[SamplingParams]) -> tuple[list[Any], float]:
         start = time.perf_counter()
-        found = llm.generate(prompts, sampling)
-        return found, sum(len(each.tokens) for each in found) / (time.perf_counter() - start)
+        outputs = llm.generate(prompts, sampling)
+        return outputs, sum(len(each.tokens) for each in outputs) / (time.perf_counter() - start)
 
     specs = [GrammarSpec("json_schema", json.dumps(wanted[i % 30])) for i in range(args.requests)]
     llm.generate(prompts[0], SamplingParams(max_tokens=8, grammar=specs[0]))  # loads the library

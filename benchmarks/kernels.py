@@ -1,7 +1,7 @@
 """Every kernel against its reference in plain torch and against a measured copy, on a GPU.
 
-An op whose own tests fail is not timed. `--dry-run` calls each op once at toy size, interpreted where there is no GPU, and prints no
-numbers: so that it does not fail on the day when a GPU is at hand.
+An op whose own tests fail is not timed. `--dry-run` calls each op once at toy size, interpreted if there is no GPU, and prints no
+numbers: a test of the benchmark itself.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def fused(device: torch.device, dry: bool) -> Iterator[Timed]:
         yield Timed("rope_store", f"{rows} rows", 2 * qkv.numel() * 2, *both(rope_store, reference.rope_store, *arguments))
     for rows in (4,) if dry else (1, 4, 16):
         x, weight = torch.randn(rows, hidden, dtype=dtype, device=device), torch.randn(hidden, hidden, dtype=dtype, device=device)
-        # Its rival is the vendor's library, not the float32 reference.
+        # Compared with the vendor's library, not with the float32 reference.
         yield Timed("skinny_linear", f"{rows} rows", weight.numel() * 2, *both(skinny_linear, F.linear, x, weight))
 
 

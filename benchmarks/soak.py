@@ -1,9 +1,8 @@
-"""A long day for the server: 10,000 requests of all kinds, 64 at once, against the demo model: `python benchmarks/soak.py --json FILE`.
+"""A soak test: 10,000 requests of all kinds, 64 at once, against the demo model: `python benchmarks/soak.py --json FILE`.
 
-Of ten requests one hangs up in the middle, of twenty one is far too large and one is not what it should be; the others ask for all
-that the API has. Checked: no 5xx but a deliberate 503, every error in OpenAI's shape, no page left behind, and memory that stays
-where it was, for both processes: the last quarter's mean against the first's, after a warm-up of 2,000 that fills caches. Exits with 1
-where that does not hold.
+One request in ten disconnects in the middle, one in twenty is far too large and one in twenty is malformed; the others use all parts of
+the API. Checked: no 5xx but a deliberate 503, every error in OpenAI's form, no page leaked, and constant memory of both processes: the
+last quarter's mean against the first's, after a warm-up of 2,000 requests that fills caches. Exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -140,12 +139,12 @@ async def drive(url: str, pids: list[int], warm_up: int, total: int, at_once: in
         watching.cancel()
         for _ in range(50):
             text = (await client.get("/metrics")).text
-            found = {name: float(value) for name, value in re.findall(r"^(mtpserve_\w+) ([\d.e+]+)$", text, re.MULTILINE)}
-            if found["mtpserve_requests_running"] == found["mtpserve_kv_pages_used"] == found["mtpserve_requests_waiting"] == 0:
+            metrics = {name: float(value) for name, value in re.findall(r"^(mtpserve_\w+) ([\d.e+]+)$", text, re.MULTILINE)}
+            if metrics["mtpserve_requests_running"] == metrics["mtpserve_kv_pages_used"] == metrics["mtpserve_requests_waiting"] == 0:
                 break
             await asyncio.sleep(0.2)
         else:
-            seen.wrong.append(f"{found['mtpserve_kv_pages_used']:.0f} pages are still in use")
+            seen.wrong.append(f"{metrics['mtpserve_kv_pages_used']:.0f} pages are still in use")
     return seen
 
 
@@ -194,8 +193,8 @@ def main() -> None:
     print(f"{args.requests} requests in {spent:.0f} s; memory, last quarter against the first: {', '.join(f'{r:.3f}' for r in grown)}")
     for line in seen.wrong[:20]:
         print("WRONG", line)
-    found = {"statuses": dict(seen.statuses), "memory": grown, "wrong": seen.wrong[:20]}
-    save(args.json, {"requests": args.requests, "warm_up": args.warm_up, "at_once": args.at_once, "seconds": spent} | found)
+    result = {"statuses": dict(seen.statuses), "memory": grown, "wrong": seen.wrong[:20]}
+    save(args.json, {"requests": args.requests, "warm_up": args.warm_up, "at_once": args.at_once, "seconds": spent} | result)
     raise SystemExit(int(bool(seen.wrong)))
 
 

@@ -1,7 +1,7 @@
-"""A dense model of 125 M parameters with an MTP layer, trained for a few minutes on the Python files that are on this machine.
+"""A dense model of 125 M parameters with an MTP layer, trained for a few minutes on the Python files of this machine.
 
-It is MiMo's architecture, so that mtpserve serves what is written here, with real acceptance. Used by gpu_step.py; by itself:
-`python benchmarks/trained.py --minutes 10 --out DIRECTORY`. Files are held out as the demo model's corpus does it.
+It has MiMo's architecture, so that mtpserve can serve it, with real acceptance. Used by gpu_step.py; by itself:
+`python benchmarks/trained.py --minutes 10 --out DIRECTORY`. Files are held out as in the demo model's corpus.
 """
 
 from __future__ import annotations
@@ -117,15 +117,15 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 def texts(size: int) -> tuple[list[str], list[str]]:
     """→ to train on, about `size` bytes; held out."""
-    used, held, found = list[str](), list[str](), 0
+    used, held, read = list[str](), list[str](), 0
     for root in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]):
         for path in sorted(Path(root).rglob("*.py")):
-            if found >= size:
+            if read >= size:
                 break
             text = path.read_text("utf8", errors="ignore")
             if len(text) < 400:
                 continue
-            found += len(text)
+            read += len(text)
             (held if hashlib.sha256(path.name.encode()).digest()[0] < 5 else used).append(text)
     return used, held
 
@@ -141,7 +141,7 @@ def tokenizer_of(used: list[str], s: Size) -> Tokenizer:
 
 
 def loss_of(model: Any, ids: Tensor, last: bool) -> Tensor:
-    """Next tokens for both; in the `last` part of the time the trunk rests and the layer learns what the trunk would say, two deep."""
+    """Next tokens for both; in the `last` part of the time the trunk is frozen and the layer learns the trunk's distribution, two deep."""
     logits, drafted = model(ids, UNROLLED if last else 1)
     if not last:
         trunk = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

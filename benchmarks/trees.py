@@ -15,11 +15,11 @@ TREES = ((2, 2), (4, 2), (4, 4), (8, 4))  # topk, nodes per level of depth
 
 
 def shapes() -> dict[str, SpecConfig]:
-    found = {}
+    specs = {}
     for depth in DEPTHS:
-        found[f"chain {depth}"] = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth)
+        specs[f"chain {depth}"] = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth)
         for topk, each in TREES:
-            # What the pool of such a tree can hold at all.
+            # The most nodes that the pool of such a tree can have.
             nodes = min(each * depth, 55, topk + (depth - 1) * topk * topk)
             spec = SpecConfig(
                 speculative_algorithm="MTP",
@@ -27,8 +27,8 @@ def shapes() -> dict[str, SpecConfig]:
                 speculative_eagle_topk=topk,
                 speculative_num_draft_tokens=nodes + 1,
             )
-            found.setdefault(f"tree {depth} deep, topk {topk}, {nodes} nodes", spec)
-    return found
+            specs.setdefault(f"tree {depth} deep, topk {topk}, {nodes} nodes", spec)
+    return specs
 
 
 def main() -> None:

@@ -1,29 +1,29 @@
 """Everything that can be configured, as frozen dataclasses: the command line, YAML files and `LLM(...)` all fill these.
 
-A field's metadata: `help`, `aliases` (other spellings, the peers' among them, without the leading dashes), `choices`. What
-a field's own value rules out is checked here; what depends on the model is checked where the model is known.
+A field's metadata: `help`, `aliases` (other names, SGLang's and vLLM's among them, without the leading dashes), `choices`. Values are
+checked here as far as that is possible without the model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError
 
-FREE_DRAFTS = 8  # drafts per request beside those of the algorithm: what a grammar forces, or a client predicts
+FREE_DRAFTS = 8  # drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts
 NEED_ALGORITHM = (
     "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
     "speculative_token_map", "speculative_synthetic_acceptance", "speculative_disable_by_batch_size",
 )  # fmt: skip
-DIALECTS = ("sglang", "vllm")  # under whose names metrics are offered too
-MAX_ROWS = 56  # with the free ones, a request's nodes have a bit each in 64
+DIALECTS = ("sglang", "vllm")  # whose names for metrics can be offered too
+MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64-bit number
 
-# As text/parsers/registry.py has them, which this layer cannot see.
+# The names in text/parsers/registry.py, which this layer cannot import; a test compares them.
 TOOL_CALL_PARSERS = (
     "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "llama3", "llama3_json", "mistral",
     "qwen", "qwen25", "qwen3_coder", "qwen3_xml",
@@ -49,16 +49,16 @@ class ModelConfig:
     chat_template: str | None = option(None, "file of a Jinja template that replaces the model's own")
     sampling_defaults: str = option(
         "model",
-        "what a request leaves open: model (or auto): as the model's generation_config.json recommends; openai (or vllm): temperature 1",
+        "parameters that a request does not set: model (or auto): from the model's generation_config.json; openai (or vllm): temperature 1",
         "generation-config",
         choices=("model", "openai", "auto", "vllm"),
     )
     served_model_name: tuple[str, ...] = option(
-        (), "names under which the API offers the model; answers and metrics have the first (default: --model as given)"
+        (), "names under which the API offers the model; responses and metrics use the first (default: --model as given)"
     )
     load_format: str = option(
         "auto",
-        "auto, safetensors: the checkpoint's weights; dummy: random ones from config.json alone, to measure the engine with",
+        "auto, safetensors: the checkpoint's weights; dummy: random weights from config.json alone, for measurements",
         choices=("auto", "safetensors", "dummy"),
     )
     dtype: str = option(
@@ -74,7 +74,7 @@ class ModelConfig:
     device: str = option("auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
     attention_backend: str = option(
         "auto",
-        "triton (auto on a GPU): the Triton kernels, of attention and of all around it; reference (auto on a CPU): plain torch",
+        "triton (auto on a GPU): Triton kernels, for attention and everything else; reference (auto on a CPU): plain torch",
         choices=("auto", "triton", "reference"),
     )
     context_length: int | None = option(None, "tokens of prompt and output together (default: the model's)", "max-model-len")
@@ -85,13 +85,13 @@ class ModelConfig:
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoint lies; "demo" is the bundled one, unless a directory of that name is here."""
+        """The checkpoint's; "demo" is the bundled one, unless there is a directory of that name."""
         given = Path(self.model)
         return Path(__file__).parent / "demo" if self.model == "demo" and not given.is_dir() else given
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The API's names of the model."""
+        """The model's names in the API."""
         return self.served_model_name or (self.model,)
 
     @property
@@ -100,12 +100,12 @@ class ModelConfig:
 
     @property
     def recommends(self) -> bool:
-        """The model's own sampling parameters hold where a request has none."""
+        """Whether the model's recommended sampling parameters are the defaults of requests."""
         return self.sampling_defaults in ("model", "auto")
 
     @property
     def numbers_for_text(self) -> bool:
-        """A dummy model that has no tokenizer: its text is its tokens' ids, written out."""
+        """A dummy model without a tokenizer: its text is its token ids, separated by blanks."""
         return self.load_format == "dummy" and self.tokenizer is None and not (self.directory / "tokenizer.json").is_file()
 
 
@@ -118,14 +118,12 @@ class CacheConfig:
         "share of the memory for weights and KV pool: of what is free at start on a GPU, of all on a CPU (default: 0.85 and 0.1)",
         "gpu-memory-utilization",
     )
-
     kv_cache_dtype: str = option(
         "auto",
         "keys and values: fp8_e4m3 (or fp8) takes half the memory and rounds to 3 bits of mantissa; auto stores them in --dtype",
         choices=("auto", "fp8_e4m3", "fp8", "bfloat16"),
     )
-
-    disable_radix_cache: bool = option(False, "no prefix cache: as it is anyway, since there is none yet", "no-enable-prefix-caching")
+    disable_radix_cache: bool = option(False, "no prefix cache: has no effect, there is none yet", "no-enable-prefix-caching")
 
     def __post_init__(self) -> None:
         check(1 <= self.page_size <= 1024, "page_size", self.page_size, "in [1, 1024]")
@@ -138,7 +136,7 @@ class CacheConfig:
 class SpecConfig:
     speculative_algorithm: str | None = option(
         None,
-        "MTP, NEXTN or EAGLE: draft with the checkpoint's own MTP layer; NGRAM: look up what followed before, needs no such layer; "
+        "MTP, NEXTN or EAGLE: draft with the checkpoint's own MTP layer; NGRAM: look up earlier occurrences, needs no such layer; "
         "MTP+NGRAM: both in one tree (default: plain decoding)",
         "speculative-algo",
         "spec-method",
@@ -151,47 +149,45 @@ class SpecConfig:
         None, f"rows verified per request, at most {MAX_ROWS}: drafts + 1 (default: num-steps * topk + 1, for a chain always)"
     )
     speculative_disable_by_batch_size: int | None = option(
-        None, "draft for nobody while more requests run than this; sampled text may then depend on the load (default: always draft)",
+        None, "do not draft while more requests run than this; sampled text may then depend on the load (default: always draft)",
         "max-concurrency",
     )  # fmt: skip
     speculative_draft_model_path: str | None = option(
         None, "directory or id of a separately published NextN layer (default: the model's own)", "speculative-draft-model", "spec-model"
     )
     speculative_token_map: str | None = option(
-        None, "file of the tokens that drafting looks at, made by `mtpserve inspect --token-map`: a smaller draft head (default: all)"
+        None, "file of the draft head's vocabulary, made by `mtpserve inspect --token-map`: a smaller head drafts faster (default: all)"
     )
     speculative_accept_threshold_single: float = option(
-        1.0, "LOSSY below 1: take a draft whose own probability is at least this; the output is then not the model's"
+        1.0, "LOSSY below 1: accept a draft whose own probability is at least this; the output is then not the model's"
     )
     speculative_accept_threshold_acc: float = option(
-        1.0, "LOSSY below 1: take one of a node's drafts with min(1, their probability / this); the output is then not the model's"
+        1.0, "LOSSY below 1: accept one of a node's drafts with min(1, their probability / this); the output is then not the model's"
     )
     speculative_synthetic_acceptance: str | None = option(
         None,
-        "NOT FOR SERVING: accept drafts by lot to this curve, to measure the engine: a published one (glm-5.2-mtp, deepseek-r1-mtp, …), "
+        "NOT FOR SERVING: accept drafts at random by this curve, for measurements: a published one (glm-5.2-mtp, deepseek-r1-mtp, …), "
         "acceptance lengths of 1, 2, … drafts (1.84,2.50,2.99), or a JSON file of them",
     )
     speculative_exact: bool = option(
-        False, "greedy output bitwise equal to plain decoding's, in bfloat16 too: every sum in an order of its own row; slower"
+        False, "greedy output bitwise equal to plain decoding's, in bfloat16 too: a row's sums do not depend on other rows; slower"
     )
 
     def __post_init__(self) -> None:
         algorithm, steps, rows = self.speculative_algorithm, self.speculative_num_steps, self.speculative_num_draft_tokens
-        topk = self.speculative_eagle_topk
+        topk, most = self.speculative_eagle_topk, self.speculative_disable_by_batch_size
         known = all(part in (*DRAFTERS.entries, "NGRAM") for part in self.parts)
         apart = known and len(self.parts) == (self.drafter is not None) + self.ngram
         check(apart, "speculative_algorithm", algorithm, f"{', '.join(DRAFTERS.entries)}, NGRAM or MTP+NGRAM")
         check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
         check(topk is None or 1 <= topk <= 8, "speculative_eagle_topk", topk, "in [1, 8]")
         check(rows is None or 1 <= rows <= MAX_ROWS, "speculative_num_draft_tokens", rows, f"in [1, {MAX_ROWS}]")
-        most = self.speculative_disable_by_batch_size
         check(most is None or most >= 1, "speculative_disable_by_batch_size", most, "at least 1")
         check(topk in (None, 1) or self.drafter is not None, "speculative_eagle_topk", topk, "1 without an MTP layer")
         if rows is not None and topk in (None, 1):
             check(rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
-            check(
-                steps is None or rows == steps + 1, "speculative_num_draft_tokens", rows, f"num-steps + 1 = {(steps or 0) + 1} for a chain"
-            )
+            wanted = rows if steps is None else steps + 1
+            check(rows == wanted, "speculative_num_draft_tokens", rows, f"num-steps + 1 = {wanted} for a chain")
         for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
             threshold = getattr(self, name)
             check(0 < threshold <= 1, name, threshold, "in (0, 1]")
@@ -201,18 +197,16 @@ class SpecConfig:
             check(token_map is None or self.drafter is not None, "speculative_token_map", token_map, "left out without an MTP layer")
         else:
             for name in NEED_ALGORITHM:
-                value = getattr(self, name)
-                check(value is None, name, value, "given together with --speculative-algorithm")
+                check(getattr(self, name) is None, name, getattr(self, name), "given together with --speculative-algorithm")
 
     @property
     def parts(self) -> list[str]:
-        """vLLM names the method after the family: deepseek_mtp, mimo_mtp."""
-        named = self.speculative_algorithm
+        named = self.speculative_algorithm  # vLLM's names of MTP begin with the family: deepseek_mtp, mimo_mtp
         return [] if named is None else ["MTP" if part.endswith("_MTP") else part for part in named.upper().split("+")]
 
     @property
     def drafter(self) -> str | None:
-        """The name in core.drafters of the model that drafts; None: no model does."""
+        """The draft model's name in core.drafters; None: no draft model."""
         return next((part for part in self.parts if part != "NGRAM"), None)
 
     @property
@@ -230,16 +224,24 @@ class SpecConfig:
         return 3 if rows is None or self.topk > 1 else rows - 1
 
     @property
+    def checkpoint(self) -> str | None:
+        """Directory or id of a separately published draft layer; None: it is in the model's own checkpoint."""
+        return self.speculative_draft_model_path
+
+    def with_checkpoint(self, directory: str) -> SpecConfig:
+        return replace(self, speculative_draft_model_path=directory)
+
+    @property
     def topk(self) -> int:
         return self.speculative_eagle_topk or 1
 
     @property
     def nodes(self) -> int:
-        """Drafts verified per request, the free ones not counted."""
+        """Drafts verified per request, without the free ones."""
         rows = self.speculative_num_draft_tokens
         if self.topk == 1:
             return self.steps
-        # The pool of a tree: topk candidates, then topk for each of topk nodes per step.
+        # A tree's pool: topk candidates in the first step, topk for each of topk nodes in each further step.
         pool = self.topk + max(self.steps - 1, 0) * self.topk**2 if self.steps else 0
         return min(pool, MAX_ROWS - 1, (self.topk * self.steps) if rows is None else rows - 1)
 
@@ -252,41 +254,39 @@ class SpecConfig:
 class SamplingConfig:
     logprobs_mode: str = option(
         "raw_logprobs",
-        "log-probabilities of the model's own logits, or of what the request's transforms made of them",
+        "log-probabilities of the model's raw logits, or of the logits after the request's transforms",
         choices=("raw_logprobs", "processed_logprobs"),
     )
     logits_processors: str | None = option(
-        None, "classes module:Class, comma-separated: called with the tokens before it for every token that is chosen"
+        None, "classes module:Class, comma-separated: called for every sampled token, with the tokens before it"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    max_running_requests: int | None = option(
-        None, "requests that run at once (default: what the KV pool and one step's tokens allow)", "max-num-seqs"
-    )
+    max_running_requests: int | None = option(None, "requests that run at once (default: by KV pool and tokens per step)", "max-num-seqs")
     chunked_prefill_size: int = option(512, "tokens per step, prompts and decoding together", "max-num-batched-tokens")
-    enable_chunked_prefill: bool = option(True, "prompts are computed in pieces, beside decoding: always", "enable-mixed-chunk")
+    enable_chunked_prefill: bool = option(True, "compute prompts in chunks, together with decoding: always on", "enable-mixed-chunk")
     scheduling_policy: str = option(
         "fcfs",
-        "fcfs: requests are served as they came; priority: those with a lower `priority` first, and they are preempted last",
+        "fcfs: requests are served in the order of arrival; priority: those with a lower `priority` first, and they are preempted last",
         "schedule-policy",
         choices=("fcfs", "priority"),
     )
-    random_seed: int | None = option(None, "where the seeds of requests without one come from (default: the system)")
+    random_seed: int | None = option(None, "seed from which requests without one get theirs (default: random)")
     max_queued_requests: int | None = option(None, "requests that may wait; more are refused with 429", "max-num-queued-reqs")
     disable_cuda_graph: bool = option(False, "on a GPU: launch every kernel by itself instead of replaying captured steps", "enforce-eager")
     cuda_graph_max_bs: int | None = option(
-        None, "requests in one captured step; a step's further requests run beside it (default: --max-running-requests, at most 256)",
+        None, "requests in one captured step; a step's further requests run uncaptured (default: --max-running-requests, at most 256)",
         "max-cudagraph-capture-size", "cuda-graph-max-bs-decode",
     )  # fmt: skip
-    disable_overlap_schedule: bool = option(False, "on a GPU: plan a step only after the one before was read, instead of while it runs")
+    disable_overlap_schedule: bool = option(False, "on a GPU: plan a step only after the previous one was read, instead of while it runs")
 
     def __post_init__(self) -> None:
         running, queued = self.max_running_requests, self.max_queued_requests
         check(running is None or running >= 1, "max_running_requests", running, "at least 1")
         check(self.chunked_prefill_size >= 1, "chunked_prefill_size", self.chunked_prefill_size, "at least 1")
-        check(self.enable_chunked_prefill, "enable_chunked_prefill", False, "true: prompts are always computed in pieces")
+        check(self.enable_chunked_prefill, "enable_chunked_prefill", False, "true: prompts are always computed in chunks")
         check(queued is None or queued >= 0, "max_queued_requests", queued, "at least 0")
         most = self.cuda_graph_max_bs
         check(most is None or 1 <= most <= 256, "cuda_graph_max_bs", most, "in [1, 256]")
@@ -295,12 +295,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """For command lines that say so: an engine has one device."""
+    """Options of peers, accepted with their default: an engine has one device."""
 
-    tensor_parallel_size: int = option(1, "devices that share each layer: 1 is all that there is yet", "tp", "tp-size")
-    pipeline_parallel_size: int = option(1, "devices that share the layers: 1 is all that there is yet", "pp", "pp-size")
-    data_parallel_size: int = option(1, "copies of the engine: 1 is all that there is yet", "dp", "dp-size")
-    expert_parallel_size: int = option(1, "devices that share the experts: 1 is all that there is yet", "ep", "ep-size")
+    tensor_parallel_size: int = option(1, "devices that share each layer: only 1 is supported yet", "tp", "tp-size")
+    pipeline_parallel_size: int = option(1, "devices that share the layers: only 1 is supported yet", "pp", "pp-size")
+    data_parallel_size: int = option(1, "copies of the engine: only 1 is supported yet", "dp", "dp-size")
+    expert_parallel_size: int = option(1, "devices that share the experts: only 1 is supported yet", "ep", "ep-size")
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -312,31 +312,31 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(30000, "port to listen on; 0 takes a free one")
     api_key: tuple[str, ...] = option(
-        (), "keys that open the API, comma-separated or given several times; visible to ps, unlike --api-key-file", secret=True
+        (), "keys of the API, comma-separated or given several times; visible to ps, unlike --api-key-file", secret=True
     )
-    api_key_file: str | None = option(None, "file with keys that open the API, one a line")
-    admin_api_key: tuple[str, ...] = option((), "keys that management routes need (default: --api-key opens them)", secret=True)
-    admin_api_key_file: str | None = option(None, "file with such keys, one a line")
-    allowed_origins: tuple[str, ...] = option((), "origins whose pages may call the API from a browser; * is any (default: none)")
+    api_key_file: str | None = option(None, "file with keys of the API, one per line")
+    admin_api_key: tuple[str, ...] = option((), "keys of the management routes (default: --api-key's)", secret=True)
+    admin_api_key_file: str | None = option(None, "file with keys of the management routes, one per line")
+    allowed_origins: tuple[str, ...] = option((), "origins whose pages may call the API from a browser; *: any (default: none)")
     ssl_keyfile: str | None = option(None, "private key, for HTTPS")
     ssl_certfile: str | None = option(None, "certificate chain, for HTTPS")
-    ssl_ca_certs: str | None = option(None, "certificates of authorities; clients must then show a certificate from one of them")
+    ssl_ca_certs: str | None = option(None, "CA certificates; clients must then present a certificate that one of them has signed")
     max_request_bytes: int = option(8 << 20, "bytes in a request's body; more are refused with 413")
     queue_timeout: float | None = option(None, "seconds that a request may wait for its first token; then 503")
     request_timeout: float | None = option(None, "seconds that a request may take; then 408, or an error in its stream")
     read_timeout: float = option(60.0, "seconds in which a client must have sent its whole request")
-    write_timeout: float = option(60.0, "seconds for which a client may leave its answer unread before it is cut off")
-    sse_keep_alive_interval: float = option(0.0, "seconds of silence after which a stream gets a comment; 0: never")
-    log_requests: bool = option(False, "log what is asked, prompts included", "enable-log-requests")
+    write_timeout: float = option(60.0, "seconds for which a client may leave its response unread before the connection is closed")
+    sse_keep_alive_interval: float = option(0.0, "seconds without an event after which a stream gets a comment; 0: never")
+    log_requests: bool = option(False, "log requests, including their prompts", "enable-log-requests")
     log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
     log_interval: float = option(5.0, "seconds between two lines of statistics while requests run; 0: none", "decode-log-interval-seconds")
     drain_timeout: float = option(30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout")
-    enable_metrics: bool = option(False, "offer /metrics: as it is anyway")
-    metrics_compat: str | None = option(None, "offer the metrics under these peers' names too: sglang, vllm, or both with a comma")
+    enable_metrics: bool = option(False, "offer /metrics: has no effect, it is always offered")
+    metrics_compat: str | None = option(None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm")
     tool_call_parser: str | None = option(None, "how the model writes tool calls, for tool_choice auto", choices=TOOL_CALL_PARSERS)
-    enable_auto_tool_choice: bool = option(False, "what --tool-call-parser says already, without which it is refused")
+    enable_auto_tool_choice: bool = option(False, "has no effect; needs --tool-call-parser, which implies it")
     default_chat_template_kwargs: str | None = option(
-        None, 'variables of the chat template that hold unless a request sets them: JSON, like {"enable_thinking": false}'
+        None, 'defaults of the chat template\'s variables, which a request may override: JSON, like {"enable_thinking": false}'
     )
     reasoning_parser: str | None = option(None, "how the model marks its reasoning, for reasoning_content", choices=REASONING_PARSERS)
 
@@ -358,7 +358,7 @@ class ServerConfig:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Raises ConfigError for text that is no JSON object."""
+        """Raises ConfigError for text that is not a JSON object."""
         text = self.default_chat_template_kwargs or "{}"
         try:
             values = json.loads(text)
@@ -369,17 +369,17 @@ class ServerConfig:
 
     @property
     def dialects(self) -> tuple[str, ...]:
-        """Those of DIALECTS that metrics are offered in beside our own."""
+        """The members of DIALECTS whose names for metrics are offered too."""
         return tuple(dict.fromkeys(part.strip() for part in (self.metrics_compat or "").split(",") if part.strip()))
 
     def public(self) -> dict[str, Any]:
-        """Without what is secret."""
+        """The values of all options that are not secret."""
         return {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata["secret"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine process is started with; the server's own part stays with the server."""
+    """The engine process's configuration: everything but ServerConfig."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)

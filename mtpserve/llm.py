@@ -1,4 +1,4 @@
-"""The offline entry: `LLM(...)` runs the engine in this process. No server, no sockets; the same steps, text rules and limits."""
+"""Offline inference: `LLM(...)` runs the engine in this process, without server and sockets, with the same steps, text rules and limits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mtpserve.config import SECTIONS, EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
-from mtpserve.core.request import Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import request_of, spelling_of
 from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
@@ -28,30 +27,30 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`finish_reason` is stop, length or error; `text` and `tokens` are what there was until then."""
+    """`finish_reason` is stop, length or error; `text` and `tokens` are those generated until then."""
 
     text: str
     tokens: list[int]
     finish_reason: str
     prompt_tokens: int
     drafted: int  # draft tokens verified for this prompt
-    accepted: int  # of them, those that stand in the text
+    accepted: int  # how many of them were accepted
     error: str | None = None
-    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the sampling asks for them
-    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt from its second token on
-    trace: list[Proposal] = field(default_factory=list)  # per step what was proposed and accepted, where the speculation asks for it
+    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, with SamplingParams.logprobs
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the prompt from its second token on, with SamplingParams.prompt_logprobs
+    trace: list[Proposal] = field(default_factory=list)  # what each step proposed and accepted, with Speculation.trace
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """One step of one request. The pieces, joined, are its new text; text that a stop string may still take comes later."""
+    """One step of one request. The pieces, joined, are its new text; text that may become a stop string is held back."""
 
-    tokens: list[int]  # accepted drafts, then the trunk's own; what follows a stop is cut off
+    tokens: list[int]  # accepted drafts, then the trunk's own token; cut off after a stop
     proposal: Proposal  # the drafts that were verified
     accepted: int  # drafts among `tokens`
     accepted_pieces: list[str]
     own_piece: str
-    rejected_pieces: list[str]  # each decoded by itself; of a tree, those that did not follow from what was accepted are left out
+    rejected_pieces: list[str]  # one per rejected draft; of a tree, only the likeliest branch after the accepted drafts
     finish: Finish | None
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None
@@ -63,8 +62,8 @@ class StreamStep:
 
 
 @dataclass(slots=True)
-class Output:
-    """One request while it runs: its events become steps."""
+class OfflineRequest:
+    """One request while it runs: turns its events into steps."""
 
     tokenizer: Tokenizer
     detokenizer: Detokenizer
@@ -119,26 +118,26 @@ def joined(parts: Iterable[list[TokenLogprob] | None]) -> list[TokenLogprob] | N
 
 
 def refused(event: TokenEvent) -> list[int]:
-    """The drafts that would have continued what was accepted: the likeliest branch down from there."""
+    """The rejected drafts that continue the accepted ones: the likeliest branch below the last accepted node."""
     proposal, node = event.proposal, ([0, *event.proposal.path])[-1]
-    found = []
+    tokens = []
     for draft, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True), 1):
         if parent == node and draft not in proposal.path:
-            found.append(token)
+            tokens.append(token)
             node = draft
-    return found
+    return tokens
 
 
 class LLM:
     """Options are the fields of the config dataclasses, as on the command line with underscores: `LLM("demo", page_size=32)`.
 
-    Raises ConfigError and LoadError. Not for several threads at once.
+    Raises ConfigError and LoadError. Not thread-safe.
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
         self.config = fetched(engine_config({"model": model, **options}))
         self.tokenizer = tokenizer_of(self.config.model)
-        # Not at the top: torch comes with it, and the tokenizer's errors need not wait for that.
+        # Not at the top: it imports torch, and the tokenizer's errors are raised before that.
         build = import_module("mtpserve.engine.build").build_engine
         self.engine: Engine = build(self.config, progress=sys.stderr.isatty())
         self._ids = itertools.count()
@@ -150,11 +149,11 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Gives the memory back. Nothing else may be called afterwards."""
+        """Frees the engine's memory. Nothing else may be called afterwards."""
         del self.engine
 
     def sampling(self, **values: Any) -> SamplingParams:
-        """`values` over what the model's makers recommend."""
+        """The model's recommended sampling parameters, overridden by `values`."""
         return SamplingParams(**(self.tokenizer.defaults | values))
 
     def generate(
@@ -162,36 +161,36 @@ class LLM:
     ) -> list[Completion]:
         """One completion per prompt, in order. A prompt is a text or token ids; `sampling` is for all or one for each.
 
-        Without `sampling` the model's own recommendations hold, up to the context length. Raises InvalidRequest if any prompt is.
+        Without `sampling`, the model's recommended parameters, up to the context length. Raises InvalidRequest if any prompt is invalid.
         """
         given = listed(prompts)
         each = [sampling or self.sampling()] * len(given) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(given):
             raise InvalidRequest(f"there are {len(given)} prompts and {len(each)} sampling parameters", "sampling")
-        outputs: dict[str, Output] = {}
+        outputs: dict[str, OfflineRequest] = {}
         for id, step in self._run(given, each, outputs):
             outputs[id].steps.append(step)
         return [output.completion() for output in outputs.values()]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[StreamStep]:
-        """The steps of one prompt as they come; closing the iterator ends the request. Raises RequestFailed when the request does."""
+        """The steps of one prompt as they come; closing the iterator ends the request. Raises RequestFailed if the request fails."""
         for _, step in self._run([prompt], [sampling or self.sampling()], {}):
             if step.finish is Finish.ERROR:
                 raise RequestFailed(step.error or "the request failed")
             yield step
 
     def _run(
-        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], outputs: dict[str, Output]
+        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], outputs: dict[str, OfflineRequest]
     ) -> Iterator[tuple[str, StreamStep]]:
-        """Runs the engine until all have ended. `outputs` is filled with one entry per prompt, in order."""
+        """Runs the engine until all requests have ended. `outputs` is filled with one entry per prompt, in order."""
         live: set[str] = set()
-        engine = self.engine  # an iterator that nobody closed may outlive `close`
+        engine = self.engine  # an iterator that is not closed may outlive `close`
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
                 request = request_of(spelling_of(self.tokenizer, params), f"offline-{next(self._ids)}", ids, params)
                 detokenizer = Detokenizer(self.tokenizer.fast, params, self.engine.card.eos_ids, ids)
-                outputs[request.id] = Output(self.tokenizer, detokenizer, len(ids), params.speculation.trace)
+                outputs[request.id] = OfflineRequest(self.tokenizer, detokenizer, len(ids), params.speculation.trace)
                 while not self._add(request):
                     yield from self._step(outputs, live)
                 live.add(request.id)
@@ -202,7 +201,7 @@ class LLM:
                 engine.abort(id)
 
     def _add(self, request: Request) -> bool:
-        """False: the queue is full, and a step makes room."""
+        """False if the queue is full: try again after a step."""
         try:
             self.engine.add(request)
         except EngineBusy:
@@ -211,7 +210,7 @@ class LLM:
             return False
         return True
 
-    def _step(self, outputs: dict[str, Output], live: set[str]) -> Iterator[tuple[str, StreamStep]]:
+    def _step(self, outputs: dict[str, OfflineRequest], live: set[str]) -> Iterator[tuple[str, StreamStep]]:
         for event in self.engine.step():
             if event.id not in live:  # ended by a stop string, or by the caller
                 continue
@@ -232,7 +231,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """Flat options into sections. Raises ConfigError naming what is unknown."""
+    """Sorts options into the sections of the configuration. Raises ConfigError for an unknown one."""
     sections = {name: config for name, config in SECTIONS.items() if name != "server"}
     homes = {each.name: name for name, config in sections.items() for each in fields(config)}  # type: ignore[arg-type]
     for name in options:

@@ -12,9 +12,8 @@ import pytest
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
-from mtpserve.core.request import Request
+from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.llm import LLM, Prompt, engine_config
 from tests.server.fake_engine import FIRST_TOKEN, FakeEngine
 from tests.text import tiny

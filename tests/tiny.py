@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, RopeArch
+from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, RopeArch, page_groups
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
@@ -79,6 +79,7 @@ def tiny_engine(
     drafts: int | SpecConfig,
     *,
     pages: int = 400,
+    window_pages: int = 400,
     page_size: int = 4,
     budget: int = 64,
     seats: int = 16,
@@ -95,7 +96,7 @@ def tiny_engine(
     The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     return assemble(
         model.to(device),
-        EngineSizes(pages=pages, page_size=page_size, seats=seats, context=CONTEXT),
+        EngineSizes(pages=[pages, window_pages][: len(page_groups(model.arch.layers))], page_size=page_size, seats=seats, context=CONTEXT),
         EngineOptions(
             spec=replace(spec_of(drafts), speculative_exact=exact),
             scheduler=SchedulerConfig(chunked_prefill_size=budget),

@@ -1,1 +1,1 @@
-"""What the benchmarks share. Benchmarks are run by hand, one at a time on an idle machine; tests never time anything."""
+"""Shared parts of the benchmarks. Benchmarks are run by hand, one at a time on an idle machine; tests never time anything."""

@@ -1,4 +1,4 @@
-"""The demo model in an engine, and prompts from files that it has never seen."""
+"""The demo model in an engine, and prompts from held-out files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def prompts(count: int) -> list[list[int]]:
     """The first tokens of `count` held-out files."""
     tokenizer = Tokenizer.from_file(str(ModelConfig().directory / "tokenizer.json"))
     encoded = (tokenizer.encode(read(path)).ids for path in held_out())
-    found = [ids[:PROMPT] for ids in encoded if len(ids) > 2 * PROMPT][:count]
-    if len(found) < count:
-        raise SystemExit(f"only {len(found)} held-out files are long enough for a prompt of {PROMPT} tokens")
-    return found
+    prompts = [ids[:PROMPT] for ids in encoded if len(ids) > 2 * PROMPT][:count]
+    if len(prompts) < count:
+        raise SystemExit(f"only {len(prompts)} held-out files are long enough for a prompt of {PROMPT} tokens")
+    return prompts
 
 
 def run(engine: Engine, asked: list[list[int]], tokens: int, temperature: float, seed: int = 0) -> int:
-    """All at once. → tokens generated."""
+    """Runs all prompts at once. → tokens generated."""
     for i, prompt in enumerate(asked):
         params = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed + i, ignore_eos=True)
         engine.add(Request(str(i), prompt, params))

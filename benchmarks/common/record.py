@@ -1,4 +1,4 @@
-"""Where and of what a number was taken: without it a number is not kept."""
+"""Command, commit, device and versions of a measurement, which are stored with every result."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def context() -> dict[str, Any]:
 
 
 def save(path: str | None, numbers: dict[str, Any]) -> None:
-    """Write JSON if a path was given."""
+    """Writes JSON if a path was given."""
     if path is not None:
         Path(path).write_text(json.dumps(context() | {"numbers": numbers}, indent=2) + "\n")

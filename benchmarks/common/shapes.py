@@ -1,4 +1,4 @@
-"""Published models' shapes with one MTP layer each, for engines with random weights, and what a step of them must at least move."""
+"""Published models' shapes with one MTP layer each, for engines with random weights, and a lower bound on the bytes that a step moves."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def write_config(directory: Path, config: dict[str, Any]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Numbers that a pass reads, whatever else it does; bytes at two a number."""
+    """Numbers that a pass reads in any case; two bytes each."""
 
     config: dict[str, Any]
 
     def layer(self, rows: int, dense: bool) -> float:
-        """Weights of one layer. Of the experts those that `rows` rows hit, if each chooses evenly."""
+        """Weights of one layer; of the experts, those that `rows` rows use if each row chooses uniformly."""
         c = self.config
         hidden = c["hidden_size"]
         if "kv_lora_rank" in c:
@@ -78,8 +78,8 @@ class Traffic:
         return float(requests * context * token)
 
     def step(self, requests: int, context: int, drafts: int, hot: int | None = None) -> float:
-        """Bytes of one step: the trunk and its head over all rows, then the MTP layer as often as it is called, each time with a head,
-        the whole one or `hot` of its rows."""
+        """Bytes of one step: the trunk and its head over all rows, then the passes of the MTP layer, each with the whole head or `hot` of
+        its rows."""
         c = self.config
         rows, layers, head = requests * (drafts + 1), c["num_hidden_layers"], c["hidden_size"] * c["vocab_size"]
         dense = c.get("first_k_dense_replace", layers)

@@ -1,6 +1,6 @@
 """The demo model's text: the Python standard library's own source, and the tokenizer trained on it.
 
-Nothing is downloaded: whoever has a Python interpreter has this corpus. One file in twenty is held out by a hash of its
+Nothing is downloaded: the corpus is part of every Python installation. One file in twenty is held out by a hash of its
 name; held-out files are used for measuring only (`held_out()`), never for the tokenizer or the weights.
 """
 
@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 VOCABULARY = 2048
-# Tests are left out because they repeat themselves, tables because they are data: neither teaches a language model Python.
+# Without tests, which are repetitive, and tables, which are data: neither teaches a language model Python.
 LEFT_OUT = ("site-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "idle_test", "__pycache__")
 # Newlines are pieces of their own and never join the following word: a prompt that ends in a newline must look like
 # a place inside a file, not like the end of one. Indentation is one piece; a word takes one leading space with it.
@@ -25,8 +25,8 @@ PIECES = r" ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\n+|[^\S\n]+(?=\S)|[^\S\
 def files() -> list[Path]:
     """Every file of the corpus, sorted by its name inside the library."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [p for p in root.rglob("*.py") if not set(p.relative_to(root).parts[:-1]) & set(LEFT_OUT)]
-    return sorted((p for p in found if p.stat().st_size > 400), key=lambda p: str(p.relative_to(root)))
+    files = [p for p in root.rglob("*.py") if not set(p.relative_to(root).parts[:-1]) & set(LEFT_OUT)]
+    return sorted((p for p in files if p.stat().st_size > 400), key=lambda p: str(p.relative_to(root)))
 
 
 def is_held_out(path: Path) -> bool:

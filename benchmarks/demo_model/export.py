@@ -1,4 +1,4 @@
-"""Write the trained demo model as DeepSeek-V3 is published: sharded safetensors with an index, and the files around them."""
+"""Writes the trained demo model in DeepSeek-V3's published format: sharded safetensors with an index, config and tokenizer files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ CHAT_TEMPLATE = (
 
 
 def tensors(model: DemoModel) -> dict[str, torch.Tensor]:
-    """The published names, bfloat16. The MTP layer carries copies of embedding and head, as DeepSeek's layer 61 does."""
-    found = {name: t.detach() for name, t in model.state_dict().items()}
-    found[f"model.layers.{L}.embed_tokens.weight"] = found["model.embed_tokens.weight"].clone()
-    found[f"model.layers.{L}.shared_head.head.weight"] = found["lm_head.weight"].clone()
+    """The published names, bfloat16. The MTP layer has copies of embedding and head, like DeepSeek's layer 61."""
+    tensors = {name: t.detach() for name, t in model.state_dict().items()}
+    tensors[f"model.layers.{L}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"model.layers.{L}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     keep = "e_score_correction_bias"  # float32 in the published checkpoint too
-    return {n: (t if n.endswith(keep) else t.to(torch.bfloat16)).contiguous() for n, t in sorted(found.items())}
+    return {n: (t if n.endswith(keep) else t.to(torch.bfloat16)).contiguous() for n, t in sorted(tensors.items())}
 
 
 def export(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:

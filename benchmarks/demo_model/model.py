@@ -1,7 +1,7 @@
 """The demo model as it is trained: DeepSeek-V3 in miniature, with autograd, without a cache.
 
-Its parameters carry the names of the published checkpoint, so that saving is `state_dict()`. Serving does not use this file:
-mtpserve's own `models/deepseek.py` loads what is saved here.
+Its parameters have the names of the published checkpoint, so that saving is `state_dict()`. Serving does not use this file:
+mtpserve's `models/deepseek.py` loads the saved checkpoint.
 """
 
 from __future__ import annotations
@@ -169,10 +169,10 @@ class MTPLayer(Layer):
         return self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], -1))
 
     def unroll(self, hidden: Tensor, embeddings: list[Tensor]) -> list[Tensor]:
-        """Drafting as the engine does it, for every row at once. -> per depth the normed output [batch, rows, H]
+        """Drafting as in the engine, for every row at once. -> per depth the normed output [batch, rows, H]
 
         embeddings[d] is the embedding of token p+1+d for row p. Depth 0 writes the keys that later rows see; at depth d
-        row p stands at position p+d, sees depth-0 keys 0..p and, behind them, its own keys of depths 1..d:
+        row p has position p+d and attends to the depth-0 keys 0..p and then to its own keys of depths 1..d:
 
             keys of depth 0          own keys, one a depth
             0 1 2 … p | p+1 (not yet there) |  d=1  d=2 …

@@ -1,9 +1,9 @@
-"""Train the bundled demo model from nothing: `python benchmarks/demo_model/train.py --minutes 80`.
+"""Trains the bundled demo model from scratch: `python benchmarks/demo_model/train.py --minutes 80`.
 
 Two stages. The first trains trunk and MTP layer together on next tokens (DeepSeek-V3's recipe: MTP loss x 0.3, depth 1). The
-second freezes the trunk and teaches the MTP layer to match the trunk's own distribution when it is fed its own output, three
-deep, as drafting does: trained at depth 1 alone it accepts 0.27 at depth 2.
-LD_PRELOAD=libtcmalloc_minimal.so.4 and OMP_NUM_THREADS=2 help. A run that was ended goes on with `--resume`.
+second freezes the trunk and trains the MTP layer to match the trunk's distribution when it gets its own output, three deep, as in
+drafting: trained at depth 1 alone, its acceptance at depth 2 is 0.27.
+LD_PRELOAD=libtcmalloc_minimal.so.4 and OMP_NUM_THREADS=2 help. `--resume` continues an interrupted run.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside the plain torch function that says what it computes. Imports torch and triton, nothing of mtpserve."""
+"""Triton kernels, each with a function in plain torch that says what it computes. Imports torch and triton, nothing of mtpserve."""

@@ -55,7 +55,10 @@ class LayerContext(Generic[P]):
 
 def slots_of(batch: Batch, group: int) -> Tensor:
     """[T], where the batch's rows are stored in the pages of this group."""
-    return batch.slots if group == 0 else batch.seats.slots(batch.row_seats, batch.index + batch.shift, group)
+    if group == 0:
+        return batch.slots
+    slots = batch.seats.slots(batch.row_seats, batch.index + batch.shift, group)
+    return slots if batch.unstored is None else slots.index_fill(0, batch.unstored, batch.seats.spare_slots[group])
 
 
 def contexts(stores: Stores, planned: Sequence[P]) -> list[LayerContext[P]]:

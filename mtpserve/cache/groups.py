@@ -23,11 +23,13 @@ class PageGroup(NamedTuple):
 
 
 class PageGroups:
-    """`chunk`: rows that one request may bring to a step."""
+    """`windows` of the groups, see core.arch.page_groups, and how many pages each has. `chunk`: rows that one request may bring to a
+    step."""
 
-    def __init__(self, groups: Sequence[PageGroup], page_size: int, chunk: int) -> None:
-        self.groups, self.page_size, self._chunk = list(groups), page_size, chunk
-        self.windowed = any(group.window is not None for group in groups)
+    def __init__(self, windows: Sequence[int | None], pages: Sequence[int], page_size: int, chunk: int) -> None:
+        self.groups = [PageGroup(window, PageAllocator(count)) for window, count in zip(windows, pages, strict=True)]
+        self.page_size, self._chunk = page_size, chunk
+        self.windowed = any(window is not None for window in windows)
 
     @property
     def total(self) -> int:

@@ -1,1 +1,1 @@
-"""The command line: wires everything, decides nothing that a config dataclass could."""
+"""The command line: wires everything; defaults and checks of options are in the config dataclasses."""

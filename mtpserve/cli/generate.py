@@ -1,7 +1,7 @@
 """`mtpserve generate "prompt"`: one continuation in the terminal, coloured by where each token came from. The engine runs in this process.
 
-Where the model has an MTP layer it drafts, unless `--speculative-num-steps 0` says otherwise. Standard output gets the text
-alone, so that it can be piped; the summary goes to standard error.
+A model with an MTP layer drafts with it, unless `--speculative-num-steps 0` is given. Standard output gets only the text, so that it can
+be piped; the summary goes to standard error.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def run(arguments: Sequence[str]) -> int:
     sampling = sampling_of(chosen)
     prompt = prompt_of(chosen)
     values = with_drafts(given(chosen))
-    settings(values)  # what contradicts itself fails here, before torch is imported
+    settings(values)  # conflicting options fail here, before torch is imported
 
     from mtpserve.llm import LLM
 
-    serving = {option.name for option in all_options({"server": SECTIONS["server"]})}  # may stand in a shared config file
+    serving = {option.name for option in all_options({"server": SECTIONS["server"]})}  # a shared config file may contain these
     with LLM(**{name: value for name, value in values.items() if name not in serving}) as llm:  # type: ignore[arg-type]
         tally = paint(prompt, llm.stream(prompt, llm.sampling(**sampling)), chosen.keep_rejected)
     print(tally.line(), file=sys.stderr)
@@ -90,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def sampling_of(chosen: Namespace) -> Values:
-    """The sampling parameters that were given, known to be valid."""
+    """The given sampling parameters. Raises ConfigError for an invalid one."""
     values: Values = {"max_tokens": MAX_TOKENS}
     values |= {name: getattr(chosen, name) for name in SAMPLING if getattr(chosen, name) is not None}
     try:
@@ -109,7 +109,7 @@ def prompt_of(chosen: Namespace) -> str:
 
 
 def with_drafts(values: Values) -> Values:
-    """Here, unlike on a server, drafting is the default: to see it is what this command is for."""
+    """Drafting is the default here, unlike on a server: this command exists to show it."""
     if "speculative_algorithm" in values:
         return values
     wanted = any(name.startswith("speculative_") for name in values)

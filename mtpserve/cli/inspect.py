@@ -1,4 +1,4 @@
-"""`mtpserve inspect MODEL`: what a checkpoint is and what it would take. Reads the headers, never the weights; prints, computes nothing.
+"""`mtpserve inspect MODEL`: prints a checkpoint's architecture, weights and memory plan. Reads headers only, not the weights.
 
 With `--token-map OUT.json` and text files it counts their tokens instead, and writes the most frequent for `--speculative-token-map`.
 """
@@ -34,10 +34,10 @@ def parser() -> Parser:
         description="Print a checkpoint's architecture, MTP layout, weights and memory plan.",
     )
     made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="directory of the checkpoint, or 'demo'; the same as --model")
-    made.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like what will be served")
-    made.add_argument("--token-map", metavar="OUT.json", help="write the tokens that are most frequent in the text files to this file")
+    made.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served")
+    made.add_argument("--token-map", metavar="OUT.json", help="write the most frequent tokens of the text files to this file")
     made.add_argument("--token-map-size", metavar="N", type=int, default=TOKEN_MAP_SIZE, help=f"how many (default: {TOKEN_MAP_SIZE})")
-    made.add_argument("--memory", action="store_true", help="print the memory plan alone")
+    made.add_argument("--memory", action="store_true", help="print only the memory plan")
     made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_options(made, {name: config for name, config in SECTIONS.items() if name != "server"})
     return made
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def write_token_map(engine: EngineConfig, out: str, size: int, texts: list[str], as_object: bool) -> None:
-    """Counts, writes, and prints which share of the texts is covered."""
+    """Counts the tokens, writes the map, and prints the share of the texts that it covers."""
     if not texts:
         raise ConfigError("--token-map needs text files to count tokens in")
     from mtpserve.engine.inspect import token_map
@@ -103,7 +103,7 @@ def show(report: InspectReport, memory_alone: bool) -> None:
 
 
 def terminal() -> Console:
-    """Ruled tables on a terminal; bare columns, as wide as they need, in a pipe."""
+    """On a terminal, tables with rules; in a pipe, plain columns that are not wrapped."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -113,7 +113,7 @@ def terminal() -> Console:
 
 
 def plain(console: Console, title: str, *columns: str) -> Table:
-    """A table whose columns after the first hold numbers if their name ends in a blank."""
+    """A table. A column whose name ends in a blank holds numbers and is right-aligned."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`mtpserve launch`: the server. Here is only its command line; `server.launch` starts the processes."""
+"""`mtpserve launch`: the server's command line; `server.launch` starts the processes."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from mtpserve.core.errors import ConfigError, MTPServeError
 
 COMMANDS = {
     "launch": "serve a model over HTTP with OpenAI's API",
-    "generate": "continue a prompt in the terminal and show which tokens were drafted",
-    "inspect": "print a checkpoint's architecture, MTP layout, weights and memory plan without loading it",
-    "prove": "show that speculation does not change a model's output: greedy identity, and a test per sampling feature",
+    "generate": "continue a prompt in the terminal, coloured by where each token came from",
+    "inspect": "print a checkpoint's architecture, weights and memory plan without loading it",
+    "prove": "test that a model's output is that of plain decoding: greedy identity, and one test per sampling feature",
     "version": "print the version",
 }
 
@@ -44,7 +44,7 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 2 for what the command line or the config file got wrong, 1 for other failures."""
+    """Returns the exit code: 2 for errors in the command line or the config file, 1 for other errors."""
     try:
         return dispatch(sys.argv[1:] if arguments is None else arguments)
     except MTPServeError as error:
@@ -53,6 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader left (`| head`): not worth a word, and the interpreter's last flush must not complain either.
+        # The reader has closed the pipe (`| head`): no message, and none from the interpreter's final flush either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

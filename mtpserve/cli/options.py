@@ -1,8 +1,8 @@
-"""Options from the config dataclasses: names, other spellings, types, choices and help all come from the fields' metadata.
+"""Options from the config dataclasses: names, aliases, types, choices and help all come from the fields and their metadata.
 
-An option is known by its name and aliases, with dashes or underscores, on the command line and in a YAML file alike; a file may
-nest them under the names of `config.SECTIONS` or not. The command line overrides the file, key by key. Whatever is unknown or
-does not fit is a ConfigError of one line. What a value means is not decided here.
+An option has the same name and aliases, with dashes or underscores, on the command line and in a YAML file; a file may nest options
+under the names of `config.SECTIONS`. The command line overrides the file, option by option. An unknown option or a wrong value is a
+ConfigError of one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mtpserve.cli.peers import INSTEAD
 from mtpserve.config import SECTIONS, EngineConfig, ServerConfig
 from mtpserve.core.errors import ConfigError
 
-Values = dict[str, object]  # field name → value, of those that were given
+Values = dict[str, object]  # field name → value, for the fields that were given
 Sections = Mapping[str, Callable[..., Any]]
 
 ALLOWED = {int: "a whole number", float: "a number", bool: "true or false", str: "text (in quotes, in a YAML file)"}
@@ -43,7 +43,7 @@ class Option:
     help: str
     aliases: tuple[str, ...]
     choices: tuple[str, ...] | None
-    many: bool = False  # a tuple: comma-separated, a list in a YAML file, or given several times
+    many: bool = False  # a tuple: comma-separated text, a list in a YAML file, or given several times
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class Option:
         return "{" + ",".join(self.choices) + "}" if self.choices else {int: "N", float: "X", str: "TEXT"}[self.kind]
 
     def read(self, value: object) -> object:
-        """The value with the field's type; text is parsed, so that the command line and quoted YAML read alike."""
+        """The value with the field's type. Text is parsed, so that numbers may be quoted in YAML."""
         if value is None and self.optional:
             return None
         if self.many:
@@ -73,16 +73,16 @@ class Option:
         return value
 
     def _read_many(self, values: list[object]) -> tuple[str, ...]:
-        # The values are not repeated: they may be keys.
+        # The error does not show the values: they may be API keys.
         texts = [value for value in values if isinstance(value, str)]
-        found = tuple(part.strip() for text in texts for part in text.split(","))
-        if len(texts) < len(values) or not all(part.isprintable() and part and " " not in part for part in found):
+        parts = tuple(part.strip() for text in texts for part in text.split(","))
+        if len(texts) < len(values) or not all(part.isprintable() and part and " " not in part for part in parts):
             raise ConfigError(f"--{dashed(self.name)} must be texts without blanks, comma-separated or in a list")
-        return found
+        return parts
 
 
 class Settings(NamedTuple):
-    """What `launch` needs; `engine` is the part that the engine process gets."""
+    """All options; `engine` is the part that the engine process gets."""
 
     engine: EngineConfig
     server: ServerConfig
@@ -93,7 +93,7 @@ def dashed(name: str) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """ "; " and what to do instead: as peers.py has it, or the known names nearest to `name`; or nothing."""
+    """The end of an error about `name`: "; " and the advice in peers.py or the most similar known names; "" if there are none."""
     if (instead := INSTEAD.get(dashed(name.lstrip("-")))) is not None:
         return f"; {instead}"
     near = get_close_matches(name, list(known), n=3, cutoff=0.6)
@@ -101,7 +101,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def all_options(sections: Sections = SECTIONS) -> list[Option]:
-    found = []
+    options = []
     for section, config in sections.items():
         assert isinstance(config, type)
         hints = get_type_hints(config)
@@ -111,12 +111,12 @@ def all_options(sections: Sections = SECTIONS) -> list[Option]:
             many, meta = Ellipsis in kinds, field.metadata
             optional = len(get_args(hints[field.name])) > 1 and not many
             what = (meta["help"], meta["aliases"], meta["choices"], many)
-            found.append(Option(section, field.name, kinds[0], optional, field.default, *what))
-    return found
+            options.append(Option(section, field.name, kinds[0], optional, field.default, *what))
+    return options
 
 
 class Switch(argparse.BooleanOptionalAction):
-    """--x and --no-x, where x may begin with no- itself."""
+    """--x and --no-x; the option's own name may begin with no-."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         self._on = frozenset(option_strings)
@@ -130,7 +130,7 @@ class Switch(argparse.BooleanOptionalAction):
 
 
 def add_options(parser: argparse.ArgumentParser, sections: Sections = SECTIONS) -> None:
-    """One group per section. Values stay text here; what was not given is absent from the namespace."""
+    """One group per section. Values stay text; options that are not given are absent from the namespace."""
     for section in sections:
         group = parser.add_argument_group(f"{section} options")
         for option in all_options({section: sections[section]}):
@@ -140,13 +140,13 @@ def add_options(parser: argparse.ArgumentParser, sections: Sections = SECTIONS) 
             kind: dict[str, Any] = {"action": Switch} if option.kind is bool else {"metavar": option.metavar}
             kind |= {"action": "append"} if option.many else {}
             group.add_argument(*flags, dest=option.name, default=argparse.SUPPRESS, help=text, **kind)
-    both = parser.add_argument_group("several at once")
+    both = parser.add_argument_group("several options at once")
     both.add_argument("--config", metavar="FILE", help="YAML file with the same keys; the command line overrides it")
-    both.add_argument("--speculative-config", metavar="JSON", help=f"speculation in one: an object with {', '.join(SPECULATIVE_KEYS)}")
+    both.add_argument("--speculative-config", metavar="JSON", help=f"an object with {', '.join(SPECULATIVE_KEYS)}")
 
 
 def given(arguments: argparse.Namespace) -> Values:
-    """The values that the user gave, checked one by one: the file's, overridden by the command line's."""
+    """The given values, each checked by itself: the file's, overridden by the command line's."""
     options = {option.name: option for option in all_options()}
     values = read_file(arguments.config) if arguments.config is not None else {}
     line = {name: options[name].read(value) for name, value in vars(arguments).items() if name in options}
@@ -158,7 +158,7 @@ def given(arguments: argparse.Namespace) -> Values:
 
 
 def settings(values: Values) -> Settings:
-    """Fill the dataclasses; they check what concerns several fields."""
+    """Fills the dataclasses, which check combinations of fields."""
     part: dict[str, Values] = {section: {} for section in SECTIONS}
     for option in all_options():
         if option.name in values:
@@ -186,7 +186,7 @@ def read_file(path: str) -> Values:
 
 
 def from_tree(tree: Mapping[object, object]) -> Values:
-    """Flat or nested. `model` is both a section and an option: what it holds tells which."""
+    """The options of a YAML file, nested or not. `model` is both a section and an option: it is the section if it is a mapping."""
     options = all_options()
     values: Values = {}
     for key, value in tree.items():
@@ -213,7 +213,7 @@ def from_keys(tree: Mapping[object, object], options: list[Option], where: str) 
 
 
 def merge(values: Values, more: Values) -> None:
-    """Add; the same option twice on one level, under two of its names, is a mistake that nobody should have to search for."""
+    """Adds `more`. Raises ConfigError for an option that is given twice in one place, under two of its names."""
     for name, value in more.items():
         if name in values:
             raise ConfigError(f"{dashed(name)} is given twice{'' if isinstance(value, tuple) else f': {values[name]!r} and {value!r}'}")

@@ -1,9 +1,9 @@
-"""Generated text on a terminal, coloured by where each token came from. Knows text, columns and rich; no engine.
+"""Generated text on a terminal, coloured by where each token came from. Independent of the engine.
 
-    accepted drafts green │ the trunk's own token plain │ rejected drafts struck out
-                                                        └ only until the next step takes their place
+    accepted tokens green │ the trunk's own token plain │ rejected tokens struck out
+                                                        └ erased by the next step, which writes in their place
 
-In a pipe the text comes out bare.
+In a pipe the text is not coloured.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
 ACCEPTED, OWN, REJECTED, PROMPT = "green", "", "dim red strike", "dim"
 TAB = 8
-# What a model writes must not command the terminal: control characters, new line and tab apart, are shown as a mark.
+# A model's output must not control the terminal: control characters except newline and tab are replaced.
 UNPRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 ONE_LINE = {9: "⇥", 10: "⏎"}
 
 
 class Painter:
-    """`console` writes to standard output. `keep` leaves rejected drafts in the text instead of erasing them."""
+    """`console` writes to standard output. `keep` leaves rejected tokens in the text instead of erasing them."""
 
     def __init__(self, console: Console, keep: bool = False) -> None:
         self._console = console
         self._live = console.is_terminal and not console.is_dumb_terminal
         self._keep = keep
-        self._column = 0  # of the cursor, 0 … width-1
-        self._waiting = 0  # cells of rejected drafts right of it
+        self._column = 0  # of the end of the text, 0 … width-1
+        self._waiting = 0  # cells of rejected tokens after it
 
     def prompt(self, text: str) -> None:
         if self._live:
             self._write(text, PROMPT)
 
     def step(self, accepted: Sequence[str], own: str, rejected: Sequence[str]) -> None:
-        """One step's pieces of text."""
+        """Writes one step's pieces of text."""
         self.erase()
         self._write("".join(accepted), ACCEPTED)
         self._write(own, OWN)
@@ -49,7 +49,7 @@ class Painter:
             self._console.out("")
 
     def erase(self) -> None:
-        """Rejected drafts that still stand at the end go."""
+        """Erases the rejected tokens at the end."""
         if self._waiting:
             self._console.file.write(f"\x1b[{self._waiting}D\x1b[K")
             self._console.file.flush()
@@ -68,7 +68,7 @@ class Painter:
         if self._keep:
             self._write(text, REJECTED)
             return
-        # Erasing goes back within a line, so what would wrap is cut; the last column stays free, where terminals wrap differently.
+        # Only one line can be erased, so text that would wrap is cut; the last column stays free, because terminals differ in wrapping.
         room = self._console.width - 1 - self._column
         shown = text if cell_len(text) <= room else set_cell_size(text, max(0, room))
         if shown:

@@ -1,4 +1,4 @@
-"""argparse with mtpserve's manners: `--num_steps` is `--num-steps`, unique beginnings count, an error is a ConfigError."""
+"""argparse, but underscores are dashes, an option may be abbreviated to a unique prefix, and an error is a ConfigError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAG = re.compile(r"--[A-Za-z][\w-]*")
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
-        # argparse calls two spellings of one option ambiguous; `_full` does not.
+        # argparse rejects a prefix of two names of one option as ambiguous; `_full` does not.
         super().__init__(allow_abbrev=False, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         wanted, known = flag.replace("_", "-"), self._option_string_actions
         if wanted in known:
             return wanted
-        longer = {known[name].dest: name for name in reversed(known) if name.startswith(wanted)}  # of each option its first spelling
+        longer = {known[name].dest: name for name in reversed(known) if name.startswith(wanted)}  # each option's first name
         if len(longer) > 1:
             raise ConfigError(f"{flag} could be {' or '.join(sorted(longer.values()))}")
         if not longer:

@@ -1,14 +1,14 @@
-"""Options of SGLang and vLLM that have no counterpart of their own here: what to write instead, for the error that refuses them."""
+"""Options of SGLang and vLLM that do not exist here: the advice in the error that refuses them."""
 
 from __future__ import annotations
 
 LEAVE = "leave it out"
 ONE_DEVICE = f"an engine has one device: {LEAVE}"
 INSTEAD = {
-    "async-scheduling": f"it is so on a GPU, see --disable-overlap-schedule: {LEAVE}",
+    "async-scheduling": f"it is on by default on a GPU, see --disable-overlap-schedule: {LEAVE}",
     "chat-template-content-format": f"templates get a message's text as one string: {LEAVE}",
-    "cuda-graph-bs": "give the largest, --cuda-graph-max-bs",
-    "cudagraph-capture-sizes": "give the largest, --cuda-graph-max-bs",
+    "cuda-graph-bs": "give the largest batch with --cuda-graph-max-bs",
+    "cudagraph-capture-sizes": "give the largest batch with --cuda-graph-max-bs",
     "disable-log-requests": f"requests are logged with --log-requests only: {LEAVE}",
     "disable-log-stats": "use --log-interval 0",
     "enable-cache-report": f"there is no prefix cache yet: {LEAVE}",
@@ -23,17 +23,17 @@ INSTEAD = {
     "guided-decoding-backend": f"grammars are llguidance's: {LEAVE}",
     "max-prefill-tokens": "use --chunked-prefill-size, which bounds a step's tokens, prompts and decoding together",
     "num-gpu-blocks-override": "use --max-total-tokens, which is in tokens",
-    "schedule-conservativeness": f"requests are admitted when their prompt fits, and recomputed when pages run out: {LEAVE}",
+    "schedule-conservativeness": f"requests are admitted when their prompt fits, and preempted when pages run out: {LEAVE}",
     "schedule-low-priority-values-first": "use --scheduling-policy priority, under which lower values go first",
     "seed": "use --random-seed for the server, or `seed` in a request",
-    "skip-server-warmup": f"there is none: {LEAVE}",
-    "speculative-adaptive": f"drafts are as deep as --speculative-num-steps says, up to --speculative-disable-by-batch-size: {LEAVE}",
+    "skip-server-warmup": f"there is no warm-up request: {LEAVE}",
+    "speculative-adaptive": f"the depth is --speculative-num-steps, or 0 above --speculative-disable-by-batch-size requests: {LEAVE}",
     "speculative-draft-attention-backend": f"drafting uses --attention-backend: {LEAVE}",
     "speculative-attention-mode": f"drafts are verified by one kernel: {LEAVE}",
-    "speculative-use-rejection-sampling": f"chains from an MTP layer always are: {LEAVE}",
+    "speculative-use-rejection-sampling": f"chains from an MTP layer always use it: {LEAVE}",
     "stream-interval": f"each step's tokens are sent at once: {LEAVE}",
-    "swap-space": f"requests that lose their pages are recomputed: {LEAVE}",
-    "trust-remote-code": f"no code that comes with a checkpoint is ever run here: {LEAVE}",
+    "swap-space": f"preempted requests are recomputed: {LEAVE}",
+    "trust-remote-code": f"code in a checkpoint is never run: {LEAVE}",
     "uvicorn-log-level": "use --log-level",
 }
 SHORT = {"-dp": "--dp", "-ep": "--ep", "-pp": "--pp", "-sc": "--speculative-config", "-tp": "--tp"}  # vLLM's

@@ -1,1 +1,1 @@
-"""The vocabulary: plain dataclasses and protocols that every layer shares. Imports nothing of ours and no torch at run time."""
+"""Plain dataclasses and protocols that all layers share. Imports no other part of mtpserve, and no torch at run time."""

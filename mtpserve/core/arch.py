@@ -1,4 +1,4 @@
-"""What a model is, in numbers: read from its config by the family file, used by the cache, the planner and `inspect`."""
+"""A model's dimensions: read from its config by the family file, used by the cache, the planner and `inspect`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Norm = Literal["pre", "post"]
+FP8_BLOCK = (128, 128)  # rows and columns that share one scale in float8 checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token stores in one layer. `mla`: one latent row of `key_dim` numbers whose first `value_dim` are the value."""
+    """The KV cache of one token in one layer. `mla`: one latent row of `key_dim` numbers whose first `value_dim` are the value."""
 
     kind: Literal["gqa", "mla"]
     heads: int
@@ -29,7 +30,8 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A layer that stores keys and values. A row sees what comes before it and itself: all of it, or the last `window` positions."""
+    """A layer kind: attention with KV of layout `kv`. `window`: a row attends to itself and the window - 1 tokens before it; None: to
+    itself and all tokens before it."""
 
     kv: KVLayout
     window: int | None = None
@@ -79,7 +81,7 @@ class MLAArch:
 
 @dataclass(frozen=True, slots=True)
 class MoEArch:
-    """DeepSeek-V3's routing: sigmoid scores, a correction bias that only chooses, groups, then top_k of the best groups."""
+    """DeepSeek-V3's routing: sigmoid scores; a correction bias for the choice alone; the best groups, then top_k of their experts."""
 
     experts: int
     top_k: int
@@ -94,17 +96,17 @@ class MoEArch:
 
 @dataclass(frozen=True, slots=True)
 class MTPArch:
-    """The axes on which families' MTP layers differ."""
+    """How families' MTP layers differ."""
 
     layers: int
     fusion: Literal["embedding-hidden", "hidden-embedding"]  # order of the two halves of the fusing projection's input
     hidden_in: Norm  # the trunk's hidden state before or after its final norm
-    recycle: Norm  # the layer's own output before or after its final norm, fed to the next draft step
+    recycle: Norm  # the next draft step gets the layer's own output before or after its final norm
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Which of the trunk's numbers a draft model is fed with, row by row and side by side. By default none."""
+    """The trunk's outputs that a draft model gets, concatenated for each row. By default none."""
 
     taps: tuple[int, ...] = ()  # the outputs of these layers
     last: Norm | None = None  # the last layer's output, before or after the final norm

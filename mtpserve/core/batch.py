@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
-
-from mtpserve.core.request import TokenLogprob
-from mtpserve.core.sequence import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,39 +19,6 @@ class Source(IntEnum):
     NGRAM = 1
     PREDICTION = 2
     GRAMMAR = 3  # the only token that the request's grammar allows: costs no pass of any model
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The rows that one request brings to a step: `length` committed tokens from `start`, then its drafts.
-
-    A prompt chunk is many tokens and no drafts, plain decoding one token and no drafts, a verification one token and k.
-
-    While a step of the request is in flight, `start` and `drafts` are what the host can say: the row starts no earlier, and has no
-    more drafts. The device knows where it stands.
-    """
-
-    seq: Sequence
-    start: int
-    length: int
-    drafts: int
-    # The span reaches the end of what is committed, so the step produces a token for it.
-    samples: bool
-    # After the step everything but the last token is computed, so the request can be drafted for. True for every span that samples,
-    # and for a preempted request that was recomputed up to its last token: it goes on with the very drafts that it had, so that
-    # preemption does not change what a seed gives.
-    drafts_next: bool
-
-    @classmethod
-    def of(cls, seq: Sequence, length: int, drafts: int = 0) -> Span:
-        """The request's next rows."""
-        end, expected = seq.launched + length, seq.expected
-        samples = end == expected
-        return cls(seq, seq.launched, length, drafts, samples, samples or (expected > seq.prompt_len and end == expected - 1))
-
-    @property
-    def width(self) -> int:
-        return self.length + self.drafts
 
 
 class Tree(NamedTuple):
@@ -80,7 +44,7 @@ class Batch:
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, by depth: siblings of a tree share one
     index: Tensor  # [T] int64, place in the request
-    slots: Tensor  # [T] int64, place in the KV pool
+    slots: Tensor  # [T] int64, where its keys and values are stored, in the pages of group 0
     row_seats: Tensor  # [T] int64, whose row it is
     seat_ids: Tensor  # [R] int64
     cu_q: Tensor  # [R+1] int64, first row of each span
@@ -101,6 +65,8 @@ class Batch:
     shift: int = 0
     # [N] int64, spans that start right after pages which another request computed; None: none does.
     resumed: Tensor | None = None
+    # [N] int64, rows that are computed and not stored: their slots are spare. None: all are stored.
+    unstored: Tensor | None = None
     # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there is none. None: nowhere is one.
     predictions: tuple[Tensor, Tensor] | None = None
 
@@ -165,24 +131,3 @@ class Drafts:
     probs: Tensor | None = None  # [D, K, vocabulary] float32, the distribution each was drawn from
     tree: Tree | None = None  # None: a chain
     sources: Tensor | None = None  # [D, K] int64, of Source; None: MTP
-
-
-@dataclass(frozen=True, slots=True)
-class SpanResult:
-    """Host copy of one span's outcome."""
-
-    tokens: list[int]  # committed by this step: accepted drafts and one more; empty for a chunk that ends inside the prompt
-    accepted: int  # drafts among them
-    drafts: int  # proposals that now wait for the next step
-    proposed: list[int] = field(default_factory=list)  # the drafts that were verified
-    parents: list[int] = field(default_factory=list)  # the node that each continues
-    sources: list[int] = field(default_factory=list)  # of Source, one for each
-    path: list[int] = field(default_factory=list)  # the nodes of the drafts that were accepted
-    failed: bool = False
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    spans: list[SpanResult]  # in the order of the spans

@@ -1,4 +1,4 @@
-"""How much room drafting needs: computed once from the options, read by scheduler, seats, memory plan and captured steps alike."""
+"""The sizes of drafting: computed once from the options, used by scheduler, seats, memory plan and captured steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class DraftSizes:
     A request is *plain* if it has neither a grammar nor a prediction: then only the algorithm proposes drafts for it.
     """
 
-    steps: int = 0  # depth to which the algorithm drafts
-    proposed: int = 0  # drafts that the algorithm proposes at most; `steps` for a chain
-    written: int = 0  # tokens after the last committed one whose slots the algorithm's passes write, or whose drafts wait
-    free: int = 0  # further drafts that cost no pass of a model: what a grammar forces, a prediction or n-grams continue with
-    always_free: bool = False  # n-grams look at every request, so that plain ones have free drafts too
-    trees: bool = False  # the algorithm's own drafts branch
+    steps: int = 0  # depth of the algorithm's drafts
+    proposed: int = 0  # the most drafts that the algorithm proposes; `steps` for a chain
+    written: int = 0  # slots after the last committed token that the algorithm's passes write, or that its pending drafts will
+    free: int = 0  # further drafts, without a pass of a model: tokens that a grammar forces, or from a prediction or n-grams
+    always_free: bool = False  # n-grams are looked up for every request, so that plain ones have free drafts too
+    trees: bool = False  # the algorithm's own drafts are a tree
 
     @property
     def depth(self) -> int:
@@ -26,7 +26,7 @@ class DraftSizes:
 
     @property
     def branching(self) -> bool:
-        """A request's drafts may be a tree."""
+        """Whether a request's drafts may be a tree."""
         return self.trees or self.free > 0
 
     @property
@@ -44,12 +44,12 @@ class DraftSizes:
         return self.written if plain and not self.always_free else max(self.written, self.nodes)
 
     def lookahead(self, in_flight: int, plain: bool = False) -> int:
-        """Tokens after those that the host knows for which pages are held: what each step commits and drafts, of the `in_flight`
-        steps that may be launched and not read, too."""
+        """Tokens after those that the host knows for which pages are held: what each step commits and drafts, including the `in_flight`
+        steps that may be launched and not read yet."""
         return (2 + in_flight) * (self.reach(plain) + 1)
 
     def proposals(self, want: int, plain: bool) -> int:
-        """Drafts that a step which drafts `want` deep may leave waiting, at most."""
+        """The most drafts that a step may leave for the next one if it drafts to depth `want`."""
         if want == 0:
             return 0
         if not plain or self.always_free:

@@ -1,6 +1,6 @@
-"""The drafters that have a model, by the names that --speculative-algorithm takes. One file and one line each.
+"""The draft models, by their names in --speculative-algorithm. Each is one file and one line here.
 
-Peers call drafting with the checkpoint's own MTP layer by several names. n-grams have no model: see spec/ngram.
+SGLang and vLLM have several names for drafting with the checkpoint's own MTP layer. n-grams have no model: see spec/ngram.
 """
 
 from __future__ import annotations

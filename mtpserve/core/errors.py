@@ -1,22 +1,22 @@
-"""The errors that cross a layer. Everything that a user can cause is one of them.
+"""The errors that cross layers. Every error that a user can cause is one of them.
 
 MTPServeError
-├── ConfigError        a launch option or a config file          → one line, exit code 2
-├── LoadError          a checkpoint: file, tensor, what would do → one line, exit code 1
-│   └── UnsupportedModel   an architecture or a layout that no family file knows
-├── InvalidRequest     one request's field (`param`)             → HTTP 400
-├── RequestFailed      one request died, others live             → HTTP 500, or an error event in its stream
+├── ConfigError        a launch option or a config file                        → one line, exit code 2
+├── LoadError          a checkpoint: its file, its tensor, what is accepted    → one line, exit code 1
+│   └── UnsupportedModel   an architecture or a layout that no family supports
+├── InvalidRequest     one request's field (`param`)                           → HTTP 400
+├── RequestFailed      one request failed, the others continue                 → HTTP 500, or an error event in its stream
 └── EngineError        the engine as a whole
-    ├── EngineBusy     draining, or too slow                     → HTTP 503 with Retry-After
-    │   └── QueueFull  too many requests wait already            → HTTP 429 with Retry-After
-    └── EngineDead     its process ended                         → HTTP 503, the server exits non-zero
+    ├── EngineBusy     draining, or too slow                                   → HTTP 503 with Retry-After
+    │   └── QueueFull  the queue is full                                       → HTTP 429 with Retry-After
+    └── EngineDead     its process has ended                                   → HTTP 503, the server exits non-zero
 """
 
 from __future__ import annotations
 
 
 class MTPServeError(Exception):
-    """Base of all errors that mtpserve raises on purpose. The text is for the user: one line, names the thing and the value."""
+    """Base of all errors that mtpserve raises on purpose. The message is for the user: one line with the thing and its value."""
 
 
 class ConfigError(MTPServeError):

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mtpserve.core.arch import Features, LayerKind, ModelArch
-from mtpserve.core.batch import Batch, Drafts, Hidden, Span, StepResult, Verdict, Want
+from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import StepPlan, StepResult
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.core.sequence import Sequence
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -136,7 +136,8 @@ class Seats(Protocol):
     tokens: Tensor  # [seats, max_len + lookahead] int64: committed tokens, then the waiting drafts
     length: Tensor  # [seats] int64: committed tokens
     computed: Tensor  # [seats] int64: tokens whose KV is in the pages
-    page_tables: Seq[Tensor]  # of each group of pages, see core.arch.page_groups: [seats, columns] int64
+    page_tables: Tensor  # [groups, seats, columns] int64, see core.arch.page_groups
+    spare_slots: list[int]  # of each group: a slot that is never read
     draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from
 
     def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
@@ -296,20 +297,14 @@ class ModelRunner(Protocol):
     @property
     def sizes(self) -> DraftSizes: ...
 
-    def lockstep(self, seq: Sequence) -> bool:
-        """Whether the host must have booked a request's last step before its next one is launched."""
+    @property
+    def processors(self) -> bool:
+        """The operator's own processors run between steps: each step of a request must have been read before its next is launched."""
         ...
 
-    def admit(self, seq: Sequence) -> None:
-        """The sequence has been given a seat (`seq.seat`): upload its tokens and sampling parameters."""
-        ...
-
-    def release(self, seats: Seq[int]) -> None:
-        """Requests that were admitted to these seats have ended or lost them. Called before the seats are given again."""
-        ...
-
-    def launch(self, spans: Seq[Span], want: int) -> Launched:
-        """Start one step, behind those that were started before; `want` is how deep to draft for the next one."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step, after those that were started before. A request that cannot be seated has an error in its span's result, and
+        in those of all its later spans; any other fault is raised here, or by `result`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Names to things that are imported only when they are used: listing what exists must not import it."""
+"""Objects by name that are imported only when they are used: listing the names imports nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Registry(Generic[T]):
 
     @contextmanager
     def extended(self, name: str, target: str) -> Iterator[None]:
-        """One more entry for the duration of the context: a plug-in, or a test's own."""
+        """One more entry for the duration of the context, for plug-ins and tests."""
         if name in self.entries:
             raise ValueError(f"{self.kind} {name!r} exists already: {self.entries[name]}")
         self.entries[name] = target

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
+
+
+class Finish(StrEnum):
+    """Why a request ended; the first two are OpenAI's `finish_reason`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a request asks of sampling, stopping and the scheduler. Validated here once, for the HTTP server and the offline engine alike."""
+"""A request's sampling parameters, validated once, for the HTTP server and the offline engine alike."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ MAX_BIASED = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20  # OpenAI's limit
 MAX_GRAMMAR_BYTES = 1 << 20
-MIN_PENALTY = 1e-6  # less overflows the model's own numbers
-MAX_COUNT = 2**31 - 1  # of tokens: more than any vocabulary or context has, and less than would not fit into the engine's numbers
+MIN_PENALTY = 1e-6  # a smaller one makes logits overflow
+MAX_COUNT = 2**31 - 1  # of tokens: more than any vocabulary or context has, and fits into the engine's tensors
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the output must look like. `text` is a JSON schema, a regular expression, a JSON list of choices, a grammar in EBNF (Lark
-    or GBNF), a JSON structural tag, or the calls of tools in Lark; empty for json_object. Rules in Lark, empty for
-    nothing: `front`, what stands before it, and `calls`, in `instead`, the calls of tools that may stand in its place. `field` is the
-    request's, for errors."""
+    """A constraint on the output. `text` is a JSON schema, a regular expression, a JSON list of choices, a grammar in EBNF (Lark
+    or GBNF), a JSON structural tag, or tool calls in Lark; empty for json_object.
+
+    `front`, `instead`: rules in Lark, or empty: a rule `front` that comes before the constrained text, and a rule `calls`, tool calls
+    that may replace it. `field`: the request's field, for errors.
+    """
 
     kind: GrammarKind
     text: str = ""
@@ -44,15 +46,15 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What a request says about its own speculation. It never changes the law of the output, only how fast it comes.
+    """A request's settings of speculation. They never change the distribution of the output, only its speed.
 
-    `num_steps` None: as deep as the server drafts. `prediction` is text that the output probably repeats.
+    `num_steps` None: the server's depth. `prediction`: text that the output probably repeats.
     """
 
     enabled: bool = True
     num_steps: int | None = None
     prediction: str = ""
-    trace: bool = False  # report per step what was proposed, by whom, and what was accepted
+    trace: bool = False  # report for each step the proposed tokens, their source, and which were accepted
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and not 0 <= self.num_steps <= 63:
@@ -65,12 +67,12 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Transforms apply in this order, each on what the one before it left: logit_bias, allowed_token_ids, bad_words, min_tokens,
+    """Transforms apply in this order, each to the result of the one before: logit_bias, allowed_token_ids, bad_words, min_tokens,
     penalties, custom processors, the grammar; then temperature, top_k, top_p, min_p.
 
     temperature 0 is greedy; top_k 0 or -1, top_p 1 and min_p 0 are off. `max_tokens` None means: up to the context length.
-    `seed` None draws one at admission; with a seed the same request gives the same text whatever else runs in the batch.
-    Raises InvalidRequest, naming the field and the value.
+    `seed` None: one is drawn at admission; with a seed the same request gives the same text whatever else is in the batch.
+    Raises InvalidRequest with the field and the value.
     """
 
     max_tokens: int | None = None
@@ -85,17 +87,17 @@ class SamplingParams:
     include_stop: bool = False  # keep the stop string in the text
     skip_special_tokens: bool = True
     repetition_penalty: float = 1.0  # divides the positive logits of tokens in prompt and output, multiplies the negative ones
-    frequency_penalty: float = 0.0  # taken off once for each time that the token stands in the output
-    presence_penalty: float = 0.0  # taken off once if the token stands in the output
+    frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the output
+    presence_penalty: float = 0.0  # subtracted once if the token occurs in the output
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of token ids
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
-    bad_words: tuple[str, ...] = ()  # texts that the output must not contain, as the tokenizer spells them
-    min_tokens: int = 0  # tokens before any stop token can come
-    logprobs: int | None = None  # log-probabilities of the output's tokens, and of so many alternatives
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens but the first
+    bad_words: tuple[str, ...] = ()  # texts that the output must not contain, as token sequences
+    min_tokens: int = 0  # tokens before a stop token is allowed
+    logprobs: int | None = None  # log-probabilities of the output's tokens, and of this many alternatives
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, except the first
     grammar: GrammarSpec | None = None
-    custom_params: Mapping[str, object] = field(default_factory=dict)  # handed to the processors named at launch
-    priority: int = 0  # lower ones go first, where the scheduling policy is by priority; no text depends on it
+    custom_params: Mapping[str, object] = field(default_factory=dict)  # for the logits processors given at launch
+    priority: int = 0  # lower ones are scheduled first with --scheduling-policy priority; no text depends on it
     speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
@@ -127,8 +129,17 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             require(getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
 
+    def texts(self) -> list[tuple[str, str]]:
+        """(field, text) of each parameter that is tokenised."""
+        return [*(("bad_words", word) for word in self.bad_words), ("prediction", self.speculation.prediction)]
+
+    @property
+    def used_prediction(self) -> str:
+        """The client's prediction of the output; "" where the request turns speculation off."""
+        return "" if self.speculation.depth == 0 else self.speculation.prediction
+
     def check_policy(self, policy: str) -> None:
-        """Raises InvalidRequest for a priority that the scheduling policy knows nothing of."""
+        """Raises InvalidRequest for a priority where the scheduling policy ignores priorities."""
         if self.priority and policy != "priority":
             raise InvalidRequest(f"priority must be 0 unless --scheduling-policy is priority, got {self.priority}", "priority")
 

@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING
 
+from mtpserve.core.request import Finish
 from mtpserve.core.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from mtpserve.core.protocols import Grammar
-
-
-class Finish(StrEnum):
-    """Why a request ended; the first two are OpenAI's `finish_reason`."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
 
 
 @dataclass(slots=True)
@@ -27,6 +14,7 @@ class Held:
 
     first: int = 0
     pages: list[int] = field(default_factory=list)
+    planned: int = 0  # the column after the last that a plan has named: the runner knows those before it
 
     @property
     def end(self) -> int:
@@ -56,8 +44,6 @@ class Sequence:
     seed: int  # the request's own, or drawn at admission
     bad_words: list[list[int]] = field(default_factory=list)
     prediction: list[int] = field(default_factory=list)  # what the output probably repeats
-    grammar: Grammar | None = None  # knows the first `grammar_tokens` of the output
-    grammar_tokens: int = 0
     prompt_scored: int = 0  # prompt tokens, from the second on, whose log-probabilities were reported
     shares: Sequence | None = None  # another request with this very prompt, whose pages may be used
     depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
@@ -66,7 +52,6 @@ class Sequence:
     lockstep: bool = False  # its next step cannot be launched before the last one is booked: the host has a say in it
     proposals: int = 0  # that a step may leave waiting for it, at most
     computed: int = 0
-    seated_at: int = 0  # `computed` when it was last given a seat
     shared: int = 0  # tokens in the pages that another request has computed; one of them may be computed again, and is not stored
     launched: int = 0  # `computed`, and the committed tokens of the spans in flight
     ahead: int = 0  # spans in flight that give tokens
@@ -82,7 +67,7 @@ class Sequence:
     @property
     def plain(self) -> bool:
         """Drafts come from the algorithm alone: neither a grammar nor a prediction proposes any."""
-        return self.grammar is None and not self.prediction
+        return self.sampling.grammar is None and not self.prediction
 
     @property
     def output_len(self) -> int:

@@ -11,8 +11,7 @@ from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.boundary import BoundaryRows
-from mtpserve.cache.groups import PageGroup, PageGroups
-from mtpserve.cache.pages import PageAllocator
+from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.stores import Stores
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import LayerKind, page_groups
@@ -20,6 +19,7 @@ from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols import AttentionBackend, DraftModel, GrammarCompiler, LogitsProcessor, Trunk
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.rules import LogitRules
@@ -133,21 +133,18 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     )
     rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
     sampling = SeatSampling(sizes.seats, rules, device)
+    grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
     return Engine(
-        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0),
+        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars),
         options.scheduler,
-        pages=PageGroups(
-            [PageGroup(window, PageAllocator(count)) for window, count in zip(page_groups(layers), sizes.pages, strict=True)],
-            sizes.page_size,
-            options.scheduler.chunked_prefill_size,
-        ),
+        pages=PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size),
         max_running=sizes.seats,
         context_length=sizes.context,
         vocab=arch.vocab,
         eos_ids=options.eos_ids,
         want=spec.steps,
         name=options.name,
-        grammars=options.grammars,
+        grammars=grammars,
         lossy=spec.lossy,
         overlap=options.overlap,
         plain_above=spec.speculative_disable_by_batch_size,

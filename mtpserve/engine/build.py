@@ -60,7 +60,7 @@ class Grammars:
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         if self.compiler is None:
-            self.compiler = cast(GrammarCompiler, import_module("mtpserve.text.grammar").GrammarCompiler(*self.arguments))
+            self.compiler = cast(GrammarCompiler, import_module("mtpserve.text.grammar").LLGuidanceCompiler(*self.arguments))
         return self.compiler.compile(spec)
 
 
@@ -112,7 +112,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     if curve is not None:
         engine.card = replace(engine.card, synthetic_acceptance=curve.name)
     log.info(
-        "%s, %s on %s, %d pages of %d tokens, drafts %d deep, %d per step", arch.family, dtype, device, memory.pages, page_size, spec.steps,
-        spec.nodes,
+        "%s, %s on %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, dtype, device, memory.counted, page_size,
+        spec.steps, spec.nodes,
     )  # fmt: skip
     return engine

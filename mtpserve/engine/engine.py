@@ -5,7 +5,7 @@ It decides nothing about rows and pages (scheduler.py), computes nothing (the ru
 Faults stay with the requests that they hit, and free what these held:
 
     non-finite logits in a request's rows    that request ends with an error
-    the runner refuses a request (`admit`)   that request ends with an error, the step goes on without it
+    the runner cannot seat a request         that request ends with an error, the step goes on without it
     the runner raises in a step              nobody can say whose fault it was: all requests of that step end with an error
 
 Only a device that has failed (faults.py) ends the engine: whatever is open ends with EngineDead, and the process with an exit code.
@@ -25,14 +25,14 @@ from time import perf_counter
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SchedulerConfig, check
-from mtpserve.core.batch import Span
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
-from mtpserve.core.protocols import Grammar, GrammarCompiler, Launched, ModelRunner
+from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.faults import is_fatal
-from mtpserve.engine.scheduler import Outcome, Scheduler
+from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.stats import count, new_stats
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Engine:
         eos_ids: tuple[int, ...],
         want: int,
         name: str = "",
-        grammars: GrammarCompiler | None = None,
+        grammars: PreparedGrammars | None = None,
         lossy: bool = False,
         overlap: int = 0,
         plain_above: int | None = None,
@@ -83,7 +83,7 @@ class Engine:
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
         self._pages, self._budget, self._max_running = pages, budget, max_running
         self._overlap, self._plain_above = overlap, plain_above
-        self._in_flight: deque[tuple[list[Span], Launched]] = deque()
+        self._in_flight: deque[tuple[Planned, Launched]] = deque()
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
         )  # fmt: skip
@@ -102,10 +102,10 @@ class Engine:
         self._stats.preemptions_total = self._scheduler.preemptions
         return self._stats
 
-    def add(self, request: Request, grammar: Grammar | None = None) -> None:
+    def add(self, request: Request, compiled: bool = False) -> None:
         """Queue a request. Raises InvalidRequest for what it asks, QueueFull where too many wait already.
 
-        `grammar` is what `compile` made of the request's own, which happens here where it is not given.
+        `compiled`: `compile` was called for the request's grammar; otherwise that happens here.
         """
         self._validate(request)
         scheduler, sampling, prompt_len = self._scheduler, request.sampling, len(request.prompt)
@@ -113,6 +113,8 @@ class Engine:
         if self._max_queued is not None and len(scheduler.waiting) >= self._max_queued + scheduler.free_seats:
             raise QueueFull(f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is {self._max_queued}")
         max_len = self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens
+        if not compiled:
+            self.compile(sampling.grammar)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         seq = Sequence(
             request.id,
@@ -123,23 +125,23 @@ class Engine:
             seed,
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
-            grammar=self.compile(sampling.grammar) if grammar is None else grammar,
             shares=self._shared(request),
             depth=sampling.speculation.depth,
             arrived=perf_counter(),
         )
-        sizes, seq.lockstep = self._runner.sizes, self._runner.lockstep(seq)
+        sizes, seq.lockstep = self._runner.sizes, self._runner.processors or sampling.grammar is not None
         seq.reach, seq.lookahead = sizes.reach(seq.plain), sizes.lookahead(self._overlap, seq.plain)
         seq.proposals = sizes.proposals(self._want if seq.depth is None else min(self._want, seq.depth), seq.plain)
         scheduler.add(seq)
 
-    def compile(self, spec: GrammarSpec | None) -> Grammar | None:
-        """May take seconds, and may run in another thread beside `step`. Raises InvalidRequest, EngineBusy."""
+    def compile(self, spec: GrammarSpec | None) -> None:
+        """Keeps the result for the runner. May take seconds, and may run in another thread beside `step`. Raises InvalidRequest,
+        EngineBusy."""
         if spec is None:
-            return None
+            return
         if self._grammars is None:
             raise InvalidRequest(f"{spec.kind} needs the model's tokenizer, which this engine was started without", spec.kind)
-        return self._grammars.compile(spec)
+        self._grammars.prepare(spec)
 
     def _shared(self, request: Request) -> Sequence | None:
         """Another live request whose prompt is the same, as the front end says; believed after a look."""
@@ -155,16 +157,14 @@ class Engine:
         if not self.has_work:
             return []
         events = self._book(leave=0) if self._scheduler.must_wait() else []
-        want = self._wanted()
-        spans = self._scheduler.plan(drafting=want > 0)
-        self._runner.release(self._scheduler.released)
-        self._scheduler.released = []
-        events += self._admit(self._scheduler.admitted)
-        spans = [span for span in spans if span.seq.finish is None]
-        if spans:
-            events += self._launch(spans, want)
+        planned = self._scheduler.plan(self._wanted())
+        for admission in planned.plan.admissions:
+            seq = self._scheduler.live[admission.id]
+            seq.seated = perf_counter() if seq.seated is None else seq.seated
+        if planned.seqs:
+            events += self._launch(planned)
         # Nothing was launched: nothing but what is in flight can give more to do.
-        return events + self._book(leave=self._overlap if spans else max(len(self._in_flight) - 1, 0))
+        return events + self._book(leave=self._overlap if planned.seqs else max(len(self._in_flight) - 1, 0))
 
     def try_out(self, compiles: bool = False) -> None:
         """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are finite, each by itself, may
@@ -205,48 +205,35 @@ class Engine:
             count(self._stats, outcome)
         return [_event(outcome) for outcome in outcomes]
 
-    def _admit(self, seqs: Seq[Sequence]) -> list[TokenEvent]:
-        failed: list[TokenEvent] = []
-        for seq in seqs:
-            if seq.seated is None:
-                seq.seated = perf_counter()
-            try:
-                self._runner.admit(seq)
-            except Exception as error:
-                _require_device(error)
-                log.exception("request %s could not be admitted", seq.id)
-                failed += self._report(self._scheduler.fail([seq], f"the engine could not start this request: {type(error).__name__}"))
-        return failed
-
     def _wanted(self) -> int:
         crowded = self._plain_above is not None and len(self._scheduler.running) > self._plain_above
         return 0 if crowded else self._want
 
-    def _launch(self, spans: list[Span], want: int) -> list[TokenEvent]:
+    def _launch(self, planned: Planned) -> list[TokenEvent]:
         self._stats.steps_total += 1
         try:
-            self._in_flight.append((spans, self._runner.launch(spans, want)))
+            self._in_flight.append((planned, self._runner.launch(planned.plan)))
         except Exception as error:
-            return self._failed(spans, error)
+            return self._failed(planned.seqs, error)
         return []
 
     def _book(self, leave: int) -> list[TokenEvent]:
         """The oldest steps, until no more than `leave` are in flight."""
         events: list[TokenEvent] = []
         while len(self._in_flight) > leave:
-            spans, launched = self._in_flight.popleft()
+            planned, launched = self._in_flight.popleft()
             try:
-                events += self._report(self._scheduler.commit(spans, launched.result()))
+                events += self._report(self._scheduler.commit(planned, launched.result()))
             except Exception as error:
-                events += self._failed(spans, error)
+                events += self._failed(planned.seqs, error)
         return events
 
-    def _failed(self, spans: list[Span], error: Exception) -> list[TokenEvent]:
+    def _failed(self, seqs: list[Sequence], error: Exception) -> list[TokenEvent]:
         _require_device(error)
         # The traceback is for the log; a client learns the kind of error and no more.
-        log.error("a step with %d requests failed", len(spans), exc_info=error)
+        log.error("a step with %d requests failed", len(seqs), exc_info=error)
         message = f"the engine failed in the step that computed this request: {type(error).__name__}"
-        return self._report(self._scheduler.fail([span.seq for span in spans], message))
+        return self._report(self._scheduler.fail(seqs, message))
 
     def _validate(self, request: Request) -> None:
         prompt, context = len(request.prompt), self.context_length

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.engine.planning import describe, empty_model, plan
-from mtpserve.text.token_map import TokenMap, count_tokens, make_token_map
+from mtpserve.spec.token_map import TokenMap, count_tokens, make_token_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def inspect_model(config: EngineConfig) -> InspectReport:
     found, dtype, device, memory = planned.found, planned.dtype, planned.device, planned.memory
     if found.arch.mtp is None:
         notes.append("no MTP layer: plain decoding only")
-    notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {memory.pages} pages of {config.cache.page_size} tokens, "
+    notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {memory.counted} pages of {config.cache.page_size} tokens, "
                  f"up to {memory.max_running} requests at once, {config.spec.steps} drafts per step")  # fmt: skip
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for checkpoint in filter(None, (found.checkpoint, found.nextn)):

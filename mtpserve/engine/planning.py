@@ -24,14 +24,14 @@ from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec.sizes import coupled, draft_sizes
-from mtpserve.text.token_map import read_token_map
+from mtpserve.spec.token_map import read_token_map
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.dummy import fill
 from mtpserve.weights.hf import HFConfig, read_config
 from mtpserve.weights.layouts import MTPLayout, dummy_layers, mtp_layers, nextn_prefix, why_no_mtp
 from mtpserve.weights.loader import load
-from mtpserve.weights.plan import Source, plan as placements
+from mtpserve.weights.plan import WeightSource, plan as placements
 from mtpserve.weights.rules import Rule
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     found = read_config(directory)
     family, checkpoint = family_of(found), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
     layers = found.get_int("num_hidden_layers", at_least=1)
-    layout = dummy_layers(found) if dummy else mtp_layers(checkpoint.tensors, found, layers)
+    layout = dummy_layers(found) if dummy else mtp_layers(checkpoint.tensors, layers)
     nextn, prefix = None, None
     if dummy and config.spec.speculative_draft_model_path is not None:
         raise ConfigError("--speculative-draft-model-path has no use with --load-format dummy: the layer is random too")
@@ -218,7 +218,7 @@ def build_model(found: Described, dtype: torch.dtype, positions: int, kernels: K
         torch.set_default_dtype(before)
 
 
-def sources(found: Described) -> list[Source]:
+def sources(found: Described) -> list[WeightSource]:
     """The model's own checkpoint first."""
     arch, family = found.arch, found.family
     rules, also = family.trunk_rules(arch), []
@@ -228,8 +228,8 @@ def sources(found: Described) -> list[Source]:
     else:
         rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
     if found.nextn is not None and found.nextn_prefix is not None:
-        also = [Source(found.nextn, nextn_rules(found, found.nextn, found.nextn_prefix))]
-    return [Source(found.checkpoint, rules), *also]
+        also = [WeightSource(found.nextn, nextn_rules(found, found.nextn, found.nextn_prefix))]
+    return [WeightSource(found.checkpoint, rules), *also]
 
 
 def nextn_rules(found: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:

@@ -27,7 +27,6 @@ import zmq
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
-from mtpserve.core.protocols import Grammar
 from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.messages import (
@@ -70,8 +69,8 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats: ...
     @property
     def has_work(self) -> bool: ...
-    def compile(self, spec: GrammarSpec | None) -> Grammar | None: ...
-    def add(self, request: Request, grammar: Grammar | None = None) -> None: ...
+    def compile(self, spec: GrammarSpec | None) -> None: ...
+    def add(self, request: Request, compiled: bool = False) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[TokenEvent]: ...
     def check_integrity(self) -> None: ...
@@ -123,7 +122,7 @@ class Inbox:
     def __init__(self, engine: EngineLike, pipe: Pipe) -> None:
         self.engine, self.pipe = engine, pipe
         self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self.compiling: dict[str, tuple[Request, Future[Grammar | None]]] = {}
+        self.compiling: dict[str, tuple[Request, Future[None]]] = {}
 
     def take(self, message: Down) -> bool:
         """Apply one message. False: shut down."""
@@ -147,9 +146,11 @@ class Inbox:
         for id in [id for id, (_, future) in self.compiling.items() if future.done()]:
             self.add(*self.compiling.pop(id))
 
-    def add(self, request: Request, compiled: Future[Grammar | None] | None = None) -> None:
+    def add(self, request: Request, compiled: Future[None] | None = None) -> None:
         try:
-            self.engine.add(request, None if compiled is None else compiled.result())
+            if compiled is not None:
+                compiled.result()
+            self.engine.add(request, compiled is not None)
         except InvalidRequest as error:
             self.pipe.send(Rejected(request.id, "invalid", str(error), error.param))
         except EngineBusy as error:

@@ -20,15 +20,23 @@ from collections import deque
 from collections.abc import Collection, Sequence as Seq
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.core.batch import Source, Span, SpanResult, StepResult
-from mtpserve.core.request import Proposal, TokenLogprob
-from mtpserve.core.sequence import Finish, Held, Sequence
+from mtpserve.core.batch import Source
+from mtpserve.core.plan import Admission, NewPages, SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.request import Finish, Proposal, TokenLogprob
+from mtpserve.core.sequence import Held, Sequence
 from mtpserve.engine.stopping import until_stop
 
 RANK = attrgetter("rank")
-NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
+
+
+class Planned(NamedTuple):
+    """A plan, and whose its spans are: by the time of the result, their seats may be others'."""
+
+    plan: StepPlan
+    seqs: list[Sequence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +76,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._arrivals = 0
-        self.admitted: list[Sequence] = []  # seated by the last plan; the runner does not know them yet
-        self.released: list[int] = []  # seats that were left before the last plan, or in it; the runner does not know it yet
         self.preemptions = 0
 
     @property
@@ -96,61 +102,63 @@ class Scheduler:
     def must_wait(self) -> bool:
         """The steps in flight must be booked before another is planned: a request asks for it, or somebody would be preempted."""
         ahead = [seq for seq in self.running if seq.in_flight]
-        if not ahead:
-            return False
-        missing = [self._missing(seq) for seq in self.running if not _ends(seq)]
-        return any(seq.lockstep for seq in ahead) or not self._pages.are_free(map(sum, zip(*missing, strict=True)))
+        missing = [self._missing(seq) for seq in self.running if not _ends(seq)] if ahead else []
+        lacking = bool(missing) and not self._pages.are_free(map(sum, zip(*missing, strict=True)))
+        return lacking or any(seq.lockstep for seq in ahead)
 
-    def plan(self, drafting: bool = True) -> list[Span]:
-        """The next step: decoding requests, then prompt chunks, then new requests. Not empty while a request lives, unless what is
-        in flight ends them all. Not `drafting`: the step will leave no drafts behind."""
-        self.admitted = []
+    def plan(self, want: int) -> Planned:
+        """The next step, which drafts `want` deep for the one after it: decoding requests, then prompt chunks, then new requests. Has
+        spans while a request lives, unless what is in flight ends them all."""
         self._reserve()
-        spans = self._decoding()
-        left = self._token_budget - sum(span.width for span in spans)
+        planned = self._decoding()
+        left = self._token_budget - sum(span.width for _, span in planned)
         prompts = deque(seq for seq in self.running if not _decodes(seq) and not _ends(seq))
+        admissions: list[Admission] = []
         while left > 0:
             if prompts:
                 seq = prompts.popleft()
             elif (admitted := self._admit()) is not None:
                 seq = admitted
+                admissions.append(_admission(seq))
             else:
                 break
-            spans.append(_chunk(seq, left))
-            left -= spans[-1].width
+            span = _chunk(seq, left)
+            planned.append((seq, span))
+            left -= span.width
         in_flight = any(seq.in_flight for seq in self.running)
-        assert spans or in_flight or not self.live, "a plan without spans would repeat for ever"
-        for span in spans:
-            seq = span.seq
+        assert planned or in_flight or not self.live, "a plan without spans would repeat for ever"
+        for seq, span in planned:
             seq.launched += span.length
             seq.ahead += span.samples
-            seq.drafts = seq.proposals if span.drafts_next and drafting else 0
-            if self._pages.windowed:
+            seq.drafts = seq.proposals if span.drafts_next and want > 0 else 0
+        pages = [new for seq, _ in planned for new in _new_pages(seq)]
+        if self._pages.windowed:
+            for seq, _ in planned:
                 # Only steps after this one write to what is released now, and the device works in their order.
                 self._pages.advance(seq.held, seq.launched)
-        return spans
+        return Planned(StepPlan([span for _, span in planned], want, admissions, pages), [seq for seq, _ in planned])
 
-    def _decoding(self) -> list[Span]:
+    def _decoding(self) -> list[tuple[Sequence, SpanPlan]]:
         """Spans with one token and all its drafts. Who finds no room in the budget is first in the next step.
 
         turns   | a b | c d e |   →   | c d | e a b |   →   | e a | b c d |      with room for two
         """
         ready = sorted((seq for seq in self.running if _decodes(seq)), key=lambda seq: self._turns.get(seq.id, len(self._turns)))
         left = self._token_budget
-        spans: list[Span] = []
+        spans: list[tuple[Sequence, SpanPlan]] = []
         late: list[str] = []
         for seq in ready:
-            span = Span.of(seq, 1, _useful_drafts(seq))
+            span = _span(seq, 1, _useful_drafts(seq))
             if span.width > left:
                 late.append(seq.id)
                 continue
-            spans.append(span)
+            spans.append((seq, span))
             left -= span.width
-        self._turns = {request_id: turn for turn, request_id in enumerate(late + [span.seq.id for span in spans])}
+        self._turns = {request_id: turn for turn, request_id in enumerate(late + [seq.id for seq, _ in spans])}
         return spans
 
     def _admit(self) -> Sequence | None:
-        """Seat the first that waits, with pages for all that it has to compute; None: it must wait on, and so must all behind it."""
+        """Seat the first that waits, with pages for all that it has to compute; None: it must wait on, and so must all after it."""
         if not self.waiting or not self._free_seats:
             return None
         seq = self.waiting[0]
@@ -165,10 +173,9 @@ class Scheduler:
         if held is None:
             return None
         seq.held, seq.shared = held, columns * self._pages.page_size
-        seq.computed = seq.launched = seq.seated_at = start
+        seq.computed = seq.launched = start
         seq.seat = heapq.heappop(self._free_seats)
         insort(self.running, self.waiting.pop(0), key=RANK)
-        self.admitted.append(seq)
         return seq
 
     # ----------------------------------------------------------------------------------------------- pages
@@ -232,19 +239,21 @@ class Scheduler:
         seq.held = []
         if seq.seat is not None:
             heapq.heappush(self._free_seats, seq.seat)
-            self.released.append(seq.seat)
             seq.seat = None
 
     # ---------------------------------------------------------------------------------------------- commit
 
-    def commit(self, spans: Seq[Span], result: StepResult) -> list[Outcome]:
+    def commit(self, planned: Planned, result: StepResult) -> list[Outcome]:
         """Book a step. Requests that got neither tokens nor an end have no outcome. Raises ValueError, and changes nothing, for
-        a result that does not fit the spans."""
+        a result that does not fit the plan."""
+        spans = planned.plan.spans
         if len(result.spans) != len(spans):
             raise ValueError(f"{len(spans)} spans but {len(result.spans)} results")
-        for span, booked in zip(spans, result.spans, strict=True):
-            self._check(span, booked)
-        outcomes = [self._book(span, booked) for span, booked in zip(spans, result.spans, strict=True) if span.seq.finish is None]
+        # What came of a request that has ended in the meantime is dropped unread.
+        given = [each for each in zip(planned.seqs, spans, result.spans, strict=True) if each[0].finish is None]
+        for seq, span, booked in given:
+            self._check(seq, span, booked)
+        outcomes = [self._book(seq, span, booked) for seq, span, booked in given]
         return [outcome for outcome in outcomes if outcome.tokens or outcome.prompt_logprobs or outcome.seq.finish is not None]
 
     def fail(self, seqs: Seq[Sequence], error: str) -> list[Outcome]:
@@ -254,18 +263,16 @@ class Scheduler:
             self._end(seq, Finish.ERROR, error)
         return [Outcome(seq, []) for seq in living]
 
-    def _check(self, span: Span, result: SpanResult) -> None:
+    def _check(self, seq: Sequence, span: SpanPlan, result: SpanResult) -> None:
         tokens = result.accepted + 1 if span.samples else 0
         fits = 0 <= result.accepted <= span.drafts and len(result.tokens) == tokens and 0 <= result.drafts <= self._max_drafts
-        # What came of a request that failed, or was aborted in the meantime, is dropped unread.
-        if not fits and not result.failed and span.seq.finish is None:
-            raise ValueError(f"the result of request {span.seq.id} does not fit its span: {result}")
+        if not fits and result.error is None:
+            raise ValueError(f"the result of request {seq.id} does not fit its span: {result}")
 
-    def _book(self, span: Span, result: SpanResult) -> Outcome:
-        seq = span.seq
+    def _book(self, seq: Sequence, span: SpanPlan, result: SpanResult) -> Outcome:
         proposal = Proposal(result.proposed, result.parents, [Source(who).name.lower() for who in result.sources], result.path)
-        if result.failed:
-            self._end(seq, Finish.ERROR, NOT_FINITE)
+        if result.error is not None:
+            self._end(seq, Finish.ERROR, result.error)
             return Outcome(seq, [], proposal=proposal)
         kept, finish = until_stop(seq, result.tokens, self._eos_ids)
         seq.computed += span.length + result.accepted
@@ -336,15 +343,42 @@ def _to_compute(seq: Sequence) -> int:
     return min(len(seq.tokens) + seq.reach + 1, seq.max_len)
 
 
-def _chunk(seq: Sequence, budget: int) -> Span:
+def _span(seq: Sequence, length: int, drafts: int = 0) -> SpanPlan:
+    """The request's next rows."""
+    assert seq.seat is not None
+    end, expected = seq.launched + length, seq.expected
+    samples = end == expected
+    return SpanPlan(seq.seat, seq.launched, length, drafts, samples, samples or (expected > seq.prompt_len and end == expected - 1))
+
+
+def _chunk(seq: Sequence, budget: int) -> SpanPlan:
     """The next committed tokens to compute.
 
     fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
     recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
     """
-    return Span.of(seq, min(_end(seq) - seq.launched, budget))
+    return _span(seq, min(_end(seq) - seq.launched, budget))
 
 
 def _end(seq: Sequence) -> int:
     """Up to where it is computed before it decodes."""
     return len(seq.tokens) - (1 if seq.output_len > 0 else 0)
+
+
+def _admission(seq: Sequence) -> Admission:
+    assert seq.seat is not None
+    return Admission(
+        seq.seat, seq.id, list(seq.tokens), seq.prompt_len, seq.computed, seq.max_len, seq.seed, seq.sampling, seq.bad_words,
+        seq.prediction, seq.depth, seq.shared,
+    )  # fmt: skip
+
+
+def _new_pages(seq: Sequence) -> list[NewPages]:
+    """Those that no plan has named."""
+    assert seq.seat is not None
+    new = []
+    for group, held in enumerate(seq.held):
+        first, held.planned = max(held.planned, held.first), held.end
+        if first < held.end:
+            new.append(NewPages(seq.seat, first, held.pages[first - held.first :], group))
+    return new

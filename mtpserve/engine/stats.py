@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mtpserve.core.batch import Source
-from mtpserve.core.request import EngineStats
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import EngineStats, Finish
 from mtpserve.engine.scheduler import Outcome
 
 

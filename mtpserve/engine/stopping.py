@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mtpserve.core.sequence import Finish, Sequence
+from mtpserve.core.request import Finish
+from mtpserve.core.sequence import Sequence
 
 
 def until_stop(seq: Sequence, tokens: list[int], eos_ids: Collection[int]) -> tuple[list[int], Finish | None]:

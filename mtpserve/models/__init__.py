@@ -1,1 +1,1 @@
-"""One file per family: what its config means, which blocks it is made of, and what its checkpoint's tensors are called."""
+"""One file per family: its architecture from the config, its blocks, and the names of its checkpoint's tensors."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, a few dense layers, then experts; one MTP layer numbered right after the trunk.
+"""DeepSeek-V3 and R1: latent attention, a few dense layers, then mixture of experts; the MTP layer's number is the first after the trunk's.
 
 Tensor names and mathematics: the checkpoint's README_WEIGHTS and https://arxiv.org/abs/2412.19437.
 """
@@ -36,7 +36,7 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
         raise config.unsupported("attention_bias", "false")
     hf.quantization(config)
     vocab = config.get_int("vocab_size", at_least=2)
-    # YaRN sharpens the scores by its gain, once for the query and once for the key.
+    # YaRN multiplies query and key by its gain.
     sharpen = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) if rope.scaling and rope.scaling.mscale_all_dim else 1.0
     return ModelArch(
         family="deepseek",

@@ -1,4 +1,4 @@
-"""What a family file offers, and how rules for a layer that stands in two places are written down once."""
+"""The interface of a family file, and helpers for weight rules that the trunk's layers and the MTP layer share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Family:
 
 
 def trunk_layers(arch: ModelArch, names: Names) -> list[Rule]:
-    """`names` for every layer of the trunk and no other: an MTP layer may carry the number that comes next."""
+    """`names` for every layer of the trunk and no other: the next number may be an MTP layer."""
     numbers = "|".join(str(i) for i in range(arch.num_layers))
     start = rf"model\.layers\.(?P<layer>{numbers})\."
     return [made(start + name, f"layers.{{layer}}.{target}", how) for name, target, how in names]
@@ -44,7 +44,7 @@ def made(pattern: str, target: str, how: How) -> Rule:
 
 
 def ends(arch: ModelArch) -> list[Rule]:
-    """Embedding, final norm and head, which every family calls the same."""
+    """Embedding, final norm and head, whose names are the same in all families."""
     head = (
         Rule(r"lm_head\.weight", None, Drop("tied to the embedding")) if arch.tied_head else Rule(r"lm_head\.weight", "head.weight", Copy())
     )
@@ -52,7 +52,7 @@ def ends(arch: ModelArch) -> list[Rule]:
 
 
 def gated(name: str, target: str) -> Names:
-    """A gated feed-forward block, which everybody calls the same inside."""
+    """A gated feed-forward block, whose inner names are the same in all families."""
     return [
         (rf"{name}\.gate_proj\.weight", f"{target}.gate_up.weight", Stack(0)),
         (rf"{name}\.up_proj\.weight", f"{target}.gate_up.weight", Stack(1)),
@@ -61,5 +61,5 @@ def gated(name: str, target: str) -> Names:
 
 
 def dropped(prefix: str, reason: str) -> Rule:
-    """Everything below a prefix."""
+    """Drops all tensors whose names begin with the prefix."""
     return Rule(re.escape(prefix) + r".+", None, Drop(reason))

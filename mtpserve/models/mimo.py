@@ -1,9 +1,9 @@
-"""MiMo-7B: Qwen2's dense trunk and one MTP layer that fuses [hidden; embedding] and is fed before the trunk's final norm.
+"""MiMo-7B: Qwen2's dense trunk and one MTP layer that fuses [hidden; embedding], with the hidden state from before the trunk's final norm.
 
-Xiaomi's own code leaves the norm to the head, so the layer sees the raw hidden state, and its own raw output when it is fed back.
+In Xiaomi's code the norm belongs to the head, so the layer gets the raw hidden state, and in further steps its own raw output.
 
-As in Qwen2 some of the trunk's layers may see a sliding window alone. The MTP layer always sees everything: no published config says
-otherwise, and its number is beyond those that `layer_types` lists.
+As in Qwen2 some of the trunk's layers may have a sliding window. The MTP layer never has one: no published config says otherwise, and its
+number is greater than those that `layer_types` lists.
 """
 
 from __future__ import annotations

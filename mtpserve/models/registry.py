@@ -1,4 +1,4 @@
-"""Architectures, as config.json names them, to family files."""
+"""Architectures, by their names in config.json, to family files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FAMILIES: Registry[Family] = Registry(
 
 
 def family_of(config: HFConfig) -> Family:
-    found = config.raw("architectures")
-    name = found[0] if isinstance(found, list) and found else found
+    given = config.raw("architectures")
+    name = given[0] if isinstance(given, list) and given else given
     if name not in FAMILIES.entries:
         raise (
             config.unsupported("architectures", ", ".join(FAMILIES.names()))
-            if found
+            if given
             else UnsupportedModel(f"{config.path}: architectures is missing; supported: {', '.join(FAMILIES.names())}")
         )
     return FAMILIES.get(name)

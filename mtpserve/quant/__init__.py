@@ -1,1 +1,1 @@
-"""How a matrix is stored, and how it becomes numbers again."""
+"""How a matrix is stored, and how it is multiplied."""

@@ -1,8 +1,7 @@
-"""Weights that came in float8 stay so, with their scales: `module.weight` and `module.weight_scale_inv`, see fp8.py. Others are
-multiplied as they are.
+"""Weights that the checkpoint has in float8 stay float8: `module.weight` and `module.weight_scale_inv`, see fp8.py. Others are unquantized.
 
-The Triton kernel widens a few rows' weights in registers, and quantises many rows' activations. In plain torch each product widens its
-weights anew: slower than a widened copy, which is what `--quantization none` holds, but then the memory is what was asked for.
+With few rows the kernel widens the weights in registers, with many it quantises the activations. In plain torch each product widens its
+weights, a strip at a time: slower than multiplying a widened copy (`--quantization none`), but without its memory.
 """
 
 from __future__ import annotations

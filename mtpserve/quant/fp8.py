@@ -1,6 +1,6 @@
 """DeepSeek-V3's storage of a matrix: float8 (e4m3) with one float32 scale per block of 128 x 128 (https://arxiv.org/abs/2412.19437 §3.3).
 
-Not a linear method (blockwise.py is one): these are the conversions, used when a checkpoint is loaded and by tools that write one.
+Not a linear method (see blockwise.py): the conversions, used when a checkpoint is loaded and by tools that write one.
 
                columns: 128   128   44
     rows 128  |  s00  |  s01  | s02 |     weight[i, j] = float8[i, j] * scale_inv[i // 128, j // 128]
@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-BLOCK = (128, 128)
+from mtpserve.core.arch import FP8_BLOCK
+
+BLOCK = FP8_BLOCK
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-SCALE = "_scale_inv"  # behind the name of a matrix, in checkpoints and modules alike
+SCALE = "_scale_inv"  # suffix of a matrix's name, in checkpoints and modules alike
 
 
 def scale_shape(rows: int, columns: int, block: tuple[int, int] = BLOCK) -> tuple[int, int]:
@@ -35,7 +37,7 @@ def dequantize_block(weight: Tensor, scale_inv: Tensor, block: tuple[int, int] =
 
 
 def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
-    """The inverse: weight [rows, columns] → (float8 e4m3 of the same shape, scale_inv float32), each block's largest number at 448."""
+    """The inverse: weight [rows, columns] → (float8 e4m3 of the same shape, scale_inv float32); each block's largest number becomes 448."""
     rows, columns = weight.shape
     block_rows, block_columns = scale_shape(rows, columns, block)
     padded = weight.new_zeros(block_rows * block[0], block_columns * block[1], dtype=torch.float32)
@@ -48,8 +50,8 @@ def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tens
 
 
 def make_room(module: nn.Module, name: str, parts: tuple[int, ...]) -> None:
-    """Before loading: the parameter `name` [..., rows, columns] becomes float8, and `name`_scale_inv stands beside it. `parts` are the rows
-    of the matrices that lie in it one behind the other; each begins blocks of its own."""
+    """Before loading: the parameter `name` [..., rows, columns] becomes float8, and `name`_scale_inv is added. `parts`: the row counts of
+    the matrices that are fused in it; each begins a new block."""
     old = module.get_parameter(name)
     *experts, _, columns = old.shape
     shape = *experts, sum(scale_shape(rows, columns)[0] for rows in parts), scale_shape(1, columns)[1]
@@ -58,5 +60,5 @@ def make_room(module: nn.Module, name: str, parts: tuple[int, ...]) -> None:
 
 
 def is_finite(weight: Tensor, scale_inv: Tensor) -> bool:
-    """e4m3 has no infinity, and one NaN of either sign."""
+    """e4m3 has no infinity, and one NaN for each sign."""
     return bool(torch.isfinite(scale_inv).all()) and not bool((weight.view(torch.uint8) & 0x7F == 0x7F).any())

@@ -1,4 +1,4 @@
-"""The ways in which a linear layer's weights are stored, by name."""
+"""The storage formats of a linear layer's weights, by name."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Weights as they are. On a CPU they are laid out once as oneDNN wants them, which nearly doubles what a small batch streams."""
+"""Weights as they are. On a CPU they are packed once into oneDNN's layout, which nearly doubles the bandwidth of small batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearKernels, LinearMethod
 
-# Below this oneDNN's call costs more than it saves. The rule looks at the shape alone, never at a timing: a weight must
+# Below this oneDNN's call costs more than it saves. The rule depends on the shape alone, never on a timing: a weight must
 # be multiplied in the same way in every run, or equal requests would differ in the last bits.
 MIN_PACKED_BYTES = 1 << 20
-PACKED_ROWS = 8  # the row count that the layout is made for; any other works
+PACKED_ROWS = 8  # the row count for which the layout is optimised; others work too
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -41,7 +41,7 @@ class Unquantized:
 
     def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
         packed = module.packed
-        # An opaque layout: all of it is laid out again for a moment.
+        # The packed layout is opaque: the whole matrix is unpacked temporarily.
         weight = cast(Tensor, module.weight) if packed is None else cast(Tensor, packed).to_dense()
         return weight.detach()[ids]
 

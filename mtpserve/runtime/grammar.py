@@ -1,6 +1,6 @@
 """Grammars in a step: each row's logits are masked by what may follow its own path. The grammars themselves are the text layer's.
 
-A grammar's state is that of the committed output and lives with the sequence; a path is tried from there and taken back, so a
+A grammar's state is that of the committed output and lives in the request's record; a path is tried from there and taken back, so a
 rejected draft leaves no trace.
 """
 
@@ -12,23 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.protocols import Grammar
+from mtpserve.runtime.records import Record
+from mtpserve.runtime.transfer import pinned
 
 
 class GrammarRules:
-    def __init__(self, seqs: Seq[Sequence], vocab: int) -> None:
+    def __init__(self, records: Seq[Record], vocab: int) -> None:
+        """The grammars were advanced to the end of what was read."""
         self.vocab = vocab
-        self.by_seat = {seq.seat: seq for seq in seqs if seq.seat is not None}
-        for seq in seqs:
-            assert seq.grammar is not None
-            seq.grammar.commit(seq.tokens[seq.prompt_len + seq.grammar_tokens :])
-            seq.grammar_tokens = seq.output_len
+        self.by_seat: dict[int, Grammar] = {record.seat: record.grammar for record in records if record.grammar is not None}
 
     def __bool__(self) -> bool:
         return bool(self.by_seat)
 
-    def apply(self, logits: Tensor, raw: Tensor, owners: list[int], behind: list[list[int]]) -> Tensor:
-        """`owners` are the rows' seats, `behind` the tokens between what the sequences know and the row."""
+    def apply(self, logits: Tensor, raw: Tensor, owners: list[int], since: list[list[int]]) -> Tensor:
+        """`owners` are the rows' seats, `since` the tokens between what the grammars know and the row."""
         rows_of: dict[int, list[int]] = {}
         for row, seat in enumerate(owners):
             if seat in self.by_seat:
@@ -39,11 +38,9 @@ class GrammarRules:
         words = np.empty((len(order), -(-self.vocab // 32)), dtype=np.int32)
         done = 0
         for seat, rows in rows_of.items():
-            grammar = self.by_seat[seat].grammar
-            assert grammar is not None
-            grammar.masks([behind[row] for row in rows], words[done : done + len(rows)])
+            self.by_seat[seat].masks([since[row] for row in rows], words[done : done + len(rows)])
             done += len(rows)
-        allowed = self.unpacked(words).to(logits.device)
+        allowed = pinned(self.unpacked(words), logits.device).to(logits.device, non_blocking=True)
         masked = logits[order].masked_fill(~allowed, -torch.inf)
         # Where other rules leave nothing that the grammar allows, the grammar wins: min_tokens cannot prolong finished JSON.
         empty = (masked == -torch.inf).all(-1, keepdim=True)
@@ -57,11 +54,11 @@ class GrammarRules:
         return bits.flatten(1)[:, : self.vocab].bool()
 
     def forced(self, limit: int, seats: list[int], fresh: Mapping[int, list[int]]) -> list[list[int]] | None:
-        """Per seat the tokens that its grammar forces behind what is committed; None where none of them has a grammar."""
+        """Per seat the tokens that its grammar forces after what is committed; None where none of them has a grammar."""
         if not any(seat in self.by_seat for seat in seats):
             return None
         found = []
         for seat in seats:
-            seq = self.by_seat.get(seat)
-            found.append([] if seq is None or seq.grammar is None else seq.grammar.forced(fresh.get(seat, []), limit))
+            grammar = self.by_seat.get(seat)
+            found.append([] if grammar is None else grammar.forced(fresh.get(seat, []), limit))
         return found

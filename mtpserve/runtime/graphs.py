@@ -120,7 +120,11 @@ def tiers(most: int) -> list[int]:
 def usual(coupled: bool) -> list[Asked]:
     """What most requests ask for: no temperature, temperature alone, or with any of top_k, top_p and min_p. `coupled` as in Asked."""
     cuts = ((True, 0, False), (False, 0, False), (False, 1, True))
-    return [Asked(greedy, True, top_k, top_p, top_p, False, coupled, None).rounded() for greedy, top_k, top_p in cuts]
+    wanted = [
+        Asked(all_greedy=greedy, any_greedy=True, largest_k=top_k, any_top_p=top_p, any_min_p=top_p, all_coupled=coupled)
+        for greedy, top_k, top_p in cuts
+    ]
+    return [each.rounded() for each in wanted]
 
 
 class StepGraphs:

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from mtpserve.attention.contexts import slots_of
 from mtpserve.cache.stores import Stores
-from mtpserve.core.batch import Batch, Hidden, Span, Verdict, Want
+from mtpserve.core.batch import Batch, Hidden, Verdict, Want
+from mtpserve.core.plan import SpanPlan
 from mtpserve.core.protocols import Sampler
+from mtpserve.runtime.records import Record
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.runtime.transfer import upload
+from mtpserve.runtime.transfer import staged
 
 Layout = tuple[tuple[int, int, bool], ...]  # per span: committed tokens, drafts, whether it samples
 
@@ -48,7 +50,7 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
     row_span: list[int] = []
     offset: list[int] = []
     node: list[int] = []
-    ends, last_row, sample_rows = [0], [], []
+    ends, last_row, sample_rows = [0], list[int](), list[int]()
     widest = max(drafts for _, drafts, _ in layout)
     for r, (length, drafts, _) in enumerate(layout):
         width = length + drafts
@@ -57,16 +59,14 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
         offset += range(width)
         node += [0] * (length - 1) + list(range(drafts + 1))
         last_row.append(last)
-        sample_rows.append([last + min(i, drafts) for i in range(widest + 1)])
+        sample_rows += [last + min(i, drafts) for i in range(widest + 1)]
         ends.append(ends[-1] + width)
-
-    lengths, counts = [length for length, _, _ in layout], [drafts for _, drafts, _ in layout]
-    samples = [int(samples) for _, _, samples in layout]
+    lengths, counts, samples = ([int(span[i]) for span in layout] for i in range(3))
+    spans, offsets, nodes, cu_q, whole, count, lasts, sampled, sampling = staged(
+        [row_span, offset, node, ends, lengths, counts, last_row, sample_rows, samples], device
+    )
     short = None if depth is None else row_layout(tuple((n, min(d, depth), s) for n, d, s in layout), device)
-    return RowLayout(
-        upload(row_span, device), upload(offset, device), upload(node, device), upload(ends, device), upload(lengths, device),
-        upload(counts, device), upload(last_row, device), upload(sample_rows, device), upload(samples, device), widest, short,
-    )  # fmt: skip
+    return RowLayout(spans, offsets, nodes, cu_q, whole, count, lasts, sampled.view(-1, widest + 1), sampling, widest, short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,44 +84,18 @@ class Rows:
     predictions: tuple[Tensor, Tensor] | None = None  # see Batch
 
 
-def rows_of(spans: Seq[Span], want: int, seats: SeatTensors, sampler: Sampler, depth: int | None, lag: int | None = None) -> Rows:
-    """`depth` of the deepest draft, where drafts may branch."""
-    hosts, device = [seat_of(span) for span in spans], seats.device
-    drafting = [r for r, span in enumerate(spans) if span.drafts_next]
-    wanted = [wanted_of(spans[r], want) for r in drafting]
-    return Rows(
-        row_layout(tuple((span.length, span.drafts, span.samples) for span in spans), device, depth),
-        upload(hosts, device),
-        None if len(drafting) == len(spans) else upload(drafting, device),
-        Want(upload(wanted, device), max(wanted, default=0)),
-        not seats.branching.isdisjoint(hosts),
-        sampler,
-        *after_others(spans, lag, device),
-        seats.predicted(hosts),
-    )
-
-
-def after_others(spans: Seq[Span], lag: int | None, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def after_others(plans: Seq[SpanPlan], records: Seq[Record], lag: int | None) -> tuple[list[int], list[int]]:
     """`Rows.resumed` and `Rows.unstored`. With a draft model of lag 0 the first row of every request is missing, too."""
     resumed, unstored, row = list[int](), list[int](), 0
-    for r, span in enumerate(spans):
-        seq = span.seq
-        if span.start == seq.seated_at:
-            if span.start < seq.shared:
+    for r, (plan, record) in enumerate(zip(plans, records, strict=True)):
+        given = record.admission
+        if plan.start == given.computed:
+            if plan.start < given.shared:
                 unstored.append(row)
-            elif lag == 0 or (lag is not None and seq.shared > 0):
+            elif lag == 0 or (lag is not None and given.shared > 0):
                 resumed.append(r)
-        row += span.width
-    return upload(resumed, device) if resumed else None, upload(unstored, device) if unstored else None
-
-
-def seat_of(span: Span) -> int:
-    assert span.seq.seat is not None
-    return span.seq.seat
-
-
-def wanted_of(span: Span, want: int) -> int:
-    return want if span.seq.depth is None else min(want, span.seq.depth)
+        row += plan.width
+    return resumed, unstored
 
 
 def build(given: Rows, seats: SeatTensors) -> Batch:
@@ -137,7 +111,7 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
         predictions=given.predictions,
     )
     if given.unstored is not None:
-        batch = replace(batch, slots=batch.slots.index_fill(0, given.unstored, seats.spare_slot))
+        batch = replace(batch, slots=batch.slots.index_fill(0, given.unstored, seats.spare_slots[0]), unstored=given.unstored)
     if not given.trees or rows.widest == 0:
         return batch
     tree = seats.waiting_tree(seat_ids, rows.widest)

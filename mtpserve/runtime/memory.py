@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch import ModelArch, page_groups
 from mtpserve.core.errors import ConfigError
 
 CPU_FRACTION, GPU_FRACTION = 0.1, 0.85
@@ -20,9 +20,14 @@ ESTIMATE = " (estimate)"  # behind the names of rows that nobody can count befor
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     rows: list[tuple[str, int]]  # what, bytes
-    pages: int
+    pages: tuple[int, ...]  # of each group, see core.arch.page_groups
     max_running: int
     context_length: int
+
+    @property
+    def counted(self) -> str:
+        """The pages, for people."""
+        return " + ".join(map(str, self.pages))
 
     @property
     def total(self) -> int:
@@ -42,6 +47,48 @@ class Fixed:
 Sizes = Callable[[int], int]  # of running requests, in bytes
 
 
+@dataclass(frozen=True, slots=True)
+class PageShare:
+    """A group of pages: what its layers store, and how much of it one request may hold."""
+
+    window: int | None
+    token: int  # bytes of one token in all its layers
+    most: int | None  # tokens that one request holds, with all that rounds up to pages; None: all that it has
+
+
+def page_shares(arch: ModelArch, stored: torch.dtype, page_size: int, beyond: int) -> list[PageShare]:
+    """`beyond`: tokens of a request that are held beside its window."""
+    shares = []
+    for window in page_groups(arch.layers):
+        numbers = sum(kind.kv.numbers for kind in arch.layers if kind.window == window)
+        most = None if window is None else (columns(window + beyond, page_size) + 1) * page_size
+        shares.append(PageShare(window, numbers * stored.itemsize, most))
+    return shares
+
+
+def columns(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
+
+
+def tokens_in(share: PageShare, tokens: int, requests: int) -> int:
+    """Of `tokens` of so many requests, those that are held in a group."""
+    return tokens if share.most is None else min(tokens, requests * share.most)
+
+
+def largest(shares: list[PageShare], budget: int, requests: int, limit: int) -> int:
+    """Tokens, at most `limit`, of which so many requests keep what they need within `budget` bytes."""
+    growing, fixed = list(shares), 0
+    while growing:
+        tokens = min((budget - fixed) // sum(share.token for share in growing), limit)
+        full = [share for share in growing if share.most is not None and requests * share.most < tokens]
+        if not full:
+            return tokens
+        # Their groups have all that they can use: what is left is for the others.
+        fixed += sum(share.token * requests * (share.most or 0) for share in full)
+        growing = [share for share in growing if share not in full]
+    return limit
+
+
 def plan_memory(
     config: EngineConfig,
     arch: ModelArch,
@@ -56,8 +103,8 @@ def plan_memory(
     penalty or a bias. Raises ConfigError where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    per_token = {kind: arch.layers.count(kind) * kind.kv.numbers * stored.itemsize for kind in arch.layers}  # by store
-    token, ahead = sum(per_token.values()), lookahead
+    shares = page_shares(arch, stored, page_size, scheduler.chunked_prefill_size + lookahead)
+    token, ahead = sum(share.token for share in shares), lookahead
     # More requests than fit into one step would take turns.
     most = scheduler.max_running_requests or max(1, scheduler.chunked_prefill_size // (spec.nodes + 1))
     weights, total = fixed.trunk + fixed.mtp + fixed.reduced, config.cache.max_total_tokens
@@ -75,28 +122,42 @@ def plan_memory(
     if total is None:
         fraction = config.cache.mem_fraction_static or (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
         budget = int(usable_memory(device) * fraction) - weights
-        running = scheduler.max_running_requests or concurrency(max(budget, 0) // token, context, most)
+        typical = max(context // SHARE_OF_CONTEXT, 1)
+        each = sum(share.token * tokens_in(share, typical, 1) for share in shares)
+        running = scheduler.max_running_requests or concurrency(max(budget, 0) * typical // each, context, most)
         budget -= sum(size for _, size in working(running)) + page_size * token
-        total = min(budget // token, running * (context + ahead + page_size))
+        total = largest(shares, budget, running, running * (context + ahead + page_size))
     else:
         running = scheduler.max_running_requests or concurrency(total, context, most)
-    pages = total // page_size
-    if pages < 1:
+    pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
+    if min(pages) < 1:
         raise ConfigError(
             f"no memory is left for the KV pool: weights take {weights:,} bytes; raise --mem-fraction-static or set --max-total-tokens"
         )
-    kept = min(running * ahead, pages * page_size)
-    plain = pages * page_size - kept
     rows = [
         ("weights", fixed.trunk),
         ("weights, MTP layer", fixed.mtp),
         ("draft head, reduced", fixed.reduced),
         *working(running),
-        *((f"KV, {plain:,} tokens in {arch.layers.count(kind)} layers ({kind})", plain * size) for kind, size in per_token.items()),
-        (f"KV, kept ahead: {running} requests x {ahead} tokens", kept * token),
+        *kv_rows(arch, stored, page_size, pages, running, ahead),
         ("KV, the page that pads batches", page_size * token),
     ]
     return MemoryPlan([row for row in rows if row[1]], pages, running, context)
+
+
+def kv_rows(
+    arch: ModelArch, stored: torch.dtype, page_size: int, pages: tuple[int, ...], running: int, ahead: int
+) -> list[tuple[str, int]]:
+    """By store. What is kept ahead of the requests' tokens has a row of its own where layers keep all tokens; windows count it in."""
+    rows, all_ahead = [], 0
+    windows = page_groups(arch.layers)
+    for kind in dict.fromkeys(arch.layers):
+        tokens, layers = pages[windows.index(kind.window)] * page_size, arch.layers.count(kind)
+        size = layers * kind.kv.numbers * stored.itemsize
+        kept = min(running * ahead, tokens) if kind.window is None else 0
+        rows.append((f"KV, {tokens - kept:,} tokens in {layers} layers ({kind})", (tokens - kept) * size))
+        all_ahead += kept * size
+    return [*rows, (f"KV, kept ahead: {running} requests x {ahead} tokens", all_ahead)]
 
 
 def concurrency(tokens: int, context: int, most: int) -> int:

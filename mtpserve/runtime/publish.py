@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Batch, Hidden, Logprobs, Span, SpanResult, Verdict
+from mtpserve.core.batch import Batch, Hidden, Logprobs, Verdict
+from mtpserve.core.plan import NOT_FINITE, SpanPlan, SpanResult
 from mtpserve.core.protocols import Trunk
 from mtpserve.core.request import TokenLogprob
+from mtpserve.runtime.records import Record
 from mtpserve.runtime.transfer import upload
 from mtpserve.spec.logprobs import ranked
 
@@ -43,7 +46,8 @@ def packed(batch: Batch, verdict: Verdict, sources: Tensor) -> tuple[Columns, Te
 
 
 def results(
-    spans: Seq[Span],
+    spans: Seq[SpanPlan],
+    records: Seq[Record],
     columns: Columns,
     table: Tensor,
     waiting: Seq[int],
@@ -51,29 +55,26 @@ def results(
     scored: Mapping[int, Logprobs],
 ) -> list[SpanResult]:
     """All tensors on the host. `waiting`: proposals of the spans that are drafted for; `scored`: the prompts', by the span's number."""
-    left = iter(waiting)
+    left, ends = iter(waiting), list(accumulate(columns.widths))
+    tokens, proposed, sources, parents, path = (slice(start, end) for start, end in pairwise(ends[2:]))
     made = []
-    for r, (span, row) in enumerate(zip(spans, table.tolist(), strict=False)):
-        fields, at = {}, 0
-        for name, width in zip(Columns.ORDER, columns.widths, strict=True):
-            fields[name] = row[at : at + width]
-            at += width
-        accepted = fields["accepted"][0] if span.samples else 0
-        size, asked = fields["count"][0], span.seq.sampling.logprobs
+    for r, (span, record, row) in enumerate(zip(spans, records, table.tolist(), strict=False)):
+        (accepted, failed, size), asked = row[:3], record.sampling.logprobs
+        if not span.samples:
+            accepted = 0
+        prompt = scored.get(r)
         made.append(
             SpanResult(
-                tokens=fields["tokens"][: accepted + 1] if span.samples else [],
-                accepted=accepted,
-                drafts=next(left) if span.drafts_next else 0,
-                proposed=fields["proposed"][:size],
-                parents=fields["parents"][:size] if columns.trees else list(range(size)),
-                sources=fields["sources"][:size],
-                path=fields["path"][1 : accepted + 1] if columns.trees else list(range(1, accepted + 1)),
-                failed=bool(fields["failed"][0]),
-                logprobs=None if asked is None or logprobs is None or not span.samples else listed(logprobs, r, accepted + 1, asked),
-                prompt_logprobs=listed(scored[r], 0, scored[r].chosen.shape[1], span.seq.sampling.prompt_logprobs or 0)
-                if r in scored
-                else None,
+                row[tokens][: accepted + 1] if span.samples else [],
+                accepted,
+                next(left) if span.drafts_next else 0,
+                row[proposed][:size],
+                row[parents][:size] if columns.trees else list(range(size)),
+                row[sources][:size],
+                row[path][1 : accepted + 1] if columns.trees else list(range(1, accepted + 1)),
+                NOT_FINITE if failed else None,
+                None if asked is None or logprobs is None or not span.samples else listed(logprobs, r, accepted + 1, asked),
+                None if prompt is None else listed(prompt, 0, prompt.chosen.shape[1], record.sampling.prompt_logprobs or 0),
             )
         )
     return made
@@ -85,18 +86,18 @@ def listed(found: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob
     return [TokenLogprob(c, r, list(zip(i, v, strict=True))) for c, r, i, v in zip(chosen, ranks, ids, values, strict=True)]
 
 
-def prompt_logprobs(spans: Seq[Span], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:
+def prompt_logprobs(spans: Seq[SpanPlan], records: Seq[Record], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:
     """For spans inside the prompt of requests that ask: of the token after each row, the raw logits' log-probability, as one request.
 
     The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is new. SCORED rows at a time: the
     float32 logits of a whole chunk, and their copies, are gigabytes.
     """
     found, first = {}, 0
-    for r, span in enumerate(spans):
-        top = span.seq.sampling.prompt_logprobs
-        rows = min(span.start + span.length, span.seq.prompt_len - 1) - span.start
+    for r, (span, record) in enumerate(zip(spans, records, strict=True)):
+        top = record.sampling.prompt_logprobs
+        rows = min(span.start + span.length, record.prompt_len - 1) - span.start
         if top is not None and rows > 0:
-            after = upload([span.seq.tokens[span.start + 1 : span.start + rows + 1]], hidden.head.device)
+            after = upload([record.tokens[span.start + 1 : span.start + rows + 1]], hidden.head.device)
             slices = zip(hidden.head[first : first + rows].split(SCORED), after.split(SCORED, 1), strict=True)
             scored = [ranked(model.logits(part).log_softmax(-1).unsqueeze(0), tokens, top) for part, tokens in slices]
             found[r] = Logprobs(*(torch.cat([getattr(part, field.name) for part in scored], 1) for field in fields(Logprobs)))

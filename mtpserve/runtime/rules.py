@@ -1,22 +1,24 @@
 """What a request does to logits before temperature: bias, forbidden and allowed tokens, penalties, processors, its grammar.
 
-Every rule looks at what stands before the token: the committed tokens, and the path of drafts that leads to the row. So it holds
-in the same way for plain decoding, for each place of a chain and for each node of a tree, and for drafting itself. A batch in which
-nobody asks for a rule has no BatchRules and pays nothing.
+Every rule looks at the tokens before the one that is chosen: the committed ones, and the path of drafts that leads to the row. So it
+holds in the same way for plain decoding, for each place of a chain and for each node of a tree, and for drafting itself. A batch in
+which no request has a rule has no BatchRules and pays nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence as Seq
+from collections.abc import Collection, Iterator, Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Verdict
 from mtpserve.core.protocols import LogitsProcessor, Seats
-from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.grammar import GrammarRules
+from mtpserve.runtime.records import Record
+from mtpserve.runtime.transfer import upload
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,8 @@ class LogitRules:
         self.seats, self.vocab, self.eos_ids, self.processors, self.device = seats, vocab, tuple(eos_ids), processors, device
         self.number = number
         self.bias: Tensor | None = None  # float32, added
-        self.prompt: Tensor | None = None  # bool, stands in the prompt
-        self.counts: Tensor | None = None  # int64, how often it stands in the output
+        self.prompt: Tensor | None = None  # bool, is in the prompt
+        self.counts: Tensor | None = None  # int64, how often it is in the output
         self.penalties = torch.zeros(number, 3, device=device)  # repetition, frequency, presence
         self.least = torch.zeros(number, dtype=torch.int64, device=device)  # min_tokens
 
@@ -40,99 +42,104 @@ class LogitRules:
         """Of bias, prompt and counts, when all are there."""
         return self.number * self.vocab * (4 + 1 + 8)
 
-    def admit(self, seq: Sequence) -> None:
-        """Preempted requests come again, with the output that they have."""
-        seat, params = seq.seat, seq.sampling
-        assert seat is not None
-        if asks_bias(seq):
-            if self.bias is None:
-                self.bias = torch.zeros(self.number, self.vocab, device=self.device)
-            self.bias[seat] = self.bias_of(seq)
-        elif self.bias is not None:
-            self.bias[seat] = 0
-        if asks_penalty(seq):
-            if self.prompt is None or self.counts is None:
-                self.prompt = torch.zeros(self.number, self.vocab, dtype=torch.bool, device=self.device)
-                self.counts = torch.zeros(self.number, self.vocab, dtype=torch.int64, device=self.device)
-            tokens = torch.tensor(seq.tokens, device=self.device)
-            self.prompt[seat] = torch.bincount(tokens[: seq.prompt_len], minlength=self.vocab) > 0
-            self.counts[seat] = torch.bincount(tokens[seq.prompt_len :], minlength=self.vocab)
-        self.least[seat] = params.min_tokens
-        values = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self.penalties[seat] = torch.tensor(values, device=self.device)
+    def bias_table(self) -> Tensor:
+        if self.bias is None:
+            self.bias = torch.zeros(self.number, self.vocab, device=self.device)
+        return self.bias
 
-    def bias_of(self, seq: Sequence) -> Tensor:
-        """[vocabulary]: what holds wherever the token would stand."""
-        params = seq.sampling
-        row = torch.full((self.vocab,), -torch.inf if params.allowed_token_ids else 0.0, device=self.device)
-        if params.allowed_token_ids:
-            row[list(params.allowed_token_ids)] = 0.0
-        for token, bias in params.logit_bias.items():
-            row[token] += bias
-        for word in seq.bad_words:
-            if len(word) == 1:
-                row[word[0]] = -torch.inf
-        return row
+    def count(self, seat: int, tokens: Tensor, prompt_len: int) -> None:
+        """Take up a request with penalties: `tokens` [n] on the device, output that it has already included."""
+        if self.prompt is None or self.counts is None:
+            self.prompt = torch.zeros(self.number, self.vocab, dtype=torch.bool, device=self.device)
+            self.counts = torch.zeros(self.number, self.vocab, dtype=torch.int64, device=self.device)
+        output = tokens[prompt_len:]
+        self.prompt[seat].zero_().index_fill_(0, tokens[:prompt_len], True)
+        self.counts[seat].zero_().index_add_(0, output, torch.ones_like(output))
 
-    def for_batch(self, seqs: Seq[Sequence]) -> BatchRules | None:
-        asked = [seq for seq in seqs if self.processors or asks(seq)]
-        return BatchRules(self, seqs) if asked else None
+    def groups(self, records: Seq[Record]) -> RuleGroups | None:
+        """None: no rule applies to any of these requests."""
+        if not self.processors and not any(record.has_rules for record in records):
+            return None
+        worded: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        waiting: dict[tuple[int, ...], list[int]] = {}
+        for record in records:
+            if record.words:
+                worded.setdefault(record.words, []).append(record.seat)
+            if record.waits:
+                params = record.sampling
+                ends = sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
+                waiting.setdefault(tuple(ends), []).append(record.seat)
+        return RuleGroups(worded, waiting)
 
 
-def asks_bias(seq: Sequence) -> bool:
-    return bool(seq.sampling.logit_bias or seq.sampling.allowed_token_ids or any(len(word) == 1 for word in seq.bad_words))
+def biases(record: Record) -> dict[int, float]:
+    """Token → what its logit gets in every row of the request. Tokens that are not named get 0, or -inf where some are allowed."""
+    params = record.sampling
+    made = dict.fromkeys(params.allowed_token_ids, 0.0)
+    others = -torch.inf if params.allowed_token_ids else 0.0
+    for token, bias in params.logit_bias.items():
+        made[token] = made.get(token, others) + bias
+    return made | {word[0]: -torch.inf for word in record.admission.bad_words if len(word) == 1}
 
 
-def asks_penalty(seq: Sequence) -> bool:
-    params = seq.sampling
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+@dataclass(frozen=True, slots=True)
+class RuleGroups:
+    """Seats by what they ask, not one by one: many requests of one client ask for the same."""
+
+    worded: dict[tuple[tuple[int, ...], ...], list[int]]  # words of several tokens that must not occur
+    waiting: dict[tuple[int, ...], list[int]]  # stop tokens that may not come yet
+
+    @property
+    def lists(self) -> list[Seq[int]]:
+        """What BatchRules needs of them on the device."""
+        made: list[Seq[int]] = []
+        for words, seats in self.worded.items():
+            made += [seats, *(word[:-1] for word in words)]
+        for ends, seats in self.waiting.items():
+            made += [seats, ends]
+        return made
 
 
-def asks(seq: Sequence) -> bool:
-    waits = seq.output_len < seq.sampling.min_tokens
-    return asks_bias(seq) or asks_penalty(seq) or bool(seq.bad_words) or waits or seq.grammar is not None
+@dataclass(frozen=True, slots=True)
+class Words:
+    words: tuple[tuple[int, ...], ...]
+    seats: Tensor  # of the requests that must not write them
+    before: list[Tensor]  # the tokens of each word but its last
 
 
 class BatchRules:
     """The rules of one step's requests. Rows of requests without rules pass through unchanged, to the last bit."""
 
-    def __init__(self, rules: LogitRules, seqs: Seq[Sequence]) -> None:
+    def __init__(self, rules: LogitRules, records: Seq[Record], groups: RuleGroups, lists: Seq[Tensor]) -> None:
+        """`lists` are those of the groups, on the device."""
         self.rules, self.seats = rules, rules.seats
-        self.by_seat = {seq.seat: seq for seq in seqs if seq.seat is not None}
-        self.fresh: dict[int, list[int]] = {}  # tokens committed by this step's verdict, which the sequences do not know yet
-        self.any_bias = any(asks_bias(seq) for seq in seqs)
-        self.any_penalty = any(asks_penalty(seq) for seq in seqs)
-        # By what is asked, not by request: many requests of one client ask for the same.
-        self.worded: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        self.waiting: dict[tuple[int, ...], list[int]] = {}
-        for seq in seqs:
-            if seq.seat is None:
-                continue
-            if words := tuple(tuple(word) for word in seq.bad_words if len(word) > 1):
-                self.worded.setdefault(words, []).append(seq.seat)
-            if seq.output_len < seq.sampling.min_tokens:
-                ends = sorted({*seq.sampling.stop_token_ids, *(() if seq.sampling.ignore_eos else rules.eos_ids)})
-                self.waiting.setdefault(tuple(ends), []).append(seq.seat)
-        self.grammars = GrammarRules([seq for seq in seqs if seq.grammar is not None], rules.vocab)
+        self.by_seat = {record.seat: record for record in records}
+        self.fresh: dict[int, list[int]] = {}  # tokens committed by this step's verdict, which the records do not have yet
+        self.any_bias = any(record.asks_bias for record in records)
+        self.any_penalty = any(record.asks_penalty for record in records)
+        there: Iterator[Tensor] = iter(lists)
+        self.worded = [Words(words, next(there), [next(there) for _ in words]) for words in groups.worded]
+        self.waiting = [(next(there), next(there)) for _ in groups.waiting]  # seats, stop tokens
+        self.grammars = GrammarRules(records, rules.vocab)
 
     def apply(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
         raw = logits
         if self.any_bias:
             assert self.rules.bias is not None
             logits = logits + self.rules.bias[seat_ids]
-        for words, seats in self.worded.items():
-            logits = self.without_words(logits, words, self.owned(seat_ids, seats), seat_ids, path, count)
-        for ends, seats in self.waiting.items():
-            logits = self.without_end(logits, ends, self.owned(seat_ids, seats), seat_ids, count)
+        for words in self.worded:
+            logits = self.without_words(logits, words, seat_ids, path, count)
+        for seats, ends in self.waiting:
+            logits = self.without_end(logits, ends, torch.isin(seat_ids, seats), seat_ids, count)
         if self.any_penalty:
             logits = self.penalised(logits, seat_ids, path, count)
         if not self.rules.processors and not self.grammars:
             return logits
         owners, paths = seat_ids.tolist(), path.tolist()
-        behind = [[*self.fresh.get(seat, ()), *row[:n]] for seat, row, n in zip(owners, paths, count.tolist(), strict=True)]
+        since = [[*self.fresh.get(seat, ()), *row[:n]] for seat, row, n in zip(owners, paths, count.tolist(), strict=True)]
         for processor in self.rules.processors:
-            logits = self.customised(logits, processor, owners, behind)
-        return self.grammars.apply(logits, raw, owners, behind)
+            logits = self.customised(logits, processor, owners, since)
+        return self.grammars.apply(logits, raw, owners, since)
 
     def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Called before the seats move on."""
@@ -151,36 +158,30 @@ class BatchRules:
         if found is None:
             return None
         padded = [tokens + [0] * (limit - len(tokens)) for tokens in found]
-        return torch.tensor(padded, device=seat_ids.device), torch.tensor([len(tokens) for tokens in found], device=seat_ids.device)
+        return upload(padded, seat_ids.device), upload([len(tokens) for tokens in found], seat_ids.device)
 
     # -- the rules ------------------------------------------------------------------------------------------------------------
 
-    def owned(self, seat_ids: Tensor, seats: list[int]) -> Tensor:
-        """[rows] bool: rows of these seats."""
-        return torch.isin(seat_ids, torch.tensor(seats, device=seat_ids.device))
-
-    def without_words(
-        self, logits: Tensor, words: tuple[tuple[int, ...], ...], owned: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor
-    ) -> Tensor:
+    def without_words(self, logits: Tensor, words: Words, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
         """A word's last token is forbidden where the output ends with the rest of it."""
-        longest = max(map(len, words)) - 1
+        owned, longest = torch.isin(seat_ids, words.seats), max(map(len, words.before))
         length = self.seats.length[seat_ids]
         tail = length.unsqueeze(1) - longest + torch.arange(longest, device=logits.device)
         history = torch.cat([self.seats.tokens[seat_ids.unsqueeze(1), tail.clamp(min=0)], path], 1)
         written = length + count - self.seats.prompt_length(seat_ids)
         logits = logits.clone()
-        for word in words:
-            before = len(word) - 1
+        for word, rest in zip(words.words, words.before, strict=True):
+            before = len(rest)
             place = (longest + count - before).unsqueeze(1) + torch.arange(before, device=logits.device)
-            same = (history.gather(1, place) == torch.tensor(word[:-1], device=logits.device)).all(1)
-            logits[:, word[-1]] = logits[:, word[-1]].masked_fill(same & (written >= before) & owned, -torch.inf)
+            same = (history.gather(1, place) == rest).all(1)
+            logits[:, word[-1]].masked_fill_(same & (written >= before) & owned, -torch.inf)
         return logits
 
-    def without_end(self, logits: Tensor, ends: tuple[int, ...], owned: Tensor, seat_ids: Tensor, count: Tensor) -> Tensor:
+    def without_end(self, logits: Tensor, ends: Tensor, owned: Tensor, seat_ids: Tensor, count: Tensor) -> Tensor:
         written = self.seats.length[seat_ids] + count - self.seats.prompt_length(seat_ids)
         early = owned & (written < self.rules.least[seat_ids])
         logits = logits.clone()
-        logits[:, list(ends)] = logits[:, list(ends)].masked_fill(early.unsqueeze(1), -torch.inf)
+        logits[:, ends] = logits[:, ends].masked_fill(early.unsqueeze(1), -torch.inf)
         return logits
 
     def penalised(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
@@ -190,20 +191,21 @@ class BatchRules:
         counts = self.rules.counts[seat_ids]
         on_path = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
         counts = counts.scatter_add(1, path.masked_fill(~on_path, 0), on_path.long())
-        stands = counts > 0
+        there = counts > 0
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(stands | self.rules.prompt[seat_ids], repeated, logits)
-        return logits - frequency * counts - presence * stands
+        logits = torch.where(there | self.rules.prompt[seat_ids], repeated, logits)
+        return logits - frequency * counts - presence * there
 
-    def customised(self, logits: Tensor, processor: LogitsProcessor, owners: list[int], behind: list[list[int]]) -> Tensor:
+    def customised(self, logits: Tensor, processor: LogitsProcessor, owners: list[int], since: list[list[int]]) -> Tensor:
+        """`owners` are the rows' seats, `since` the tokens between what the records have and the row."""
         out = logits.clone()
-        for row, (seat, path) in enumerate(zip(owners, behind, strict=True)):
-            seq = self.by_seat[seat]
+        for row, (seat, path) in enumerate(zip(owners, since, strict=True)):
+            record = self.by_seat[seat]
             try:
-                made = processor(seq.tokens + path, seq.prompt_len, seq.sampling.custom_params, logits[row])
+                made = processor(record.tokens + path, record.prompt_len, record.sampling.custom_params, logits[row])
                 out[row] = made
             except Exception:
                 # The operator's code failed for this request: it ends, as one whose numbers went bad, and no other does.
-                log.exception("logits processor %s failed for request %s", type(processor).__name__, seq.id)
-                out[row] = torch.nan
+                log.exception("logits processor %s failed for request %s", type(processor).__name__, record.id)
+                out[row].fill_(torch.nan)
         return out

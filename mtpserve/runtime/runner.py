@@ -1,46 +1,59 @@
-"""The host's side of a step: which rows are computed together, launched without waiting, and read when the result is asked for.
+"""The host's side of a step: requests are seated, rows computed together, launched without waiting, and read when somebody asks.
 
 The steps themselves are step.py; what is replayed instead of launched, graphs.py.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Logprobs, Span, SpanResult, StepResult
+from mtpserve.core.batch import Logprobs, Want
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.protocols import GrammarCompiler
+from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.graphs import StepGraphs
-from mtpserve.runtime.inputs import rows_of, seat_of, wanted_of
+from mtpserve.runtime.inputs import Rows, after_others, row_layout
 from mtpserve.runtime.publish import Columns, prompt_logprobs, results
-from mtpserve.runtime.rules import asks
-from mtpserve.runtime.sampling import Asked, SeatSampling
+from mtpserve.runtime.records import Record
+from mtpserve.runtime.rules import BatchRules
+from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.step import Step
-from mtpserve.runtime.transfer import Download
+from mtpserve.runtime.transfer import Download, staged
+
+log = logging.getLogger(__name__)
+
+Span = tuple[int, SpanPlan, Record]  # its place in the plan
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Spans that were computed together, and their copies for the host on the way."""
 
-    places: Seq[int]  # of its spans among the step's
     spans: Seq[Span]
     columns: Columns
     table: Download
     waiting: Download | Seq[int]  # drafts of those of its spans that are drafted for
-    logprobs: tuple[Download, ...]
-    scored: dict[int, tuple[Download, ...]]
+    logprobs: tuple[Download, ...] = ()
+    scored: dict[int, tuple[Download, ...]] | None = None
 
     def read(self) -> list[SpanResult]:
+        """Called once: the records get their tokens."""
+        _, plans, records = zip(*self.spans, strict=True)
         logprobs = Logprobs(*(part.wait() for part in self.logprobs)) if self.logprobs else None
-        scored = {r: Logprobs(*(part.wait() for part in parts)) for r, parts in self.scored.items()}
+        scored = {r: Logprobs(*(part.wait() for part in parts)) for r, parts in (self.scored or {}).items()}
         table = self.table.wait()
         waiting = self.waiting.wait().tolist() if isinstance(self.waiting, Download) else self.waiting
-        return results(self.spans, self.columns, table, waiting, logprobs, scored)
+        made = results(plans, records, self.columns, table, waiting, logprobs, scored)
+        for record, result in zip(records, made, strict=True):
+            record.tokens += result.tokens
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +61,13 @@ class LaunchedStep:
     """core.protocols.Launched."""
 
     parts: Seq[Part]
+    refused: Seq[Span]
 
     def result(self) -> StepResult:
-        found = {place: result for part in self.parts for place, result in zip(part.places, part.read(), strict=True)}
-        return StepResult([found[place] for place in range(len(found))])
+        by_place = {place: SpanResult([], 0, 0, error=record.error) for place, _, record in self.refused}
+        for part in self.parts:
+            by_place |= {place: result for (place, _, _), result in zip(part.spans, part.read(), strict=True)}
+        return StepResult([by_place[place] for place in range(len(by_place))])
 
 
 class Runner:
@@ -60,74 +76,124 @@ class Runner:
     `overlapped`: the engine plans with bounds anyway, so nobody waits to learn how many drafts there are.
     """
 
-    def __init__(self, step: Step, sampling: SeatSampling, graphs: StepGraphs | None = None, overlapped: bool = False) -> None:
-        self.step, self.sampling, self.graphs, self.overlapped = step, sampling, graphs, overlapped
+    def __init__(
+        self, step: Step, sampling: SeatSampling, graphs: StepGraphs | None = None, overlapped: bool = False,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:  # fmt: skip
+        self.step, self.sampling, self.graphs, self.overlapped, self.grammars = step, sampling, graphs, overlapped, grammars
         self.drafter, self.seats = step.drafter, step.seats
+        self.records: dict[int, Record] = {}  # by seat
 
     @property
     def sizes(self) -> DraftSizes:
         return self.drafter.sizes
 
-    def lockstep(self, seq: Sequence) -> bool:
-        return seq.grammar is not None or bool(self.sampling.rules.processors)
-
-    def admit(self, seq: Sequence) -> None:
-        self.seats.admit(seq)
-        self.sampling.admit(seq)
-
-    def release(self, seats: Seq[int]) -> None:
-        self.seats.release(seats)
+    @property
+    def processors(self) -> bool:
+        return bool(self.sampling.rules.processors)
 
     @torch.inference_mode()
-    def launch(self, spans: Seq[Span], want: int) -> LaunchedStep:
-        for span in spans:
-            self.seats.extend_pages(span.seq)
-        if self.graphs is None:
-            return LaunchedStep([self.run(range(len(spans)), spans, want)])
-        replayed = [r for r, span in enumerate(spans) if self.replayable(span)][: self.graphs.most]
-        rest = sorted(set(range(len(spans))).difference(replayed))
-        # What cannot be replayed after all is launched by itself: beside requests with grammars its drafts would become trees.
-        parts = [self.replay(replayed, [spans[r] for r in replayed], want, self.graphs)] if replayed else []
-        if rest:
-            parts.append(self.run(rest, [spans[r] for r in rest], want))
-        return LaunchedStep(parts)
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self.admit(plan)
+        spans = [(place, span, self.records[span.seat]) for place, span in enumerate(plan.spans)]
+        for _, _, record in spans:
+            self.follow(record)
+        refused = [span for span in spans if span[2].error is not None]
+        if refused:
+            spans = [span for span in spans if span[2].error is None]
+        parts = []
+        if self.graphs is not None:
+            replayed = [span for span in spans if self.replayable(span)][: self.graphs.most]
+            places = {place for place, _, _ in replayed}
+            spans = [span for span in spans if span[0] not in places]
+            if replayed:
+                parts.append(self.replay(replayed, plan.want, self.graphs))
+        if spans:
+            parts.append(self.run(spans, plan.want))
+        return LaunchedStep(parts, refused)
+
+    def admit(self, plan: StepPlan) -> None:
+        if not plan.admissions and not plan.pages:
+            return
+        records = [Record(admission) for admission in plan.admissions]
+        for record in records:
+            self.records[record.seat] = record
+            if (spec := record.sampling.grammar) is None:
+                continue
+            try:
+                if self.grammars is None:
+                    raise InvalidRequest(f"{spec.kind} needs the model's tokenizer, which this runner has not", spec.kind)
+                record.grammar = self.grammars.compile(spec)
+            except Exception as error:
+                log.exception("request %s could not be seated", record.id)
+                record.refuse(error)
+        seat([record for record in records if record.error is None], plan.pages, self.seats, self.sampling)
+
+    def follow(self, record: Record) -> None:
+        try:
+            record.advance_grammar()
+        except ValueError as error:
+            log.exception("the grammar of request %s does not allow its text", record.id)
+            record.refuse(error)
 
     def replayable(self, span: Span) -> bool:
-        seq = span.seq
-        return span.samples and span.length == 1 and seq.sampling.logprobs is None and seq.plain and not self.has_rules(seq)
+        _, plan, record = span
+        plain = record.plain and record.sampling.logprobs is None and not record.has_rules and not self.processors
+        return plan.samples and plan.length == 1 and plain
 
-    def has_rules(self, seq: Sequence) -> bool:
-        return bool(self.sampling.rules.processors) or asks(seq)
-
-    def run(self, places: Seq[int], spans: Seq[Span], want: int) -> Part:
-        sampler = self.sampling.for_batch([span.seq for span in spans], self.drafter.coupled)
-        rows = rows_of(spans, want, self.seats, sampler, self.sizes.depth if self.sizes.branching else None, self.drafter.lag)
+    def run(self, spans: Seq[Span], want: int) -> Part:
+        _, plans, records = zip(*spans, strict=True)
+        rows = self.rows(plans, records, want)
         verified = self.step.verify(rows)
         table = Download(verified.table)
         logprobs = downloads(verified.verdict.logprobs)
-        scored = {r: downloads(found) for r, found in prompt_logprobs(spans, verified.hidden, self.step.model).items()}
+        scored = {r: downloads(found) for r, found in prompt_logprobs(plans, records, verified.hidden, self.step.model).items()}
         drafts = self.step.propose(rows, verified)
         count, trees = (None, False) if drafts is None else (drafts.count, drafts.tree is not None)
-        waiting = self.note([span for span in spans if span.drafts_next], want, count, trees)
-        return Part(places, spans, verified.columns, table, waiting, logprobs, scored)
+        waiting = self.note([record for plan, record in zip(plans, records, strict=True) if plan.drafts_next], want, count, trees)
+        return Part(spans, verified.columns, table, waiting, logprobs, scored)
 
-    def replay(self, places: Seq[int], spans: Seq[Span], want: int, graphs: StepGraphs) -> Part:
-        hosts, wanted = [seat_of(span) for span in spans], [wanted_of(span, want) for span in spans]
-        asked = Asked.of([span.seq for span in spans], self.drafter.coupled)
+    def rows(self, plans: Seq[SpanPlan], records: Seq[Record], want: int) -> Rows:
+        drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
+        wanted = [records[r].wanted(want) for r in drafting]
+        hosts = [plan.seat for plan in plans]
+        groups = self.sampling.rules.groups(records)
+        more = [] if groups is None else groups.lists
+        resumed, unstored = after_others(plans, records, self.drafter.lag)
+        there = staged([hosts, drafting, wanted, resumed, unstored, *more], self.seats.device)
+        seat_ids, draft_spans, each, resumed_spans, unstored_rows, *lists = there
+        rules = None if groups is None else BatchRules(self.sampling.rules, records, groups, lists)
+        layout = tuple((plan.length, plan.drafts, plan.samples) for plan in plans)
+        return Rows(
+            row_layout(layout, self.seats.device, self.sizes.depth if self.sizes.branching else None),
+            seat_ids,
+            None if len(drafting) == len(plans) else draft_spans,
+            Want(each, max(wanted, default=0)),
+            not self.seats.branching.isdisjoint(hosts),
+            BatchSampler(self.sampling, Asked.of(records, self.drafter.coupled), rules),
+            resumed_spans if resumed else None,
+            unstored_rows if unstored else None,
+            self.seats.predicted(hosts),
+        )
+
+    def replay(self, spans: Seq[Span], want: int, graphs: StepGraphs) -> Part:
+        _, plans, records = zip(*spans, strict=True)
+        hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
+        asked = Asked.of(records, self.drafter.coupled)
         trees = not self.seats.branching.isdisjoint(hosts)
-        outcome = graphs.replay(hosts, wanted, max(span.drafts for span in spans), asked, trees)
+        outcome = graphs.replay(hosts, wanted, max(plan.drafts for plan in plans), asked, trees)
         if outcome is None:
-            return self.run(places, spans, want)
-        waiting = self.note(spans, want, outcome.count, outcome.trees)
-        return Part(places, spans, outcome.columns, Download(outcome.table), waiting, (), {})
+            # It is launched by itself: beside requests with grammars its drafts would become trees.
+            return self.run(spans, want)
+        return Part(spans, outcome.columns, Download(outcome.table), self.note(records, want, outcome.count, outcome.trees))
 
-    def note(self, spans: Seq[Span], want: int, count: Tensor | None, trees: bool) -> Download | Seq[int]:
-        """What is known on the host about the drafts that now wait. `count` [spans, and padding], None where nothing was drafted."""
+    def note(self, records: Seq[Record], want: int, count: Tensor | None, trees: bool) -> Download | Seq[int]:
+        """What is known on the host about the drafts that now wait. `count` [requests, and padding], None where nothing was drafted."""
         if count is None:
-            return [0] * len(spans)
-        self.seats.branch([seat_of(span) for span in spans], trees)
+            return [0] * len(records)
+        self.seats.branch([record.seat for record in records], trees)
         if self.overlapped:
-            return [self.sizes.proposals(wanted_of(span, want), span.seq.plain) for span in spans]
+            return [self.sizes.proposals(record.wanted(want), record.plain) for record in records]
         return Download(count)
 
 

@@ -11,56 +11,55 @@ with the same noise over a similar distribution mostly finds the same winner, wh
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Verdict
 from mtpserve.core.protocols import SeatParameters
-from mtpserve.core.sequence import Sequence
+from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import BatchRules, LogitRules
-from mtpserve.runtime.transfer import write
 
 STREAMS = 3
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What a batch's requests ask for between them: whatever nobody asks for is skipped."""
 
-    all_greedy: bool
-    any_greedy: bool
-    largest_k: int
-    any_top_p: bool
-    any_min_p: bool
-    any_coupled: bool  # some request's drafts are point masses
-    all_coupled: bool
-    top_logprobs: int | None
+    all_greedy: bool = False
+    any_greedy: bool = False
+    largest_k: int = 0
+    any_top_p: bool = False
+    any_min_p: bool = False
+    any_coupled: bool = False  # some request's drafts are point masses
+    all_coupled: bool = False
+    top_logprobs: int | None = None
 
     @classmethod
-    def of(cls, seqs: Seq[Sequence], coupled: bool) -> Asked:
+    def of(cls, records: Seq[Record], coupled: bool) -> Asked:
         """`coupled`: all requests' drafts are point masses."""
-        params = [seq.sampling for seq in seqs]
+        params = [record.sampling for record in records]
         return cls(
-            all(p.greedy for p in params),
-            any(p.greedy for p in params),
-            max((p.top_k for p in params), default=0),
-            any(p.top_p < 1 for p in params),
-            any(p.min_p > 0 for p in params),
-            not all(seq.plain for seq in seqs),
-            coupled,
-            max((p.logprobs for p in params if p.logprobs is not None), default=None),
+            all_greedy=all(p.greedy for p in params),
+            any_greedy=any(p.greedy for p in params),
+            largest_k=max((p.top_k for p in params), default=0),
+            any_top_p=any(p.top_p < 1 for p in params),
+            any_min_p=any(p.min_p > 0 for p in params),
+            any_coupled=not all(record.plain for record in records),
+            all_coupled=coupled,
+            top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
         )
 
     def rounded(self) -> Asked:
         """One for many: does the same for these requests, with a little more work, and there are few of them."""
         if self.all_greedy:
-            return Asked(True, True, 0, False, False, False, self.all_coupled, self.top_logprobs)
+            return replace(self, any_greedy=True, largest_k=0, any_top_p=False, any_min_p=False, any_coupled=False)
         cuts = self.largest_k > 0 or self.any_top_p or self.any_min_p
         largest = max(64, 1 << (self.largest_k - 1).bit_length()) if cuts else 0
-        return Asked(False, True, largest, cuts, cuts, self.any_coupled, self.all_coupled, self.top_logprobs)
+        return replace(self, any_greedy=True, largest_k=largest, any_top_p=cuts, any_min_p=cuts)
 
 
 class SeatSampling:
@@ -76,22 +75,9 @@ class SeatSampling:
         self.top_k, self.seed = self.integers.unbind(0)
         self.coupled = torch.zeros(seats, dtype=torch.bool, device=device)
 
-    def admit(self, seq: Sequence) -> None:
-        seat, params = seq.seat, seq.sampling
-        assert seat is not None
-        write(self.numbers[:, seat], (0.0 if params.greedy else params.temperature, params.top_p, params.min_p))
-        write(self.integers[:, seat], (max(params.top_k, 0), seq.seed))
-        # Drafts from several sources, of which only one could say from which distribution it drew.
-        self.coupled[seat] = not seq.plain
-        self.rules.admit(seq)
-
     @property
     def nbytes(self) -> int:
         return self.numbers.nbytes + self.integers.nbytes + self.coupled.nbytes + self.rules.penalties.nbytes + self.rules.least.nbytes
-
-    def for_batch(self, seqs: Seq[Sequence], coupled: bool = False) -> BatchSampler:
-        """`coupled`: all requests' drafts are point masses."""
-        return BatchSampler(self, Asked.of(seqs, coupled), self.rules.for_batch(seqs))
 
 
 class BatchSampler:

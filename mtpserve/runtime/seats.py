@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.transfer import upload, write
 
 STOPS = 32  # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
@@ -36,7 +35,7 @@ class SeatTensors:
         spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
-        self.spare_slot = spare_page * page_size
+        self.spare_slots = [page * page_size for page in spare_pages]
         whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
@@ -52,7 +51,9 @@ class SeatTensors:
         write(self.counts[:, self.padding], (1, 0, 1, 1, 0))
         self.stops = integers(seats, STOPS, fill=-1)
         self.done = torch.ones(seats, dtype=torch.bool, device=device)
-        self.page_tables = [integers(seats, -(-whole // page_size), fill=page) for page in spare_pages]
+        self.page_tables = integers(len(spare_pages), seats, -(-whole // page_size))
+        for table, page in zip(self.page_tables, spare_pages, strict=True):
+            table.fill_(page)
         chained = 0 if coupled else sizes.depth
         self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
         self.draft_tree = (
@@ -60,40 +61,18 @@ class SeatTensors:
         )
         self.draft_sources = integers(seats, drafts)
         self.branching: set[int] = set()  # seats whose waiting drafts are not a chain; known on the host
-        self.predictions: dict[int, Tensor] = {}  # of seated requests, by seat
-        self.columns_written = [[0] * seats for _ in spare_pages]  # host's copy of how far each page table row is true
+        self.predictions: dict[int, Tensor] = {}  # by seat; of one that was left, until it is given again
 
     @property
     def nbytes(self) -> int:
-        own = self.tokens, self.counts, self.stops, self.done, *self.page_tables, self.draft_probs, self.draft_sources
+        own = self.tokens, self.counts, self.stops, self.done, self.page_tables, self.draft_probs, self.draft_sources
         return sum(part.nbytes for part in (*own, *(self.draft_tree or ())))
 
-    def admit(self, seq: Sequence) -> None:
-        assert seq.seat is not None
-        write(self.tokens[seq.seat, : len(seq.tokens)], seq.tokens)
-        write(self.counts[:, seq.seat], (len(seq.tokens), seq.computed, seq.prompt_len, seq.max_len, 0))
-        ends = [*(() if seq.sampling.ignore_eos else self.eos_ids), *seq.sampling.stop_token_ids]
-        write(self.stops[seq.seat], [*ends, *[-1] * STOPS][:STOPS])
-        self.done[seq.seat] = False
-        for columns in self.columns_written:
-            columns[seq.seat] = 0
-        self.predictions.pop(seq.seat, None)
-        if seq.prediction:
-            self.predictions[seq.seat] = upload(seq.prediction, self.device)
-
-    def release(self, seats: Iterable[int]) -> None:
-        """Their requests are gone."""
-        for seat in seats:
-            self.predictions.pop(seat, None)
-
-    def extend_pages(self, seq: Sequence) -> None:
-        """Copy the pages that the scheduler has given since the last step."""
-        assert seq.seat is not None
-        for table, columns, held in zip(self.page_tables, self.columns_written, seq.held, strict=True):
-            start = max(columns[seq.seat], held.first)
-            if start < held.end:
-                write(table[seq.seat, start : held.end], held.pages[start - held.first :])
-                columns[seq.seat] = held.end
+    def predict(self, seat: int, prediction: Tensor) -> None:
+        """What the output of the request in this seat probably repeats [n]; empty: nothing."""
+        self.predictions.pop(seat, None)
+        if len(prediction):
+            self.predictions[seat] = prediction.clone()
 
     def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
         page: Tensor = self.page_tables[group][seat_ids, index // self.page_size]

@@ -1,24 +1,56 @@
-"""Numbers on their way between host and device, without either waiting for the other.
+"""Numbers between host and device, without either waiting for the other.
 
-A plain `torch.tensor(…, device=…)` or `.tolist()` on a GPU waits for all that was launched before.
+A plain `torch.tensor(…, device=…)`, `.tolist()` or assignment of a number to an element on a GPU waits for all that was launched
+before, and so may a copy of more than 64 KiB of pageable memory. So what goes up is written to pinned memory first. torch's allocator of
+that memory is a ring: it gives a block again when the copies out of it are done, and grows with what is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+ALIGNED = 2  # numbers, 16 bytes: kernels are compiled anew for pointers with less
+
+Integers = Seq[int] | np.ndarray[Any, np.dtype[np.int64]]
+
+
+def staged(lists: Seq[Integers], device: torch.device) -> list[Tensor]:
+    """Each list as an int64 tensor on the device, by one copy."""
+    starts = list(accumulate((len(values) + len(values) % ALIGNED for values in lists), initial=0))
+    host = torch.empty(starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
+    numbers = host.numpy()
+    for values, start in zip(lists, starts, strict=False):
+        numbers[start : start + len(values)] = values
+    there = host.to(device, non_blocking=True)
+    return [there[start : start + len(values)] for values, start in zip(lists, starts, strict=False)]
+
+
+def bits(values: Seq[float]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Numbers for `staged`; `floats` makes them numbers again."""
+    return np.array(values, dtype=np.float64).view(np.int64)
+
+
+def floats(staged: Tensor) -> Tensor:
+    """→ float32"""
+    return staged.view(torch.float64).float()
+
 
 def upload(values: Seq[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The driver has copied pageable memory when the call returns, so that `values` need not outlive it."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return pinned(torch.tensor(values, dtype=dtype), device).to(device, non_blocking=True)
 
 
 def write(target: Tensor, values: Seq[Any]) -> None:
-    target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)
+    target.copy_(pinned(torch.tensor(values, dtype=target.dtype), target.device), non_blocking=True)
+
+
+def pinned(host: Tensor, device: torch.device) -> Tensor:
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 class Download:

@@ -13,8 +13,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mtpserve.core.request import Finish
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.server.choice import Choice, Shape, Wanted
 from mtpserve.server.errors import JSON
 from mtpserve.server.logprobs import ById, Offsets

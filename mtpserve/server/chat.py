@@ -10,8 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtpserve.core.request import TokenLogprob
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.server.answer import Answer, Prompt
 from mtpserve.server.dialogue import prepared
 from mtpserve.server.errors import renamed

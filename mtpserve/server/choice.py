@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mtpserve.core.errors import RequestFailed
-from mtpserve.core.request import TokenLogprob
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.server.logprobs import Offsets, Spelling, prompt_scores
 from mtpserve.server.service import MATCHED_TOKENS, Piece
 from mtpserve.server.usage import Trace

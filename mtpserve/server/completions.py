@@ -10,9 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtpserve.core.request import TokenLogprob
+from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.server.answer import Answer, Prompt
 from mtpserve.server.logprobs import Spelling, completion_logprobs
 from mtpserve.server.openai import CompletionRequest

@@ -12,9 +12,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtpserve.core.request import TokenLogprob
+from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.server.errors import JSON, renamed, renaming
 from mtpserve.server.logprobs import finite
 from mtpserve.server.native import DEFAULT_MAX_TOKENS, NativeRequest, NativeSampling

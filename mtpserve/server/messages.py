@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import Finish
 from mtpserve.server.dialogue import asked_tools, rendered
 from mtpserve.server.errors import JSON, renamed
 from mtpserve.server.message_body import CountRequest, MessagesRequest

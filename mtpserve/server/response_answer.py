@@ -9,7 +9,7 @@ from time import time
 from typing import Any
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import Finish
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.errors import describe
 from mtpserve.server.response_body import ResponsesRequest

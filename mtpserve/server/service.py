@@ -14,9 +14,8 @@ from typing import Any
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed
 from mtpserve.core.protocols import EngineClient
-from mtpserve.core.request import Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.server.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
 from mtpserve.server.metrics import Metrics
 from mtpserve.server.observed import RequestClock

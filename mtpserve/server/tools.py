@@ -21,7 +21,7 @@ from mtpserve.text.parsers.json_calls import Listed
 from mtpserve.text.parsers.output import OutputParser
 from mtpserve.text.parsers.reasoning import Opening, Thinking
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
-from mtpserve.text.parsers.tools import CallFormat, Spelling, Tool
+from mtpserve.text.parsers.tools import CallFormat, Spell, Tool
 from mtpserve.text.requests import check_text
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -178,7 +178,7 @@ def planned(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tokenizer) ->
     return sampling
 
 
-def calls_grammar(use: ToolUse, calls: CallFormat, spell: Spelling) -> str:
+def calls_grammar(use: ToolUse, calls: CallFormat, spell: Spell) -> str:
     """Raises InvalidRequest that names the tool whose schema cannot be enforced."""
     wanted = [each for each in use.tools if use.only in (None, each.name)]
     for each in wanted:

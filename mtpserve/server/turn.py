@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mtpserve.core.request import Request
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import Finish, Request
 from mtpserve.server.dialogue import prepared
 from mtpserve.server.fields import refuse_constant
 from mtpserve.server.openai import ChatRequest

@@ -1,1 +1,1 @@
-"""Proposing tokens and judging proposals. A drafter is one function; acceptance without drafts is ordinary sampling."""
+"""Drafting and acceptance. A drafter is one function; acceptance without drafts is ordinary sampling."""

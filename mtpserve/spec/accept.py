@@ -1,13 +1,13 @@
-"""The verdict over drafts, chain or tree. Without drafts it is sampling: there is no second sampler.
+"""Verification of drafts, chain or tree. Without drafts it is sampling: there is no second sampler.
 
-Two rules, both lossless, by what a request's drafts are:
+Two rules, both lossless, depending on the request's drafts:
 
-    point masses      At every node the target chooses its own token, as plain decoding would with the same seed. A draft survives
-    (coupled)         if it is what its parent chose. Any tree, any source of drafts; the text is the very one of plain decoding.
-    drawn from q      A chain whose drafts were sampled, each with the distribution q that it came from: reject.py. It accepts more
-                      for the same chain, with a text of its own.
+    point masses      At every node the target chooses a token, as plain decoding does with the same seed. A draft is accepted if it is
+    (coupled)         the token chosen at its parent. For any tree and any source of drafts; the text is identical to plain decoding's.
+    sampled from q    A chain of drafts that were each sampled from a known distribution q: reject.py. It accepts more drafts of the
+                      same chain; the text has the same distribution as plain decoding's, but is another one.
 
-A greedy request's choice is its argmax, under both rules.
+A greedy request's choice is its argmax under both rules.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def accept(
     processed_logprobs: bool = False,
     kernel: Decide | None = None,
 ) -> Verdict:
-    """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`. `kernel` decides where all is
-    lossless."""
+    """logits [R, K+1, vocabulary] of the rows `batch.sample_rows`; no draft is deeper than `depth`. `kernel` replaces `decide` unless the
+    thresholds are lossy."""
     sampler, nodes = batch.sampler, logits.shape[1]
     depth = min(depth, nodes - 1)
     ids = batch.seat_ids.repeat_interleave(nodes)
@@ -57,26 +57,26 @@ def accept(
         path, count = node_paths(batch.drafts, batch.tree)
         logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(logits)
     made = (kernel if kernel is not None and thresholds.lossless else decide)(logits, batch, depth, thresholds)
-    found = None
+    logprobs = None
     if sampler.top_logprobs is not None:
         rows = path_rows(made.path, made.tokens, made.accepted)
         p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits) if processed_logprobs and not sampler.all_greedy else None
-        found = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, made.tokens)
-    return Verdict(made.tokens, made.accepted, made.path, made.failed, found)
+        logprobs = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, made.tokens)
+    return Verdict(made.tokens, made.accepted, made.path, made.failed, logprobs)
 
 
 def path_rows(path: Tensor | None, tokens: Tensor, accepted: Tensor) -> Tensor:
-    """[R, D+1], the nodes of which the tokens were chosen."""
+    """[R, D+1], the nodes at which the tokens were chosen."""
     return torch.minimum(torch.arange(tokens.shape[1], device=tokens.device), accepted.unsqueeze(1)) if path is None else path
 
 
 def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
-    """Processed logits → the verdict without log-probabilities."""
+    """Processed logits [R, K+1, vocabulary] → the verdict without log-probabilities."""
     sampler, nodes = batch.sampler, logits.shape[1]
     ids = batch.seat_ids.repeat_interleave(nodes)
     best = logits.max(-1)
     p: Tensor | None = None
-    drawn: Tensor | None = None  # [R], requests whose drafts were drawn from q
+    drawn: Tensor | None = None  # [R], requests whose drafts were sampled from q
     chosen = best.indices
     if not sampler.all_greedy:
         p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits)
@@ -96,7 +96,7 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
         if surviving is not None:
             chain = torch.minimum(torch.arange(depth + 1, device=logits.device), accepted.unsqueeze(1))
             surviving = torch.where(drawn.unsqueeze(1), chain, surviving)
-    # NaN and infinity show in a row's maximum. Rows off the path that survived decided nothing and may be anything.
+    # NaN and infinity show in a row's maximum. Only rows of accepted nodes matter: the others decided nothing.
     along = torch.arange(tokens.shape[1], device=logits.device)
     broken = ~torch.isfinite(best.values.gather(1, path_rows(surviving, tokens, accepted)))
     return Decision(tokens, accepted, surviving, (broken & (along <= accepted.unsqueeze(1))).any(1))
@@ -117,7 +117,7 @@ def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tens
     matched = valid & (drafts == chosen.gather(1, tree.parents))
     refused = (~matched).long().mul(2 << number).sum(1, keepdim=True)  # as a set of nodes
     alive = (tree.ancestors & refused) == 0
-    # Siblings differ, so the nodes that live form one path; its end is the deepest.
+    # Siblings have different tokens, so the accepted nodes form one path, and the deepest is its end.
     reached = torch.where(alive, tree.depths, -1)
     last = reached.argmax(1, keepdim=True)
     accepted = reached.gather(1, last).squeeze(1)
@@ -126,9 +126,9 @@ def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tens
 
 
 def path_to(tree: Tree, node: Tensor, depth: int) -> Tensor:
-    """node [R, 1] → [R, depth+1], the nodes from the root to it; behind it, itself."""
+    """node [R, 1] → [R, depth+1], the nodes from the root to it; the rest repeats it."""
     number = torch.arange(tree.ancestors.shape[1], device=node.device)
     member = (tree.ancestors.gather(1, node) >> number & 1).bool()
-    place = torch.where(member, tree.depths, depth + 1)  # what is not on the path falls into a column that is cut off
+    place = torch.where(member, tree.depths, depth + 1)  # nodes off the path go to a column that is cut off
     path = node.expand(-1, depth + 2).scatter(1, place, number.expand_as(place))
     return path[:, : depth + 1]

@@ -29,7 +29,7 @@ def reduced_head(trunk: Trunk, token_map: list[int] | None) -> ReducedHead | Non
         return None
     whole = cast(DecoderModel, trunk)
     tokens = torch.tensor(token_map, device=whole.embed.weight.device)
-    log.info("drafting looks at %d of %d tokens", len(tokens), trunk.arch.vocab)
+    log.info("the draft head has %d of %d tokens", len(tokens), trunk.arch.vocab)
     return ReducedHead(tokens, trunk.arch.vocab, whole.logits_of(tokens))
 
 
@@ -38,10 +38,10 @@ def make_draft_model(spec: SpecConfig, trunk: Trunk) -> DraftModel | None:
 
 
 def make_drafter(spec: SpecConfig, sizes: DraftSizes, passes: DraftPasses | None) -> Drafter:
-    """A chain of one model's own is sampled and judged by its q, which accepts most; beside other sources, and in a tree, drafts
-    are point masses that follow the target's own noise (spec/accept). `passes` None: no model drafts."""
+    """A chain from one draft model alone is sampled and verified by rejection with its q, which accepts most; together with other sources,
+    and in a tree, drafts are point masses coupled to the target's noise (spec/accept). `passes` None: no model drafts."""
     if spec.steps == 0:
-        # The draft model's KV is filled all the same where there is one: per-request and load control may ask for nothing, too.
+        # A draft model's KV is still filled, as it is when a request or the load turns drafting off.
         return NullDrafter() if passes is None else ChainDrafter(passes, sizes)
     base: Drafter
     if passes is None:

@@ -1,6 +1,6 @@
-"""Drafting a chain with a draft model, used again and again on its own output (EAGLE's recurrence, https://arxiv.org/abs/2401.15077).
+"""Drafting a chain with a draft model, applied repeatedly to its own output (EAGLE's recurrence, https://arxiv.org/abs/2401.15077).
 
-absorb   rows of the step's own tokens   (trunk's features)        → draft 1
+absorb   rows of the step's tokens       (trunk's features)        → draft 1
 step     the row of draft 1              (own output)              → draft 2
 step     the row of draft 2              (own output)              → draft 3
 """
@@ -16,7 +16,7 @@ from mtpserve.spec.streams import DRAFT, DRAW
 
 
 class ChainDrafter:
-    """core.protocols.Drafter. `coupled`: drafts race with the noise of the target's own choice, for use beside other sources
+    """core.protocols.Drafter. `coupled`: drafts are sampled with the noise of the target's choice, for use with other sources
     (spec/accept)."""
 
     graph_safe = True
@@ -31,7 +31,7 @@ class ChainDrafter:
         if steps == 0:
             return None
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
-        # A greedy request's distributions are point masses: its draft is the argmax whatever the stream.
+        # A greedy request's distribution is a point mass: its draft is the argmax with any random numbers.
         coupled = sampler.coupled(seat_ids)
         tokens, probs = length.new_zeros(len(length), 0), []
         for step in range(steps):

@@ -1,11 +1,11 @@
-"""Several sources of drafts in one tree: a base (an MTP chain or tree, or nothing), and chains that cost no pass of a model.
+"""Several sources of drafts in one tree: a base (an MTP chain or tree, or nothing), and chains that need no pass of a model.
 
-What the sources agree on is one node, so a chain that goes the base's way only makes it longer:
+Equal beginnings share their nodes, so a chain that begins like the base's only extends it:
 
     base    x → a → b        grammar   x → a → c → d        together   x → a → b
                                                                            └→ c → d
 
-Where nobody in the batch has such a chain, the base's drafts go through untouched, and a chain that was drawn keeps its q.
+If no request of the batch has such a chain, the base's drafts are returned unchanged, and a sampled chain keeps its q.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Chain = tuple[Tensor, Tensor, Source]  # tokens [D, n], how many [D]
 
 
 class CombinedDrafter:
-    """`sizes.free` nodes per request on top of the base's, for chains. With `always_free`, every request looks up its own text."""
+    """`sizes.free` nodes per request for chains, in addition to the base's. With `always_free`, n-grams are looked up for every request."""
 
     def __init__(self, base: Drafter) -> None:
         self.base, self.sizes, self.coupled = base, base.sizes, base.coupled
@@ -35,32 +35,33 @@ class CombinedDrafter:
         if want.deepest == 0 or self.sizes.free == 0:
             return drafts
         seat_ids = batch.drafted(batch.seat_ids)
-        # Who asked for less than the base's depth means all drafts, the free ones too.
+        # A request that limits the depth to less than the base's limits its free drafts too.
         allowed = torch.where(want.each >= self.sizes.steps, self.sizes.free, want.each)
         chains = self.chains(batch, seat_ids)
         if not chains:
             return drafts
-        return merge(drafts, len(seat_ids), [(tokens, torch.minimum(count, allowed), who) for tokens, count, who in chains], self.sizes)
+        limited = [(tokens, torch.minimum(count, allowed), source) for tokens, count, source in chains]
+        return merge(drafts, len(seat_ids), limited, self.sizes)
 
     def chains(self, batch: Batch, seat_ids: Tensor) -> list[Chain]:
-        """The surest first: nodes may run out."""
-        found: list[Chain] = []
+        """The likeliest first: nodes may run out."""
+        chains: list[Chain] = []
         forced = batch.sampler.forced(self.sizes.free, seat_ids)
         if forced is not None:
-            found.append((*forced, Source.GRAMMAR))
+            chains.append((*forced, Source.GRAMMAR))
         seats = batch.seats
         length = seats.length[seat_ids]
         if batch.predictions is not None:
             prediction, size = map(batch.drafted, batch.predictions)
             tokens, prompt = seats.tokens[seat_ids, : int(length.max())], seats.prompt_length(seat_ids)
-            found.append((*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
+            chains.append((*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
         if self.sizes.always_free:
-            found.append((*continued(seats.tokens, seat_ids, length, self.sizes.free), Source.NGRAM))
-        return found
+            chains.append((*continued(seats.tokens, seat_ids, length, self.sizes.free), Source.NGRAM))
+        return chains
 
 
 def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: DraftSizes) -> Drafts:
-    """Walk every chain down from the root, and add a node where the tree has no such child."""
+    """Walks each chain from the root, and adds a node where the tree has no such child."""
     device, room = chains[0][0].device, sizes.nodes
     tokens = torch.zeros(requests, room, dtype=torch.int64, device=device)
     parents, sources, count = tokens.clone(), tokens.clone(), tokens[:, 0].clone()
@@ -81,10 +82,10 @@ def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: Draf
             for table, value in ((tokens, token), (parents, node), (sources, torch.full_like(token, source))):
                 table[each, at] = torch.where(added, value, table[each, at])
             count = count + added
-            # A chain that finds no room ends.
+            # A chain ends when there is no room for its next node.
             size = torch.where(known | added, size, 0)
             if source is Source.GRAMMAR:
-                # What is forced counts as forced, also where the base happened to propose it.
+                # A forced token's source is the grammar, even if the base proposed it too.
                 sources = torch.where(child & wanted.unsqueeze(1), int(source), sources)
             node = torch.where(known, child.long().argmax(1) + 1, torch.where(added, count, node))
     depth = min(sizes.depth, room)

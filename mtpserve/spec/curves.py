@@ -1,6 +1,6 @@
-"""Published acceptance curves, and what they say about each draft: for measuring an engine with drafts that are not accepted by merit.
+"""Published acceptance curves, and the acceptance rates that follow from them: for measurements with synthetic acceptance.
 
-A curve is the mean number of tokens that a verification commits, the target's own among them, with chains of 1, 2, 3 … drafts.
+A curve is the mean number of tokens that a verification commits, including the target's own, with chains of 1, 2, 3 … drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from mtpserve.core.errors import ConfigError
 
 # SPEED-Bench coding, outputs of 4096 tokens, the models' own sampling: InferenceX, golden_al_distribution/.
-# DeepSeek-R1: NVIDIA's TensorRT-LLM blog on R1's MTP. Curves of which one depth alone is published are left out.
+# DeepSeek-R1: NVIDIA's TensorRT-LLM blog on R1's MTP. Curves that are published for one depth only are left out.
 CURVES: dict[str, tuple[float, ...]] = {
     "glm-5.2-mtp": (1.84, 2.50, 2.99, 3.33, 3.61, 3.78, 3.91, 4.06),
     "minimax-m3-eagle3-thinking": (1.78, 2.38, 2.83, 3.11, 3.35, 3.45, 3.53, 3.74),
@@ -31,16 +31,17 @@ class Curve:
     lengths: tuple[float, ...]  # at 1, 2, 3 … drafts
 
     def rates(self, depth: int) -> list[float]:
-        """Of drafts 1 … depth, the chance of each if all before it were accepted; behind the curve's end the last one holds."""
-        found = conditional(self.lengths)
-        return (found + found[-1:] * depth)[:depth]
+        """For drafts 1 … depth, the probability of acceptance given that all before it were accepted; after the curve's end, its last
+        one."""
+        rates = conditional(self.lengths)
+        return (rates + rates[-1:] * depth)[:depth]
 
 
 def conditional(lengths: Sequence[float]) -> list[float]:
     """length(k) = 1 + Σ_{i≤k} Π_{j≤i} rate(j), solved for the rates.
 
-    The products P(i) = length(i) - length(i-1) cannot rise with i. Where the measurement's noise says so, neighbours share their mean
-    (pooling of adjacent violators), which leaves the last length as it is.
+    The products P(i) = length(i) - length(i-1) cannot increase with i. Where measured ones do, neighbours get their mean (pool adjacent
+    violators), which does not change the last length.
     """
     pools: list[tuple[float, int]] = []  # mean, members
     for before, now in pairwise((1.0, *lengths)):
@@ -65,14 +66,14 @@ def read_curve(given: str) -> Curve:
 
 def from_file(path: str) -> object:
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        contents = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{NAME} must be one of {', '.join(CURVES)}, numbers like 1.84,2.50,2.99, or a JSON file, got {path!r}"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{NAME} {path}: is not JSON: {error}") from error
-    return found.get("acceptance_length") if isinstance(found, dict) else found
+    return contents.get("acceptance_length") if isinstance(contents, dict) else contents
 
 
 def checked(given: str, lengths: object) -> tuple[float, ...]:

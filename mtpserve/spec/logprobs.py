@@ -1,4 +1,4 @@
-"""Log-probabilities of what a step commits: always the target's, whoever proposed the token."""
+"""Log-probabilities of the tokens that a step commits: the target's, whatever the source of the token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from mtpserve.core.batch import Batch, Logprobs
 
 
 def logprobs_of(p: Tensor | None, logits: Tensor, batch: Batch, rows: Tensor, tokens: Tensor) -> Logprobs:
-    """p None: of logits [R, K+1, vocabulary]; else of the distribution that was sampled from, but for greedy requests, whose point
-    mass would say nothing. rows [R, D+1], the nodes from which tokens [R, D+1] come."""
+    """From p, the distribution that was sampled from; from logits [R, K+1, vocabulary] if p is None, and for greedy requests, whose p is a
+    point mass. rows [R, D+1]: the nodes at which tokens [R, D+1] were chosen."""
     every = rows.unsqueeze(2).expand(-1, -1, logits.shape[2])
     logp = logits.gather(1, every).float().log_softmax(-1)
     if p is not None:

@@ -1,5 +1,5 @@
-"""Drafts without a model: what followed the last time that these tokens stood there (prompt lookup decoding,
-https://github.com/apoorvumang/prompt-lookup-decoding), in the request's own text or in the output that the client predicts.
+"""Drafts without a model: the tokens that followed the last occurrence of the current n-gram (prompt lookup decoding,
+https://github.com/apoorvumang/prompt-lookup-decoding), in the request's own text or in the client's prediction of the output.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from mtpserve.core.arch import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
 
-LONGEST = 4  # tokens that must agree, at most; fewer are tried where those are not found
+LONGEST = 4  # tokens of the longest n-gram; shorter ones are used if it does not occur
 SHORTEST = 2
 
 
 class NGramDrafter:
-    """core.protocols.Drafter that needs no MTP layer."""
+    """core.protocols.Drafter without a draft model."""
 
     features, lag = Features(), None
     coupled = True
-    graph_safe = False  # it looks through as much text as the longest request has
+    graph_safe = False  # it searches as many columns as the longest request has tokens
 
     def __init__(self, sizes: DraftSizes) -> None:
         self.sizes = sizes
@@ -34,19 +34,19 @@ class NGramDrafter:
 
 
 def continued(tokens: Tensor, seat_ids: Tensor, length: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """tokens [seats, n], length [D] → what may follow [D, number], and how much of it is a proposal [D]."""
+    """tokens [seats, n], length [D] → proposals [D, number], and how many of them are valid [D]."""
     longest = int(length.max())
     own = tokens[seat_ids, :longest]
     ends = last_of(own, length, LONGEST)
-    # The text's own end is no earlier occurrence.
+    # The end of the text itself is not an earlier occurrence.
     place = follow(own, length - 1, ends, length)
     return taken(own, place, length, number)
 
 
 def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, prompt: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """prediction [D, n] of which `size` [D] count; tokens [D, m] of which `length` [D]: the same out of the client's prediction.
+    """The same from the client's prediction: prediction [D, n], of which `size` [D] are valid; tokens [D, m], of which `length` [D].
 
-    While the output has no token yet of which to look for an occurrence, the prediction is expected from its beginning.
+    While there is no output to look up, the beginning of the prediction is proposed.
     """
     written = length - prompt
     place = follow(prediction, size, last_of(tokens, length, LONGEST), written, shortest=1, first=True)
@@ -55,21 +55,21 @@ def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, 
 
 
 def last_of(tokens: Tensor, length: Tensor, number: int) -> Tensor:
-    """tokens [D, n] → the last `number` before `length` [D], -1 where there are not so many."""
+    """tokens [D, n] → the last `number` before `length` [D]; -1 for those before the beginning."""
     place = length.unsqueeze(1) - number + torch.arange(number, device=length.device)
     return tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
 
 
 def follow(text: Tensor, size: Tensor, ends: Tensor, written: Tensor, shortest: int = SHORTEST, first: bool = False) -> Tensor:
-    """text [D, n], ends [D, LONGEST] → the place [D] behind an occurrence of as many of the last tokens as possible: the last one,
-    or the first; -1 where there is none. No more than `written` [D] tokens are compared.
+    """text [D, n], ends [D, LONGEST] → the place [D] after the last occurrence (or the first) of the longest suffix of `ends` that occurs;
+    -1 if none does. At most `written` [D] tokens are compared.
 
         ends     . . b c            text   a b c d e b c f              place of f, or of d with `first`
     """
     device = text.device
     columns = torch.arange(text.shape[1], device=device)
-    agree = torch.ones_like(text, dtype=torch.bool)  # of the tokens before column c + 1, so many agree with the ends
-    found = size.new_full(size.shape, -1)
+    agree = torch.ones_like(text, dtype=torch.bool)  # [D, n], the last `back` tokens up to column c are those of `ends`
+    after = size.new_full(size.shape, -1)
     for back in range(1, LONGEST + 1):
         shifted = torch.roll(text, back - 1, 1) == ends[:, -back].unsqueeze(1)
         agree = agree & shifted & (columns >= back - 1)
@@ -78,8 +78,8 @@ def follow(text: Tensor, size: Tensor, ends: Tensor, written: Tensor, shortest: 
         good = agree & (columns < size.unsqueeze(1)) & (written >= back).unsqueeze(1)
         place = torch.where(good, columns + 1, text.shape[1] + 1 if first else -1)
         best = place.amin(1) if first else place.amax(1)
-        found = torch.where(good.any(1), best, found)
-    return found
+        after = torch.where(good.any(1), best, after)
+    return after
 
 
 def taken(text: Tensor, place: Tensor, size: Tensor, number: int) -> tuple[Tensor, Tensor]:

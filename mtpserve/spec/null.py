@@ -1,4 +1,4 @@
-"""No drafts: with this drafter the step is an ordinary decoding step."""
+"""No drafts: with this drafter a step is ordinary decoding."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 """The passes of a draft model over a request's rows, for all drafters that have one.
 
-A draft model's row with slot s knows token s (core.protocols.DraftModel). With lag 1 it also joins the trunk's features of token s - 1:
+A draft model's row in slot s is computed from token s (core.protocols.DraftModel). With lag 1 it also gets the trunk's features of token
+s - 1:
 
     token        t0    t1    t2    t3 |  t4 …      | a page ends here
     trunk slot   0     1     2     3  |  4
     draft slot   –     h0t1  h1t2  h2t3| h3t4
 
-So a page depends on the tokens up to its end alone, of the trunk and of the draft model alike. h3 is kept beside the page
-(cache/boundary): a request that starts after a page which another one computed finds it there.
+So a page of the trunk or of the draft model depends only on the tokens up to the page's end. h3 is stored with the page
+(cache/boundary), for a request that starts after a page which another request has computed.
 
-Rows of rejected drafts are absorbed too, as garbage: the next step's absorb overwrites them before anything reads them.
+Rows of rejected drafts are absorbed too: the next step's absorb overwrites them before anything reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mtpserve.spec.reduced import ReducedHead
 
 
 class DraftPasses:
-    """`attention` plans for the draft model's own layers. `boundary` is None where it is fed with nothing of the trunk."""
+    """`attention` plans for the draft model's own layers. `boundary` is None if it gets no features of the trunk."""
 
     def __init__(
         self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None
@@ -34,8 +35,8 @@ class DraftPasses:
         self.model, self.attention, self.boundary, self.reduced = model, attention, boundary, reduced
 
     def absorb(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
-        """A row for the token after each row of the batch. → the output for the last token of every request that may be drafted for,
-        and their seats. Called after the seats were advanced by the verdict, with every span's rows a chain."""
+        """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
+        may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
         seats, lag = batch.seats, self.model.lag
         if self.boundary is not None and hidden.features is not None:
             self.boundary.store(batch.index, batch.slots, hidden.features)
@@ -45,21 +46,22 @@ class DraftPasses:
         ahead = 1 - lag
         rows = replace(
             batch,
-            # Prompt, accepted draft or the verdict's own: all in one place by now.
+            # Prompt tokens, accepted drafts and the target's own tokens are all in seats.tokens by now.
             ids=seats.tokens[batch.row_seats, after],
             positions=batch.positions + ahead if ahead else batch.positions,
             index=after if ahead else batch.index,
             slots=seats.slots(batch.row_seats, after),
             kv_len=batch.kv_len + ahead if ahead else batch.kv_len,
             shift=lag,
+            unstored=None,
         )
         absorbed = self.model.absorb(rows.ids, rows.positions, hidden.features, self.attention.plan(rows))
         last = batch.last_row + verdict.accepted * batch.samples
         return absorbed.at(batch.drafted(last)), batch.drafted(batch.seat_ids)
 
     def resume(self, batch: Batch, spans: Tensor) -> None:
-        """The row of the first token of `spans`, which no pass over the batch's own rows gives: the token before it was computed for
-        another request, or there is none."""
+        """Computes the row of the first token of each of the `spans`. `absorb` cannot, because the row before it is not in the batch:
+        another request has computed it, or there is none."""
         seats, seat_ids = batch.seats, batch.seat_ids[spans]
         first = batch.index[batch.cu_q[:-1][spans]]
         features = None if self.boundary is None else self.boundary.before(seats.slots(seat_ids, first - 1))
@@ -67,7 +69,7 @@ class DraftPasses:
         self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows))
 
     def rows(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor) -> Batch:
-        """One row for each of the tokens `ids` [rows], at `index` + lag of its request. Rows of one request together."""
+        """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are contiguous."""
         requests, device = len(seat_ids), index.device
         each = len(ids) // max(requests, 1)
         owners = seat_ids.repeat_interleave(each)
@@ -85,16 +87,17 @@ class DraftPasses:
             tree_bits=None,
             tree_start=None,
             shift=self.model.lag,
+            unstored=None,
         )
 
     def step(self, rows: Batch, state: Tensor | None) -> Hidden:
         return self.model.step(rows.ids, rows.positions, state, self.attention.plan(rows))
 
     def logits(self, head: Tensor, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
-        """head [rows, hidden], path [rows, D] the drafts so far → what the request's rules leave of the logits, and the token that each
-        column means (None: all, in order). Rules and distributions know the whole vocabulary; the argmax alone can do with less.
+        """head [rows, hidden], path [rows, D] the drafts so far → the logits after the request's rules, and the token of each column (None:
+        the whole vocabulary). Rules and sampling need the whole vocabulary; the argmax alone does not.
 
-        A draft is a hint: a head that went wrong proposes anything, but from a distribution that is one.
+        If the head's output is not finite, any draft may be proposed, but from a valid distribution.
         """
         sampler, columns, reduced = batch.sampler, None, self.reduced
         logits = self.model.logits(head) if reduced is None else reduced.multiply(head)
@@ -103,6 +106,6 @@ class DraftPasses:
         elif reduced is not None:
             logits = reduced.spread(logits)
         logits = sampler.processed(logits, seat_ids, path, count)
-        # -inf means forbidden, and stays; a row with nothing else is as good as one without an opinion.
+        # -inf means forbidden and stays; a row in which every token is forbidden becomes uniform.
         logits = torch.nan_to_num(logits, nan=0.0, neginf=-torch.inf)
         return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits), columns

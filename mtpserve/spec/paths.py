@@ -1,4 +1,4 @@
-"""Which drafts lead to a node: what every rule about earlier tokens has to look at, for each node by itself."""
+"""The drafts on the path to each node: the earlier tokens to which that node's rules apply."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mtpserve.core.batch import Tree
 
 
 def node_paths(drafts: Tensor, tree: Tree | None) -> tuple[Tensor, Tensor]:
-    """drafts [R, K] → the drafts on the way to each node, itself included [R, K+1, K], and how many they are [R, K+1]."""
+    """drafts [R, K] → the drafts on the path to each node, itself included [R, K+1, K], and their number [R, K+1]."""
     spans, number = drafts.shape
     nodes = torch.arange(number + 1, device=drafts.device)
     if tree is None:
         return drafts.unsqueeze(1).expand(spans, number + 1, number), nodes.expand(spans, -1)
     member = (tree.ancestors.unsqueeze(2) >> nodes[1:] & 1).bool()  # [R, K+1, K]
-    place = torch.where(member, member.long().cumsum(2) - 1, number)  # the others fall into a column that is cut off
+    place = torch.where(member, member.long().cumsum(2) - 1, number)  # the others go to a column that is cut off
     path = drafts.new_zeros(spans, number + 1, number + 1).scatter(2, place, drafts.unsqueeze(1).expand_as(place))
     return path[..., :number], tree.depths

@@ -1,6 +1,6 @@
-"""A draft head over the tokens that are used most: drafting multiplies their rows of the language-model head and no others.
+"""A draft head over the most frequent tokens: drafting multiplies only their rows of the language-model head.
 
-Tokens outside are never proposed, their q is zero, and verification looks at all of them as ever: what is accepted is lossless.
+Other tokens are never proposed and their q is zero. Verification uses the whole vocabulary, so it stays lossless.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ReducedHead:
-    tokens: Tensor  # [n] int64, ascending, so that ties fall as they do among all
+    tokens: Tensor  # [n] int64, ascending, so that ties are broken as in the whole vocabulary
     vocab: int
     multiply: Callable[[Tensor], Tensor]  # [rows, hidden] → [rows, n] float32
 
     def spread(self, logits: Tensor) -> Tensor:
-        """[rows, n] → [rows, vocabulary]: what is not in the map is forbidden."""
+        """[rows, n] → [rows, vocabulary]; -inf for tokens that are not in the map."""
         return logits.new_full((len(logits), self.vocab), -torch.inf).index_copy(1, self.tokens, logits)

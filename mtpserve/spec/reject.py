@@ -1,7 +1,7 @@
 """Lossless rejection sampling over a chain (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, algorithm 1).
 
-Draft x drawn from q is kept with probability min(1, p(x) / q(x)); the first one that is not is replaced by a draw from
-max(p - q, 0), renormalised; after a chain that is kept whole one more token is drawn from p.
+Draft x, sampled from q, is accepted with probability min(1, p(x) / q(x)); the first rejected draft is replaced by a sample from
+max(p - q, 0), renormalised; if all are accepted, one more token is sampled from p.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mtpserve.spec.streams import COIN, DRAW
 
 
 def reject(p: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """p [R, K+1, vocabulary] → tokens [R, depth+1], accepted [R]. Void for requests whose drafts are no chain drawn from q."""
+    """p [R, K+1, vocabulary] → tokens [R, depth+1], accepted [R]. Undefined for requests whose drafts are not a chain sampled from q."""
     spans, device = p.shape[0], p.device
     seats, ids = batch.seats, batch.seat_ids
     drafts = batch.drafts[:, :depth]
@@ -26,11 +26,11 @@ def reject(p: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     kept = coins * at(q, drafts) < at(p[:, :number], drafts)
     accepted = leading(kept, count)
     each = torch.arange(spans, device=device)
-    last = p[each, accepted]  # the distribution of the token that the drafts did not decide
+    last = p[each, accepted]  # [R, vocabulary], the distribution of the token after the accepted drafts
     if number:
         rejected = (accepted < count).unsqueeze(1)
         rest = (last - q[each, accepted.clamp(max=number - 1)]).clamp_(min=0)
-        # p = q up to rounding leaves nothing over; then the rejection was rounding too, and p itself is the law.
+        # If p = q up to rounding, nothing is left of p - q; then the rejection was due to rounding too, and p itself is sampled.
         last = torch.where(rejected & (rest.sum(-1, keepdim=True) > 0), rest, last)
     tokens = torch.cat([drafts, drafts.new_zeros(spans, 1 + depth - number)], 1)
     tokens[each, accepted] = batch.sampler.choose(last, ids, length + accepted, DRAW)
@@ -38,7 +38,7 @@ def reject(p: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def leading(kept: Tensor, count: Tensor) -> Tensor:
-    """kept [R, K] bool, count [R] valid drafts → [R] how many are kept before the first that is not."""
+    """kept [R, K] bool, count [R] valid drafts → [R], the number kept before the first that is not."""
     valid = torch.arange(kept.shape[1], device=kept.device) < count.unsqueeze(1)
     return (kept & valid).long().cumprod(1).sum(1)
 

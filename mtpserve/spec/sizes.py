@@ -1,4 +1,4 @@
-"""From options to the sizes that drafting has; see core.draft_sizes for what they mean."""
+"""From options to core.draft_sizes.DraftSizes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from mtpserve.core.draft_sizes import DraftSizes
 
 
 def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
-    """A step of `budget` rows must hold all drafts of a request."""
+    """`budget`: rows of a step, which must be enough for all drafts of one request."""
     if spec.steps == 0:
         return DraftSizes()
     return DraftSizes(
         steps=spec.steps,
         proposed=spec.nodes,
-        # A tree's frontiers of topk nodes each lie one after the other, whatever they continue.
+        # A tree's frontiers, topk nodes each, occupy consecutive slots.
         written=max(spec.nodes, spec.topk * (spec.steps - 1)),
         free=min(FREE_DRAFTS, max(budget - spec.nodes - 1, 0)),
         always_free=spec.drafter is not None and spec.ngram,
@@ -22,6 +22,6 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
 
 
 def coupled(spec: SpecConfig) -> bool:
-    """Whether all drafts are point masses that follow the target's own noise. A chain that comes from one model alone is sampled instead
-    and judged by its distribution, which accepts more."""
+    """Whether all drafts are point masses coupled to the target's noise. A chain from one draft model alone is instead sampled and
+    verified by rejection, which accepts more."""
     return spec.steps > 0 and (spec.topk > 1 or spec.ngram or spec.lossy)

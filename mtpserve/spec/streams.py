@@ -1,8 +1,8 @@
-"""Which of a token's random numbers serves what. They are keyed by (seed, index of the token, stream), never by time.
+"""The streams of random numbers, which are keyed by (seed, index of the token, stream) and never by time.
 
-A token's proposal, the coin that judges it and the draw that replaces it must be independent of each other. A number may be
-used again for the same index after a rejection before it: nothing that was kept depended on it.
+A token's draft, its acceptance test and the sample that replaces it must be independent, so each has its own stream. After a rejection,
+later indices use the same numbers again: no committed token depends on the earlier use.
 """
 
 DRAFT, COIN, DRAW = 0, 1, 2
-LOT = 1 << 40  # of spec/synthetic: far from the others for every index, whatever their number
+LOT = 1 << 40  # for spec/synthetic: so large that its numbers are never those of another stream and index

@@ -1,8 +1,8 @@
-"""Acceptance by lot, to a given curve: to measure an engine whose weights, or whose prompts, do not draft as the real ones would.
+"""Synthetic acceptance by a given curve: for measurements with weights or prompts whose acceptance is not that of real ones.
 
-All the work of drafting and judging is done; then each request's number of accepted drafts is drawn anew, and what is committed are
-these drafts and the target's own choice behind them. Of a tree the first children are followed, from the root. The text means nothing,
-but rules hold: a draft that the request forbids is never accepted. A number of tensors, no look at any: fit for a CUDA graph.
+Drafting and verification run as usual; then the number of accepted drafts is sampled for each request, and these drafts and the target's
+choice after them are committed. In a tree, the path of first children from the root is followed. The text is meaningless, but rules
+apply: a token that the request forbids is never accepted. Nothing is read on the host, so it can be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtpserve.spec.thresholds import Thresholds
 
 
 class SyntheticAcceptance:
-    """spec.accept.Decide, around another. `rates` [depth]: the chance of each draft if all before it were accepted."""
+    """spec.accept.Decide, wrapping another. `rates` [depth]: the probability of each draft if all before it were accepted."""
 
     def __init__(self, judge: Decide, rates: Seq[float], device: torch.device) -> None:
         self.judge, self.rates = judge, torch.tensor(rates, dtype=torch.float64, device=device)
@@ -56,7 +56,7 @@ def by_lot(made: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decis
 
 
 def first_children(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """→ the nodes from the root down [R, depth+1], and which of them behind the root are there [R, depth]; the others are some node."""
+    """→ the nodes from the root down [R, depth+1], and which of those after the root exist [R, depth]; the others are arbitrary."""
     count = batch.draft_count.unsqueeze(1)
     number = torch.arange(depth, device=count.device)
     if batch.tree is None:
@@ -68,5 +68,5 @@ def first_children(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
         if there:
             child = child & there[-1]
         there.append(child.any(1, keepdim=True))
-        nodes.append(child.long().argmax(1, keepdim=True) + 1)  # of equals the first
+        nodes.append(child.long().argmax(1, keepdim=True) + 1)  # argmax gives the first of equal ones
     return torch.cat(nodes, 1), torch.cat(there, 1)

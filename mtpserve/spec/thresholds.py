@@ -1,10 +1,10 @@
-"""Acceptance that is more lenient than the model: off by default, and called lossy wherever it shows.
+"""Lossy acceptance: off by default, and reported as lossy everywhere.
 
-The two thresholds are SGLang's. Both are written here as what they are, another distribution at each node, from which the target
-then chooses as always: drafts get more than their share.
+The two thresholds are SGLang's. Both are implemented as another distribution at each node, in which drafts are likelier and from which
+the target then samples as usual.
 
-    acc       the drafts that continue a node are taken together with probability min(1, mass / acc) instead of mass
-    single    a draft whose own probability is at least this is taken
+    acc       one of the drafts that continue a node is sampled with probability min(1, mass / acc) instead of their mass
+    single    a draft whose own probability is at least this is accepted
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Thresholds:
 
 
 def lenient(p: Tensor, batch: Batch, thresholds: Thresholds) -> Tensor:
-    """p [R, K+1, vocabulary] → the same. A greedy request's point masses stay what they are."""
+    """p [R, K+1, vocabulary] → the changed distributions, same shape. A greedy request's point masses do not change."""
     drafts = batch.drafts
     number = torch.arange(drafts.shape[1], device=p.device)
     parents = number.expand_as(drafts) if batch.tree is None else batch.tree.parents

@@ -1,16 +1,16 @@
-"""Drafting a tree with a draft model: the most promising nodes grow branches, the best of all that grew are verified.
+"""Drafting a tree with a draft model: the nodes with the best scores are expanded, and the best of all candidates are verified.
 
-Every step feeds `topk` nodes per request to the layer, each gives `topk` candidates, and the best of these grow next. All candidates
-stay in the pool; in the end those with the best scores, products of their shares along the way, are taken (EAGLE-2,
-https://arxiv.org/abs/2406.16858 §4). A child scores less than its parent, so what is taken is a tree.
+Each step runs the layer over `topk` nodes per request; each of them gives `topk` candidates, and the best candidates are expanded next.
+All candidates stay in the pool; in the end those with the best scores, products of probabilities along the path, are taken (EAGLE-2,
+https://arxiv.org/abs/2406.16858 §4). A child scores less than its parent, so the taken nodes form a tree.
 
-Nodes that were fed lie one after the other in the request's slots, whatever they continue, and see by a bitmask the committed tokens
-and their own ancestors, so that each branch drafts on its own keys:
+Expanded nodes are stored in consecutive slots of the request in the order of expansion. A bitmask lets each attend to the committed
+tokens and its own ancestors, so that each branch uses its own keys:
 
-    slots     … committed | a b | c d | e f        a → c → e,  a → d → f,  b: dead      f sees a, d and itself
+    slots     … committed | a b | c d | e f        a → c → e,  a → d → f,  b: not expanded further      f attends to a, d and itself
 
-For requests that sample, a candidate's share is that of the race which the target's own choice will run with the same noise
-(runtime/sampling): the tree then holds what the target probably draws, not only what is probable.
+For requests that sample, the probabilities are replaced by each candidate's share of the race in which the target chooses its token
+with the same noise (runtime/sampling): so the tree contains the tokens that the target will probably draw with this noise.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.passes import DraftPasses
 from mtpserve.spec.streams import DRAW
 
-TIE = 1e-4  # by which a child that is certain still scores less than its parent
-LEAST = -1e30  # a score that says: no proposal
+TIE = 1e-4  # subtracted for each level, so that a child of probability 1 scores less than its parent
+LEAST = -1e30  # the score of a place without a proposal
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The nodes that grow next, B per request."""
+    """The nodes to be expanded next, B per request."""
 
     tokens: Tensor  # [D, B]
     scores: Tensor  # [D, B] logarithms
     pool: Tensor  # [D, B] their places in the pool
     path: Tensor  # [D, B, depth] their ancestors' tokens and their own
-    bits: Tensor  # [D, B] the fed nodes that their ancestors are
+    bits: Tensor  # [D, B] their ancestors, as a set of expanded nodes
     state: Tensor | None  # [D, B, Features.width] the model's output at their parents
 
 
@@ -73,7 +73,7 @@ class TreeDrafter:
         return choose(pools, want.each, self.sizes.proposed)
 
     def feed(self, batch: Batch, seat_ids: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
-        """One pass of the layer over the frontier's nodes. → the same nodes, now with their own bit."""
+        """One pass of the layer over the frontier's nodes. → the same nodes with their own bits set, and the output."""
         width = frontier.tokens.shape[1]
         first = (step - 1) * self.topk
         place = first + torch.arange(width, device=length.device)
@@ -89,7 +89,7 @@ class TreeDrafter:
     def grow(
         self, batch: Batch, seat_ids: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int, offset: int
     ) -> tuple[Pool, Frontier]:
-        """The candidates that the parents' outputs give, and the best of them."""
+        """The candidates from the parents' outputs, and the best of them as the next frontier."""
         requests, width = parents.tokens.shape
         owners, sampler = seat_ids.repeat_interleave(width), batch.sampler
         path, count = parents.path.flatten(0, 1), length.new_full((len(owners),), step)
@@ -138,13 +138,13 @@ def choose(pools: list[Pool], want: Tensor, nodes: int) -> Drafts:
     scores = scores.masked_fill(depth > want.unsqueeze(1), LEAST)
     best = scores.topk(min(nodes, scores.shape[1]), -1)
     good = best.values > LEAST / 2
-    # In the pool's order parents come before their children; what is no proposal goes behind all that are.
+    # In the pool's order parents come before their children; places without a proposal are sorted to the end.
     order = torch.where(good, best.indices, scores.shape[1]).sort(-1)
     count = good.sum(1)
     taken = order.values.clamp(max=scores.shape[1] - 1)
     real = torch.arange(taken.shape[1], device=taken.device) < count.unsqueeze(1)
     number = torch.arange(1, taken.shape[1] + 1, device=taken.device)
-    node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)  # the root is node 0, at the place behind the last
+    node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)  # place in the pool → node; the root, node 0, is at the last place
     node_of = node_of.scatter(1, torch.where(real, taken, scores.shape[1]), torch.where(real, number, 0))
     above = parents.gather(1, taken)
     above = node_of.gather(1, torch.where(above < 0, scores.shape[1], above))

@@ -1,4 +1,4 @@
-"""The verdict by the Triton kernels: two launches, and nothing that the host has to wait for."""
+"""Verification by the Triton kernels: two launches, without synchronisation with the host."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Text to tokens and back. Knows no engine and no HTTP, and imports no torch."""
+"""Text to tokens and back. Independent of the engine and of HTTP; imports no torch."""

@@ -1,8 +1,8 @@
-"""Control tokens that a client spells in a conversation stay text. Which template is rendered, and how, is the tokenizer's.
+"""Control tokens in a client's messages are encoded as text, not as control tokens. The template itself is rendered by tokenizer.py.
 
 A rendered conversation is one text, in which a client's "<|im_end|>" looks like the template's own and would end a turn. So before the
-template runs, each such spelling in what the client wrote becomes a mark: one private character that stands nowhere else in it. Behind
-the template the marks tell the client's spellings from the template's. Most conversations hold none, and nothing happens to those.
+template runs, each control token in the client's text is replaced by a mark: one private character that the text does not contain.
+After rendering, the marks show which control tokens came from the client. Most conversations contain none and are not changed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tokenizers import AddedToken, Tokenizer as FastTokenizer
 from mtpserve.core.errors import InvalidRequest
 
 BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)  # DeepSeek's turns, <｜User｜>, are not special to its tokenizer
-# Of no turn, and tokens whoever writes them: clients send answers back with their reasoning, in which templates look for these.
+# Always control tokens: they end no turn, and clients send answers back with their reasoning, in which templates look for them.
 REASONING_TAGS = frozenset({"<think>", "</think>"})
 MARKS = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))  # Unicode's private characters but for those of fonts
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """What a template wrote, with marks; `spellings` has what each stands for, by its code point."""
+    """A rendered template, with marks. `spellings`: each mark's code point → the control token that it replaces."""
 
     marked: str
     spellings: Mapping[int, str] = field(default_factory=dict)
@@ -37,50 +37,51 @@ class RenderedChat:
 
 
 class ControlTokens:
-    """Those of one tokenizer: the special ones, and others between bars."""
+    """The control tokens of one tokenizer: its special tokens, and all others in bars (`<|…|>`)."""
 
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast = fast
         added = fast.get_added_tokens_decoder().items()
-        found = {token.content: (id, token) for id, token in added if token.special or BARS.fullmatch(token.content)}
+        control = {token.content: (id, token) for id, token in added if token.special or BARS.fullmatch(token.content)}
         # The longest first: one may be a part of another.
-        self._tokens: dict[str, tuple[int, AddedToken]] = {text: found[text] for text in sorted(found, key=len, reverse=True)}
-        self._beginnings: dict[str, list[str]] = {}  # DeepSeek has 800: nearly every text is done with after a few of these
+        self._tokens: dict[str, tuple[int, AddedToken]] = {text: control[text] for text in sorted(control, key=len, reverse=True)}
+        self._beginnings: dict[str, list[str]] = {}  # tokens by their first 3 characters; DeepSeek has 800 tokens and few beginnings
         for text in self._tokens:
             self._beginnings.setdefault(text[:3], []).append(text)
 
     def spelled_in(self, text: str) -> list[str]:
-        found = {token for beginning, tokens in self._beginnings.items() if beginning in text for token in tokens if token in text}
-        return [token for token in self._tokens if token in found] if found else []
+        """The control tokens that occur in `text`, the longest first."""
+        present = {token for beginning, tokens in self._beginnings.items() if beginning in text for token in tokens if token in text}
+        return [token for token in self._tokens if token in present] if present else []
 
     def marks(self, given: Any) -> dict[str, str]:
-        """For each control token that is spelled in the strings of `given`, JSON of any depth, a mark that is not in them."""
+        """Control token → mark, for each control token in the strings of `given` (JSON of any depth); the marks do not occur there."""
         text = "\0".join(strings(given))
-        found = [token for token in self.spelled_in(text) if token not in REASONING_TAGS]
-        used = set(text) if found else set()
+        tokens = [token for token in self.spelled_in(text) if token not in REASONING_TAGS]
+        used = set(text) if tokens else set()
         free = (chr(point) for point in MARKS if chr(point) not in used)
-        marks = dict(zip(found, free, strict=False))
-        if len(marks) < len(found):
-            raise InvalidRequest("messages: too many private characters beside the spelling of control tokens", "messages")
+        marks = dict(zip(tokens, free, strict=False))
+        if len(marks) < len(tokens):
+            raise InvalidRequest("messages: too many private-use characters in a text that contains control tokens", "messages")
         return marks
 
     def encode(self, chat: RenderedChat, *, special: bool) -> list[int]:
-        """The tokens of a chat that holds marks. `special` adds what the model expects around a prompt."""
+        """The token ids of a chat with marks. `special` adds what the model expects around a prompt."""
         twin, words, ids = self._twin
         text = chat.marked
         for token in self.spelled_in(text):
             text = text.replace(token, words[token])
-        found = twin.encode(text.translate(chat.spellings), add_special_tokens=special)
-        of_text = {id for id, around in zip(found.ids, found.special_tokens_mask, strict=True) if not around}
-        if forged := of_text & set(ids.values()):  # some vocabularies hold the spelling as a piece of text too
+        encoded = twin.encode(text.translate(chat.spellings), add_special_tokens=special)
+        of_text = {id for id, around in zip(encoded.ids, encoded.special_tokens_mask, strict=True) if not around}
+        if forged := of_text & set(ids.values()):  # in some vocabularies the ordinary text encodes to the control token's id
             spelling = self._fast.id_to_token(min(forged))
             raise InvalidRequest(f"messages: {spelling!r} is a control token of this model, and cannot be written as text", "messages")
-        return [ids.get(id, id) for id in found.ids]
+        return [ids.get(id, id) for id in encoded.ids]
 
     @cached_property
     def _twin(self) -> tuple[FastTokenizer, dict[str, str], dict[int, int]]:
-        """The same tokenizer, to which the control tokens' spellings are text and words that nobody can guess are the tokens; these
-        words, and their ids there → the ids here."""
+        """(tokenizer, words, ids): a copy of the tokenizer that encodes control tokens as text and has random words instead of them,
+        which no client can guess; control token → its word; the word's id in the copy → the control token's id in the original."""
         twin = FastTokenizer.from_str(self._fast.to_str())
         secret = secrets.token_hex(16)
         words = {token: f"<{secret}-{id}>" for token, (id, _) in self._tokens.items()}
@@ -110,7 +111,7 @@ def strings(given: Any) -> Iterator[str]:
 
 
 def marked(given: Any, marks: Mapping[str, str]) -> Any:
-    """A copy of `given` with marks in the place of spellings."""
+    """A copy of `given` with marks in place of the control tokens."""
     if isinstance(given, str):
         for spelling, mark in marks.items():
             given = given.replace(spelling, mark)

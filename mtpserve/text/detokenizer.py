@@ -1,10 +1,10 @@
-"""Tokens to text while they arrive. Decides where stop strings and stop tokens end the text; knows nothing of requests or HTTP.
+"""Tokens to text while they arrive. Decides where stop strings and stop tokens end the text; independent of HTTP.
 
-A step of the engine yields a list of tokens, and a stop string may end in the middle of it. Each token is therefore taken by
-itself, and what comes after the one that completes a stop string is neither shown nor counted.
+A step of the engine yields a list of tokens, and a stop string may end in the middle of it. Each token is therefore decoded by
+itself, and tokens after the one that completes a stop string are neither shown nor counted.
 
-    held back     "…text that is out" │ "text that may become a stop string" │ tokens that end inside a character
-                                      └────────── self._text ───────────────┘ └────────── self._pending ────────┘
+    "…text that was returned" │ "text that may become a stop string" │ tokens that end inside a character
+                              └────── held back: self._text ────────┘ └──── held back: self._pending ────┘
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tokenizers import Tokenizer as FastTokenizer
 from mtpserve.core.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what an incomplete or broken UTF-8 sequence decodes to
-MAX_PENDING = 16  # tokens; a character has at most four bytes, so this many without one are broken output
-CONTEXT = 4  # tokens that decoders look back on
+MAX_PENDING = 16  # tokens; a character has at most four bytes, so this many tokens without a whole character are broken output
+CONTEXT = 4  # earlier tokens that can change how a token decodes
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     text: str
-    tokens_used: int  # of the tokens pushed, those that count: all, or up to the one that stopped
+    tokens_used: int  # how many of the pushed tokens count: all, or those up to the one that stopped
     stopped: bool  # a stop string or a stop token was met: the text is complete, push no more
 
 
@@ -39,7 +39,7 @@ class Context(NamedTuple):
 class Detokenizer:
     """One request's output. `eos_ids` are the model's; the request's own stop tokens and strings come with `sampling`.
 
-    The end of `prompt` is decoded along, unseen, since some tokenizers drop a space in front of the very first token.
+    The last tokens of `prompt` are decoded with the output and cut off again: some tokenizers drop a space before the very first token.
     """
 
     def __init__(self, tokenizer: FastTokenizer, sampling: SamplingParams, eos_ids: Iterable[int] = (), prompt: Sequence[int] = ()) -> None:
@@ -51,7 +51,7 @@ class Detokenizer:
         self._context = self._context_of(list(prompt[-CONTEXT:]))
         if self._context.text.endswith(REPLACEMENT):
             self._context = Context([], "")
-        self._pending: list[int] = []  # tokens since the context's
+        self._pending: list[int] = []  # tokens after the context's
         self._stopped = False
 
     def push(self, tokens: list[int]) -> TextDelta:
@@ -83,12 +83,12 @@ class Detokenizer:
     # -- tokens to characters -------------------------------------------------------------------------------------------------
 
     def _decode(self, token: int) -> str:
-        """The text that is complete with this token, "" while it ends inside a character."""
+        """The text that this token completes, "" while it ends inside a character."""
         self._pending.append(token)
         text = self._between(self._context, self._pending)
         if text.endswith(REPLACEMENT):
             return self._give_up_on_some(text) if len(self._pending) >= MAX_PENDING else ""
-        if text:  # tokens without text, special ones, are no context: a leading space would count as the text's first
+        if text:  # tokens without text (special ones) are no context: a space after them would be dropped as the text's first
             self._context = self._context_of((self._context.tokens + self._pending)[-CONTEXT:])
         self._pending = []
         return text
@@ -100,7 +100,7 @@ class Detokenizer:
         return Context(tokens, self._plain(tokens) if tokens else "")
 
     def _between(self, context: Context, tokens: list[int]) -> str:
-        """What `tokens` add to the text of `context`, which is not always what they decode to alone."""
+        """What `tokens` add to the text of `context`; decoded alone they may give another text."""
         return self._plain(context.tokens + tokens)[len(context.text) :]
 
     def _flush(self) -> str:
@@ -109,8 +109,8 @@ class Detokenizer:
         return text
 
     def _give_up_on_some(self, whole: str) -> str:
-        """Broken output never completes a character, and must not be decoded again and again: let go of all but the last tokens,
-        at a place where no character is cut, which is where the two parts decode to the same alone as together."""
+        """Broken output never completes a character and must not be decoded again with every token. Returns the text of all but the
+        last tokens, cut between two characters: where the two parts decode to the same text alone as together."""
         for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):
             head = self._between(self._context, self._pending[:cut])
             if head + self._plain(self._pending[cut:]) == whole:
@@ -121,7 +121,7 @@ class Detokenizer:
     # -- stopping -------------------------------------------------------------------------------------------------------------
 
     def _last(self, token: int) -> str:
-        """The text that is still held when a stop token ends the request; the token's own only if the request wants to see it."""
+        """The text that is still held back when a stop token ends the request; with the token's own text if `include_stop`."""
         self._text += self._flush()
         if self._sampling.include_stop:
             self._text += self._between(self._context, [token])
@@ -129,10 +129,10 @@ class Detokenizer:
         return text
 
     def _release(self) -> str:
-        """Moves out of the held text what no stop string can reach any more."""
-        found = [(place, stop) for stop in self._sampling.stop if (place := self._text.find(stop)) >= 0]
-        if found:
-            place, stop = min(found)
+        """Takes from the held text, and returns, what cannot be the beginning of a stop string."""
+        matches = [(place, stop) for stop in self._sampling.stop if (place := self._text.find(stop)) >= 0]
+        if matches:
+            place, stop = min(matches)
             text, self._text = self._text[: place + len(stop) if self._sampling.include_stop else place], ""
             self._stopped = True
             return text
@@ -143,7 +143,7 @@ class Detokenizer:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(text[start:]):

@@ -1,15 +1,15 @@
-"""What an output must look like, as masks over tokens. A thin wrapper around llguidance; it samples nothing and sees no logits.
+"""Constrained output: masks over tokens from grammars. A thin wrapper around llguidance; it samples nothing and sees no logits.
 
-llguidance and not xgrammar: one wheel without dependencies, where xgrammar brings torch and a compiler's runtime along; and its
-matcher takes tokens back one by one, which is what a rejected draft needs.
+llguidance and not xgrammar: it is one wheel without dependencies, while xgrammar depends on torch and a compiler's runtime; and its
+matcher can take back any number of tokens, so that several continuations can be tried from one state.
 
-JSON is written on one line, with a space behind each colon and comma: with the free whitespace that JSON allows, a model that samples
+JSON is written on one line, with one space after each colon and comma: with the free whitespace that JSON allows, a model that samples
 can fill its whole budget with blanks, and no token between two values is ever forced.
 
-Clients write grammars, and llguidance trusts them in two ways that its limits do not cover: it recurses, so that a chain of a
-thousand `$ref`s overflows an ordinary stack and ends the process, and a few characters (`multipleOf`) can compile for minutes. So a
-grammar is compiled in a thread of its own, with a stack for any chain that the bounds on its length let through, and with a deadline.
-Compiled grammars are not cached: copies of a matcher share its lexer, and with it each other's exhausted limits.
+Clients write grammars, and two kinds of them are not covered by llguidance's limits: it recurses, so that a chain of a thousand `$ref`s
+overflows an ordinary stack and ends the process, and a few characters (`multipleOf`) can compile for minutes. So each grammar is
+compiled in its own thread, with a deadline and with a stack large enough for the longest source that is accepted.
+Compiled grammars are not cached: copies of a matcher share its lexer and its limits, so one request could exhaust another's.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ FIELDS = {
     "structural_tag": "response_format",
     "tool_calls": "tools",
 }
-# Compiling is milliseconds; these bound what one request can make it cost.
+# Compiling usually takes milliseconds; these bound what one request can make it cost.
 LIMITS = LLParserLimits(max_grammar_size=200_000, max_lexer_states=100_000, verbose_errors=False)
 COMPILE_SECONDS = 2.0
-MAX_ABANDONED = 2  # threads that still compile behind their deadline: nothing can stop them
-STACK_BYTES = 512 << 20  # reserved, not used: enough for the deepest chain that fits into MAX_SOURCE
+MAX_ABANDONED = 2  # threads that still compile after their deadline: nothing can stop them
+STACK_BYTES = 512 << 20  # address space, not memory: enough for the deepest chain that fits into MAX_SOURCE
 MAX_SOURCE = {"regex": 64 << 10, "ebnf": 64 << 10}
 MAX_JSON_SOURCE = 256 << 10
 
-SAID = {"NoExtensionBias": "nothing fits it: it refers to itself before anything is written"}  # the library's words, for users
+REASONS = {"NoExtensionBias": "nothing fits it: it refers to itself before anything is written"}  # the library's errors, for users
 
 Row = np.ndarray[Any, np.dtype[np.int32]]
 
 
-class GrammarCompiler:
-    """`vocab` is the model's: tokens that the tokenizer does not know are never allowed. Raises LoadError for a tokenizer it cannot use."""
+class LLGuidanceCompiler:
+    """core.protocols.GrammarCompiler. `vocab` is the model's: tokens that the tokenizer does not know are never allowed.
+
+    Raises LoadError for a tokenizer that llguidance cannot use.
+    """
 
     def __init__(self, tokenizer: str | Path, vocab: int, eos_ids: Sequence[int]) -> None:
         path = Path(tokenizer) / "tokenizer.json"
@@ -57,49 +60,51 @@ class GrammarCompiler:
             raise LoadError(f"{path}: not usable for grammars: {error}") from error
         self._vocab, self._eos = vocab, tuple(eos_ids)
         self._abandoned: list[threading.Thread] = []
+        self._starting = threading.Lock()  # the size of stacks is the whole process's
 
     def compile(self, spec: GrammarSpec) -> GrammarMatcher:
-        """Raises InvalidRequest that names the field and the reason; EngineBusy while grammars of others hold up the compiler."""
+        """Raises InvalidRequest with the field and the reason; EngineBusy while grammars of other requests hold up the compiler."""
         field = spec.field or FIELDS.get(spec.kind, spec.kind)
         longest = MAX_SOURCE.get(spec.kind, MAX_JSON_SOURCE)
-        if len(spec.text) > longest and spec.kind != "choice":  # choices are as flat as they are long
+        if len(spec.text) > longest and spec.kind != "choice":  # a list of choices is flat, however long it is
             raise InvalidRequest(f"{field}: {spec.kind} has {len(spec.text)} characters, at most {longest} are compiled", field)
         if len(spec.instead) > MAX_JSON_SOURCE:
             raise InvalidRequest(f"tools make a grammar of {len(spec.instead)} characters, at most {MAX_JSON_SOURCE} are compiled", "tools")
-        found: list[LLMatcher | str] = []
-        self._run(lambda: found.append(self._made(spec)))
-        # Copied once: an abandoned thread may still append.
-        result = found[0] if found else f"it takes longer than {COMPILE_SECONDS:g} s to compile"
+        results: list[LLMatcher | str] = []
+        self._run(lambda: results.append(self._made(spec)))
+        # Read once: an abandoned thread may still append.
+        result = results[0] if results else f"it takes longer than {COMPILE_SECONDS:g} s to compile"
         if isinstance(result, str):
             raise InvalidRequest(f"{field}: {spec.kind} is not usable: {one_line(result)[:500]}", field)
         return GrammarMatcher(result, self._vocab, self._eos)
 
     def _run(self, work: Callable[[], None]) -> None:
-        """In a thread with a large stack, until the deadline; llguidance compiles without holding Python's lock."""
-        self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
-        if len(self._abandoned) >= MAX_ABANDONED:
-            raise EngineBusy("earlier grammars are still being compiled: try again later")
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread = threading.Thread(target=work, name="grammar", daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
+        """In a thread with a large stack, until the deadline; llguidance compiles without holding the GIL."""
+        with self._starting:
+            self._abandoned = [thread for thread in self._abandoned if thread.is_alive()]
+            if len(self._abandoned) >= MAX_ABANDONED:
+                raise EngineBusy("earlier grammars are still being compiled: try again later")
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                thread = threading.Thread(target=work, name="grammar", daemon=True)
+                thread.start()
+            finally:
+                threading.stack_size(before)
         thread.join(COMPILE_SECONDS)
         if thread.is_alive():
             self._abandoned.append(thread)
 
     def _made(self, spec: GrammarSpec) -> LLMatcher | str:
-        """A matcher, or why there is none."""
+        """A matcher, or the reason why there is none."""
         try:
             matcher = LLMatcher(self._tokenizer, source(spec), log_level=0, limits=LIMITS)
-            # Some grammars are found to fit nothing, to begin with themselves, or to be beyond the limits, when they are first asked.
+            # That a grammar fits nothing, begins with itself or exceeds the limits may show only with the first mask.
             starts = b"" if matcher.is_error() else matcher.compute_bitmask()
             reasons = (str(matcher.stop_reason()), str(matcher.get_error())) if matcher.is_error() else ()
             if reasons and not any(reason.startswith("NoExtension") for reason in reasons):
-                return SAID.get(one_line(reasons[1]), reasons[1])
+                return REASONS.get(one_line(reasons[1]), reasons[1])
             return matcher if any(starts) and not reasons else "nothing fits it"
-        except BaseException as error:  # a panic is no Exception; whatever it is, it is the request's fault and no one else's
+        except BaseException as error:  # a Rust panic is not an Exception; the error ends this request and no other
             return str(error) or type(error).__name__
 
 
@@ -108,7 +113,7 @@ def one_line(text: str) -> str:
 
 
 class GrammarMatcher:
-    """core.protocols.Grammar: the state behind the output that is committed. Paths are tried from there and taken back."""
+    """core.protocols.Grammar: the state after the committed output. Paths are tried from there and taken back."""
 
     def __init__(self, matcher: LLMatcher, vocab: int, eos_ids: Sequence[int]) -> None:
         self._matcher, self._vocab = matcher, vocab
@@ -117,12 +122,12 @@ class GrammarMatcher:
 
     @property
     def failure(self) -> str | None:
-        """Why this grammar ran into the library's limits. Then only the end of the text is allowed, and every commit is taken: what a
-        step shares with other requests must not fail."""
+        """The error if this grammar exceeded the library's limits. From then on only the end of the text is allowed and every commit is
+        accepted: the step is shared with other requests and must not fail."""
         return one_line(self._matcher.get_error()) if self._matcher.is_error() else None
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """The output grew. Raises ValueError for tokens that are not allowed, and stays where it was."""
+        """Advances by tokens that were added to the output. Raises ValueError for tokens that are not allowed, and does not advance."""
         taken = self._take(tokens)
         if taken is None and not self._matcher.is_error():
             raise ValueError(f"the grammar does not allow {list(tokens)} here")
@@ -134,7 +139,7 @@ class GrammarMatcher:
         return not self._matcher.is_error() and (self._ended or bool(self._matcher.is_accepting()))
 
     def masks(self, paths: Sequence[Sequence[int]], rows: Row) -> list[bool]:
-        """See core.protocols.Grammar. One by one: walking a path is cheap beside filling its row."""
+        """See core.protocols.Grammar. One path at a time: walking it is cheap compared with filling its row."""
         return [self.mask(path, row) for path, row in zip(paths, rows, strict=True)]
 
     def mask(self, path: Sequence[int], row: Row) -> bool:
@@ -155,19 +160,19 @@ class GrammarMatcher:
         return True
 
     def forced(self, path: Sequence[int], limit: int) -> list[int]:
-        """The tokens behind `path` about which there is no choice, at most `limit`."""
+        """The tokens after `path` that are the only ones allowed, at most `limit`."""
         taken = self._take(path)
         if taken is None:
             return []
-        found = [] if self._stopped(path) or self._matcher.is_accepting() else self._matcher.compute_ff_tokens()[:limit]
+        tokens = [] if self._stopped(path) or self._matcher.is_accepting() else self._matcher.compute_ff_tokens()[:limit]
         self._back(taken)
-        return found
+        return tokens
 
     def _stopped(self, path: Sequence[int]) -> bool:
         return self._ended or self._matcher.is_stopped() or any(token in self._eos for token in path)
 
     def _take(self, tokens: Sequence[int]) -> int | None:
-        """Move on by `tokens` → how many the matcher itself took; None, and nothing moved: they are not allowed."""
+        """Advances by `tokens` → how many the matcher consumed; None if they are not allowed: then it does not advance."""
         body = list(takewhile(lambda token: token not in self._eos, tokens))
         rest = tokens[len(body) :]
         if self._matcher.is_error() or (self._ended and body) or any(token not in self._eos for token in rest):

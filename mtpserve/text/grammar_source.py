@@ -1,4 +1,4 @@
-"""What clients write to constrain an output, in llguidance's own language. Whether it makes sense there is found when it is compiled."""
+"""Translates the grammars that clients send into llguidance's language. Errors in them may show only when they are compiled."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.text.structural import JSON_LAYOUT, structural_grammar
 
-BLANK = r"(?:\s|\\+[nrt])*"  # a grammar may be a string of JSON in JSON
+BLANK = r"(?:\s|\\+[nrt])*"  # in a JSON string inside JSON, line breaks are escaped
 MULTIPLE = re.compile(rf'multipleOf\\*"{BLANK}:{BLANK}([0-9][0-9.eE+-]*)')
 ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
-MAX_REMAINDERS = 200_000  # two seconds, a hundred megabytes
+MAX_REMAINDERS = 200_000  # compile in about two seconds and a hundred megabytes
 IS_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark's rules have one colon
 
 
 def source(spec: GrammarSpec) -> str:
-    """Raises ValueError, and whatever else the converters raise."""
-    found = around(spec, body(spec)) if spec.front or spec.instead else body(spec)
-    check_multiples(found)
-    return found
+    """Raises ValueError, and any error of llguidance's converters."""
+    grammar = around(spec, body(spec)) if spec.front or spec.instead else body(spec)
+    check_multiples(grammar)
+    return grammar
 
 
 def check_multiples(grammar: str) -> None:
-    """For `multipleOf` llguidance makes a state for each remainder, for several together one for each of their least common multiple's,
-    and all that again wherever a `$ref` brings them; no limit of its own holds. Zeros at the end are free. Raises ValueError."""
-    plain = ESCAPE.sub(lambda found: chr(int(found[1], 16)), grammar)
+    """For `multipleOf` llguidance makes one state per remainder; for several of them, one per remainder of their least common multiple;
+    and these again for each `$ref`. Its own limits do not bound them. Trailing zeros add no states. Raises ValueError."""
+    plain = ESCAPE.sub(lambda match: chr(int(match[1], 16)), grammar)
     given = MULTIPLE.findall(plain)
     together, places = 1, len(given) + plain.count("$ref")
     for number in given:
@@ -41,7 +41,7 @@ def check_multiples(grammar: str) -> None:
 
 
 def around(spec: GrammarSpec, grammar: str) -> str:
-    """What stands before the `grammar`, and what may stand in its place."""
+    """The grammar with the spec's `front` before it and its `instead` as an alternative to it."""
     first, *others = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     start = f"start: {'front' if spec.front else ''} ({'calls | ' if spec.instead else ''}@body)\n{spec.front}{spec.instead}"
     return json.dumps({"grammars": [{"lark_grammar": start}, {**first, "name": "body"}, *others]}, ensure_ascii=False)
@@ -63,20 +63,20 @@ def body(spec: GrammarSpec) -> str:
         choices = json.loads(spec.text)
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise ValueError("choices are a list of strings, none of them empty, at least one")
-        # One terminal, not a rule for each: those run into the parser's limits at two thousand. Escaped, for Lark and for the regex.
+        # One terminal, not one rule per choice: two thousand rules exceed the parser's limits. Escaped for Lark and for the regex.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: /" + "|".join(map(literal, choices)) + "/")
     if spec.kind == "structural_tag":
         return structural_grammar(json.loads(spec.text))
     if not spec.text.strip():
         raise ValueError("it is empty")
     if spec.kind == "regex":
-        # \d is a digit of ASCII, as every client means it.
+        # \d is an ASCII digit, as clients expect.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(spec.text, use_ascii='d')}/")
     return LLMatcher.grammar_from_lark(gbnf_to_lark(spec.text) if IS_GBNF.search(spec.text) else spec.text)
 
 
 def literal(text: str) -> str:
-    """As a regular expression."""
+    """A regular expression that matches `text`."""
     return "".join(letter if letter.isascii() and letter.isalnum() else f"\\x{{{ord(letter):x}}}" for letter in text)
 
 

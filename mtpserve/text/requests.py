@@ -1,4 +1,4 @@
-"""From what a client asked for, in text, to a Request in tokens: for the server and the offline engine alike."""
+"""A request's texts as tokens, and the Request that the engine gets: for the server and the offline engine alike."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ from mtpserve.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What sampling parameters say in text, in tokens. All requests with the same parameters share one: a prediction may be long."""
+    """The texts in sampling parameters, as tokens. All requests with the same parameters share one: a prediction may be long."""
 
     bad_words: list[list[int]]
     prediction: list[int]
 
 
 def spelling_of(tokenizer: Tokenizer, sampling: SamplingParams) -> Spelling:
-    """Raises InvalidRequest for text that is no Unicode."""
-    speculation = sampling.speculation
-    for word in sampling.bad_words:
-        check_text(word, "bad_words")
-    check_text(speculation.prediction, "prediction")
-    drafts = bool(speculation.prediction) and speculation.depth != 0
+    """Raises InvalidRequest for text that is not valid Unicode."""
+    for field, text in sampling.texts():
+        check_text(text, field)
+    prediction = sampling.used_prediction
     return Spelling(
         bad_words=spellings(tokenizer, sampling.bad_words),
-        prediction=tokenizer.encode(speculation.prediction, special=False) if drafts else [],
+        prediction=tokenizer.encode(prediction, special=False) if prediction else [],
     )
 
 
@@ -37,7 +35,7 @@ def request_of(spelling: Spelling, id: str, prompt: list[int], sampling: Samplin
 
 
 def check_text(text: str, field: str) -> None:
-    """JSON can spell half a surrogate pair, which is no character and has no bytes."""
+    """Raises InvalidRequest: JSON can contain half a surrogate pair, which is not a character and cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -45,13 +43,13 @@ def check_text(text: str, field: str) -> None:
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """A word at the beginning of a line and one behind a space are other tokens: both are meant, however the client wrote it."""
-    found: list[list[int]] = []
+    """Each word encoded with and without a space before it: these are different tokens, and both are banned however the client wrote it."""
+    encoded: list[list[int]] = []
     for word in words:
-        # Of blank words nothing is taken off: who bans a line break, or two spaces, does not ban the single space.
+        # A blank word is kept as it is: a request that bans a line break, or two spaces, does not ban the single space.
         bare = word.removeprefix(" ") if word.strip() else word
         for text in (bare, " " + bare):
             ids = tokenizer.encode(text, special=False)
-            if ids and ids not in found:
-                found.append(ids)
-    return found
+            if ids and ids not in encoded:
+                encoded.append(ids)
+    return encoded

@@ -1,6 +1,6 @@
 """Structural tags: free text in which certain beginnings must be followed by JSON of a certain schema, as tool calls are written.
 
-Both spellings that the peers' clients use are understood: the older `structures` with `triggers`, and `format` with
+Both layouts that clients of SGLang and vLLM use are accepted: the older `structures` with `triggers`, and `format` with
 `triggered_tags`, `tag`, `json_schema`, `const_string`, `any_text`, `sequence` and `or`. Other kinds are refused by name.
 """
 
@@ -39,14 +39,14 @@ def listed(body: dict[str, Any], name: str) -> list[Any]:
 
 
 def triggered(tags: list[tuple[str, Any, str]], triggers: list[str]) -> str:
-    """Text, and whenever a trigger is written, one of the tags that begin with it."""
-    found = []
+    """Free text, in which each trigger must continue as one of the tags that begin with it."""
+    parts = []
     for begin, schema, end in tags:
         trigger = next((trigger for trigger in triggers if trigger and str(begin).startswith(trigger)), None)
         if trigger is None:
             raise ValueError(f"the tag {begin!r} begins with none of the triggers {triggers}")
-        found.append(StructTag(trigger=trigger, begin=begin, grammar=with_layout(schema), end=end))
-    return StructTag.to_grammar(found, assume_special=False)
+        parts.append(StructTag(trigger=trigger, begin=begin, grammar=with_layout(schema), end=end))
+    return StructTag.to_grammar(parts, assume_special=False)
 
 
 def schema_of(content: Any) -> Any:

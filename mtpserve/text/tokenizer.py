@@ -1,7 +1,6 @@
 """The model's tokenizer and chat template. A thin wrapper around transformers' fast tokenizer; no incremental decoding here.
 
-A prompt that spells a special token means it, and encodes to it. What a client writes into a conversation is text, whatever it spells:
-see control.py.
+In a plain prompt the text of a special token encodes to that token. In a client's chat messages it stays text: see control.py.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from mtpserve.config import ModelConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError
 from mtpserve.text.control import ControlTokens, RenderedChat, marked
 
-# Parameters of the renderer and what it sets: through them a request would choose the template itself, or call the tokenizer.
-# And the functions that templates call.
+# Parameters of the renderer, with which a request could choose the template itself or call the tokenizer; the variables that the
+# renderer sets; and the functions that templates call.
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | {
     "messages", "raise_exception", "strftime_now", "range", "namespace", "dict", "lipsum", "cycler", "joiner",
 }  # fmt: skip
@@ -34,7 +33,7 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 
 def byte_letters() -> dict[str, int]:
-    """The letters with which byte-level tokenizers spell bytes: printable ones as themselves, the others from U+0100 on (GPT-2)."""
+    """Letter → byte in byte-level vocabularies (GPT-2's): printable bytes as themselves, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -50,8 +49,8 @@ class Tokenizer:
     """`defaults` are the sampling parameters that the model's makers recommend, from its generation_config.json."""
 
     def __init__(self, directory: str | Path, numbers: bool = False, *, chat_template: str | None = None, recommends: bool = True) -> None:
-        """`numbers`: there is none, and text is ids with blanks between them. `chat_template`: a file, instead of the model's own.
-        Not `recommends`: there are no `defaults`."""
+        """`numbers`: the directory has no tokenizer, and text is token ids separated by blanks. `chat_template`: a file that replaces the
+        model's own. `recommends` False: `defaults` is empty."""
         self.directory = Path(directory)
         if not numbers:
             require(self.directory / "tokenizer.json")
@@ -74,7 +73,7 @@ class Tokenizer:
         self._marker_ids = {token.content: id for id, token in added.items()}
         self.hidden_ids = frozenset(id for id, token in added.items() if token.special)  # not shown where special tokens are skipped
         self._control = ControlTokens(self.fast)
-        space = self.fast.token_to_id("Ġ")  # in byte-level vocabularies all bytes are tokens, and a space is spelled so
+        space = self.fast.token_to_id("Ġ")  # byte-level vocabularies have a token for each byte; this is the space's
         self._byte_level = space is not None and self.decode([space]) == " "
 
     @property
@@ -86,11 +85,11 @@ class Tokenizer:
         return self._tokenizer.chat_template is not None
 
     def marker_id(self, text: str) -> int | None:
-        """The added token that stands for exactly this text, special or not."""
+        """The id of the added token, special or not, whose text is exactly this."""
         return self._marker_ids.get(text)
 
     def template_takes(self, name: str) -> bool:
-        """Whether it mentions this variable, and nobody but a request sets it."""
+        """Whether the template mentions this variable and neither the renderer nor the tokenizer sets it."""
         if name in RESERVED or name.endswith("_token") or name in self._tokenizer.special_tokens_map:
             return False
         template = self._tokenizer.chat_template
@@ -103,7 +102,8 @@ class Tokenizer:
         return ids
 
     def encode_chat(self, chat: RenderedChat, *, special: bool = False) -> list[int]:
-        """Control tokens are those that the template wrote. Raises InvalidRequest where a vocabulary cannot spell one as text."""
+        """Only the template's own control tokens are encoded as such. Raises InvalidRequest if one in the client's text has no other
+        encoding."""
         return self._control.encode(chat, special=special) if chat.spellings else self.encode(chat.marked, special=special)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -111,7 +111,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """What one token writes, which need not be whole characters. Added tokens stand for themselves, in no vocabulary's spelling."""
+        """The bytes of one token, which may be a part of a character. An added token's are its own text."""
         if token in self._added:
             return self._added[token]
         spelled: str | None = self.fast.id_to_token(token)
@@ -124,7 +124,7 @@ class Tokenizer:
         return spelled.replace("▁", " ").encode()
 
     def token_text(self, token: int) -> str:
-        """As OpenAI shows tokens: those that are no whole characters as bytes:\\x…"""
+        """As OpenAI shows tokens: one that is not whole characters as bytes:\\x…"""
         written = self.token_bytes(token)
         try:
             return written.decode()
@@ -141,16 +141,16 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         arranged: Arranged | None = None,
     ) -> RenderedChat:
-        """The model's own template, in Jinja's immutable sandbox. Raises InvalidRequest when there is none or when it fails.
+        """Renders the model's template in Jinja's immutable sandbox. Raises InvalidRequest when there is none or when it fails.
 
-        `variables` are the template's, none that the library reads. With `continue_final_message` the text ends where the last message
-        does. `arranged` makes of the messages and the tools what the template needs; what it adds may hold control tokens, which the
-        client's own text may not.
+        `variables` are set in the template; those that the library itself reads are not allowed. With `continue_final_message` the text
+        ends where the last message does. `arranged` turns messages and tools into what the template needs; control tokens in what it
+        adds are encoded as such, unlike those in the client's text.
         """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
         if tools is None and isinstance(self._tokenizer.chat_template, dict) and any("tool_calls" in message for message in messages):
-            tools = []  # of several templates, the library then takes the one that knows of calls
+            tools = []  # with several templates, the library then picks the one for tool calls
         spellings: dict[int, str] = {}
         try:
             if marks := self._control.marks([messages, tools, variables]):
@@ -169,8 +169,8 @@ class Tokenizer:
         except InvalidRequest:
             raise
         except Exception as error:  # a template can raise anything, and refuses conversations by raising
-            said = " ".join(str(error).split())[:200]
-            raise InvalidRequest(f"the model's chat template failed: {said.translate(spellings)}", "messages") from error
+            message = " ".join(str(error).split())[:200]
+            raise InvalidRequest(f"the model's chat template failed: {message.translate(spellings)}", "messages") from error
         return RenderedChat(str(text), spellings)
 
 
@@ -186,20 +186,20 @@ def set_template(tokenizer: Any, file: Path) -> None:
         raise ConfigError(f"--chat-template {file}: {getattr(error, 'strerror', None) or error}") from error
     except TemplateSyntaxError as error:
         raise ConfigError(f"--chat-template {file}: line {error.lineno}: {error.message}") from error
-    except Exception:  # this conversation it may refuse, by raising whatever it likes
+    except Exception:  # a template may refuse this conversation; only its syntax is checked here
         return
 
 
 def number_tokenizer(config: Path) -> FastTokenizer:
-    """One token for each row of the vocabulary, spelled as its id; every other word is 0."""
+    """One token per row of the vocabulary, whose text is its id; every other word is token 0."""
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
         vocab = values["vocab_size"] if "vocab_size" in values else values["text_config"]["vocab_size"]
-        made = FastTokenizer(WordLevel({str(token): token for token in range(vocab)}, unk_token="0"))
+        tokenizer = FastTokenizer(WordLevel({str(token): token for token in range(vocab)}, unk_token="0"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoadError(f"{config}: has no vocab_size, which text without a tokenizer needs") from error
-    made.pre_tokenizer = WhitespaceSplit()
-    return made
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return tokenizer
 
 
 def require(file: Path) -> None:
@@ -210,7 +210,7 @@ def require(file: Path) -> None:
 
 
 def sampling_defaults(directory: Path) -> dict[str, float | int]:
-    """Of `do_sample` nothing is read: servers sample at the temperature given, and a request for greedy says temperature 0."""
+    """`do_sample` is ignored: a server samples at the given temperature, and temperature 0 is greedy."""
     file = directory / "generation_config.json"
     if not file.is_file():
         return {}

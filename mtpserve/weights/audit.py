@@ -1,6 +1,6 @@
-"""Bookkeeping of what a load fills: every row of every parameter exactly once, and with numbers. Moves no data.
+"""Checks that a load fills every row of every parameter exactly once, and with finite numbers. Moves no data.
 
-A parameter's rows are counted through: row r of expert e of a parameter [experts, rows, columns] is number e * rows + r.
+A parameter's rows are numbered consecutively: row r of expert e of a parameter [experts, rows, columns] is number e * rows + r.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Fill:
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint has to fill: parameters and persistent buffers. A tensor that is shared stands under each of its names."""
+    """What a checkpoint has to fill: parameters and persistent buffers. A shared tensor is listed under each of its names."""
     return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def row_count(parameter: Tensor) -> int:
-    """As counted here: a scalar is one row."""
+    """The number of rows, as numbered above; a scalar is one row."""
     shape = parameter.shape
     return 1 if not shape else shape[0] * shape[1] if len(shape) == 3 else shape[0]
 
@@ -49,14 +49,14 @@ class Audit:
         """Raises LoadError where one of the rows is already taken."""
         fills = self.fills.setdefault(id(self.parameters[name]), [])
         place = bisect(fills, fill)
-        # The list is sorted and free of overlaps, so only the two neighbours can be in the way.
+        # The list is sorted and free of overlaps, so only the two neighbours can overlap.
         for other in fills[max(place - 1, 0) : place + 1]:
             if fill.overlaps(other):
                 raise LoadError(f"{fill.source} and {other.source} both fill the parameter {name}")
         fills.insert(place, fill)
 
     def gaps(self) -> Iterator[tuple[str, int, int]]:
-        """(parameter, start, stop) of the rows that nothing fills; of a shared parameter's names the first."""
+        """(parameter, start, stop) of the rows that nothing fills; a shared parameter under its first name."""
         seen: set[int] = set()
         for name, parameter in self.parameters.items():
             if id(parameter) in seen:
@@ -72,7 +72,7 @@ class Audit:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity. One pass and no copy: minimum and maximum carry either of them out."""
+    """No NaN and no infinity. One pass and no copy: either of them shows in the minimum or maximum."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())

@@ -1,6 +1,6 @@
-"""Which parameters stay in float8: those whose every matrix has its scales in the checkpoint, whatever the config says.
+"""Which parameters stay in float8: those for which every matrix has scales in the checkpoint, whatever the config says.
 
-Not a setting: a checkpoint may have its trunk in float8 and its MTP layer not, or the other way round.
+Decided for each parameter: a checkpoint may have some layers in float8 and others not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def hold_blocks(module: nn.Module, placements: Iterable[Placement]) -> None:
-    """Makes room for float8 and scales in the modules that can hold them (`may_hold_blocks`). All others are expanded while loading.
+    """Allocates float8 weights and scales in the modules that support them (`may_hold_blocks`). All others are expanded while loading.
 
-    A matrix fused of several is one product, so its parts must begin where blocks begin; experts' parts have scales of their own.
+    A fused matrix is multiplied in one product, so its parts must begin at block boundaries; experts' parts have separate scales.
     """
     by_target: dict[str, list[Placement]] = defaultdict(list)
     for placement in placements:
@@ -33,10 +33,10 @@ def hold_blocks(module: nn.Module, placements: Iterable[Placement]) -> None:
         if not scaled:
             continue
         if name not in getattr(owner, "may_hold_blocks", ()):
-            log.debug("%s is expanded: it is not multiplied as it is stored", target)
+            log.debug("%s is expanded: its module cannot multiply float8", target)
         elif scaled < len(members):
             log.debug("%s is expanded: only %d of its %d matrices have block scales", target, scaled, len(members))
         elif any(placement.region.expert is None and placement.region.start % BLOCK[0] for placement in members):
-            log.debug("%s is expanded: its parts of %s rows do not begin where blocks of %d begin", target, parts_of(owner, name), BLOCK[0])
+            log.debug("%s is expanded: its parts of %s rows do not begin at multiples of %d", target, parts_of(owner, name), BLOCK[0])
         else:
             make_room(owner, name, parts_of(owner, name))

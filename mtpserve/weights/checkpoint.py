@@ -1,7 +1,7 @@
-"""A directory of safetensors files: what is in it is known from the headers at once, tensors are read when asked for.
+"""A directory of safetensors files: all headers are read when it is opened, each tensor when it is asked for.
 
-Not a loader: it knows nothing of models. Format: https://github.com/huggingface/safetensors#format, checked here by hand, because
-a truncated or half-downloaded file should be named in milliseconds and in words.
+Independent of models. Format: https://github.com/huggingface/safetensors#format, checked here by hand, so that a truncated or
+half-downloaded file is reported within milliseconds and in plain words.
 
     | header length: 8 bytes | header: JSON, name → dtype, shape, data_offsets | data ... |
 """
@@ -28,7 +28,7 @@ BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """`dtype` as safetensors writes it: BF16, F8_E4M3; `start` is the tensor's place in the file's data, in bytes."""
+    """`dtype` as safetensors writes it: BF16, F8_E4M3; `start` is the tensor's offset in the file's data section, in bytes."""
 
     file: Path
     dtype: str
@@ -45,7 +45,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
-        """Reads the index, if there is one, and every file's header. Raises LoadError naming the file, and the tensor at stake."""
+        """Reads the index, if there is one, and every file's header. Raises LoadError naming the file and the tensor."""
         directory = Path(directory)
         if not directory.is_dir():
             raise LoadError(f"{directory}: no such directory; a checkpoint is a directory with config.json and *.safetensors")
@@ -53,7 +53,7 @@ class Checkpoint:
         return cls(directory, _indexed(index) if index.is_file() else _all_files(directory))
 
     def tensor(self, name: str) -> Tensor:
-        """On the CPU, mapped from the file: read when touched. Its memory is the file's; copy it, do not write to it."""
+        """On the CPU, memory-mapped from the file and read on first access. Do not write to it; copy it."""
         from safetensors import SafetensorError, safe_open
 
         file = self.tensors[name].file
@@ -66,12 +66,12 @@ class Checkpoint:
             raise LoadError(f"{file}: {name} cannot be read: {error}") from error
 
     def close(self) -> None:
-        """Let go of the files; a later `tensor` opens them again."""
+        """Closes the files; a later `tensor` opens them again."""
         self.handles.clear()
 
 
 def _indexed(index: Path) -> dict[str, TensorEntry]:
-    """The index decides which file a tensor is taken from; what a shard holds beyond it is left alone."""
+    """The index decides from which file a tensor is taken; tensors that it does not name are ignored."""
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         files = {name: str(shard) for name, shard in weight_map.items()}
@@ -84,7 +84,7 @@ def _indexed(index: Path) -> dict[str, TensorEntry]:
     for shard, tensor in sorted(first_of.items()):
         path = index.parent / shard
         if Path(shard).name != shard:
-            raise LoadError(f"{index}: {tensor} is said to be in {shard!r}, which is not a file name")
+            raise LoadError(f"{index}: {tensor} is listed in {shard!r}, which is not a file name")
         if not path.is_file():
             others = sum(other == shard for other in files.values()) - 1
             raise LoadError(f"{path}: this file is missing; {INDEX} names it for {tensor} and {others} other tensors")
@@ -96,16 +96,16 @@ def _indexed(index: Path) -> dict[str, TensorEntry]:
 
 
 def _all_files(directory: Path) -> dict[str, TensorEntry]:
-    found: dict[str, TensorEntry] = {}
+    entries: dict[str, TensorEntry] = {}
     single = directory / "model.safetensors"
     paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     for path in paths:
         for name, entry in read_header(path).items():
-            if name in found:
-                raise LoadError(f"{path}: {name} is also in {found[name].file.name}, and there is no {INDEX} that says which one counts")
-            found[name] = entry
+            if name in entries:
+                raise LoadError(f"{path}: {name} is also in {entries[name].file.name}, and there is no {INDEX} that says which one counts")
+            entries[name] = entry
     if paths:
-        return found
+        return entries
     pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
     if pickles:
         raise LoadError(f"{directory}: only pickled weights here ({pickles[0]}), which can run code when loaded: convert to safetensors")
@@ -113,7 +113,7 @@ def _all_files(directory: Path) -> dict[str, TensorEntry]:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Names, types and places of a file's tensors, checked against its length. Raises LoadError."""
+    """Names, dtypes and offsets of a file's tensors, checked against its length. Raises LoadError."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -148,7 +148,7 @@ def _entry(path: Path, name: str, value: Any) -> TensorEntry:
 
 
 def _check_layout(path: Path, entries: Iterable[tuple[str, TensorEntry]], available: int) -> None:
-    """The tensors lie end to end and fill the data section exactly."""
+    """Raises LoadError unless the tensors fill the data section without gaps."""
     position = 0
     for name, entry in sorted(entries, key=lambda item: (item[1].start, item[1].size)):
         if entry.start != position:
@@ -161,7 +161,7 @@ def _check_layout(path: Path, entries: Iterable[tuple[str, TensorEntry]], availa
 
 
 def _looks_like(path: Path) -> str:
-    """What a file that is not what its name says probably is."""
+    """A hint, for a file that is not what its name says."""
     with path.open("rb") as file:
         start = file.read(64).lstrip().lower()
     if start.startswith(b"version https://git-lfs"):

@@ -1,7 +1,7 @@
-"""Random weights for a module, so that an engine can be measured on a model whose checkpoint is not at hand.
+"""Random weights for a module, so that an engine can be measured on a model whose checkpoint is not available.
 
-Norms are one, biases zero, every matrix is normal with variance 1 / inputs: what a layer adds to the residual then has about the
-size of what it was given, whatever the widths, and the sum of n layers grows like √n only.
+Norms are one, biases zero, every matrix is normal with variance 1 / inputs: a layer's output then has about the size of its input,
+whatever the widths, and the residual stream after n layers grows only like √n.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """config.json and generation_config.json as Hugging Face writes them, read with plain json: transformers takes seconds to import.
 
-Not a schema: a family asks for the keys that it knows, and every complaint names file, key, the value found and what would do.
+Not a schema: a family reads the keys that it uses, and every error names the file, the key, its value and what is accepted.
 """
 
 from __future__ import annotations
@@ -8,37 +8,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
-from mtpserve.core.arch import RopeArch, YarnArch
+from mtpserve.core.arch import FP8_BLOCK, RopeArch, YarnArch
 from mtpserve.core.errors import LoadError, UnsupportedModel
 
 T = TypeVar("T")
 DTYPES = ("bfloat16", "float16", "float32")
-FP8_BLOCK = [128, 128]
-
-
-REQUIRED = object()  # the default of a key that must be there; None is a default like any other
+REQUIRED = object()  # the default of a key that must be present; None is a default like any other
 
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
-    """One JSON object. A key with null is as absent. `read` collects the keys that were asked for, a section's as "section.key"."""
+    """One JSON object of the file `path`; `prefix` is "section." for a nested one. A key whose value is null counts as absent."""
 
     path: Path
     values: dict[str, Any]
     prefix: str = ""
-    read: set[str] = field(default_factory=set)
 
     def has(self, name: str) -> bool:
-        self.read.add(self.prefix + name)
         return self.values.get(name) is not None
-
-    def unread(self) -> set[str]:
-        """Keys of this object that nobody has asked for."""
-        return {name for name in self.values if self.prefix + name not in self.read}
 
     @overload
     def get_int(self, name: str, *, at_least: int | None = None) -> int: ...
@@ -75,23 +66,23 @@ class HFConfig:
         return self._get(name, default, "true or false", lambda v: type(v) is bool)
 
     def section(self, name: str) -> HFConfig:
-        """The nested object of that name; an empty one where there is none."""
+        """The nested object of that name; an empty one if there is none."""
         value = self._get(name, {}, "an object", lambda v: type(v) is dict)
-        return HFConfig(self.path, value, f"{self.prefix}{name}.", self.read)
+        return HFConfig(self.path, value, f"{self.prefix}{name}.")
 
     def raw(self, name: str) -> Any:
-        """The value as it is, None where there is none."""
+        """The value, unchecked; None if there is none."""
         return self._get(name, None, "anything", lambda v: True)
 
     def require(self, good: bool, name: str, wanted: str) -> None:
-        """Raise LoadError about key `name` unless `good`; families check with it what depends on several keys."""
+        """Raises LoadError about key `name` unless `good`; for checks that depend on several keys."""
         if not good:
             raise LoadError(f"{self.path}: {self.prefix}{name} must be {wanted}, got {json.dumps(self.values.get(name))}")
 
     def unsupported(self, name: str, supported: str) -> UnsupportedModel:
-        """The error for a value that is legal and not implemented."""
-        found = json.dumps(self.values.get(name))
-        return UnsupportedModel(f"{self.path}: {self.prefix}{name} = {found} is not supported; supported: {supported}")
+        """The error for a valid value that is not implemented."""
+        value = json.dumps(self.values.get(name))
+        return UnsupportedModel(f"{self.path}: {self.prefix}{name} = {value} is not supported; supported: {supported}")
 
     def _get(self, name: str, default: object, wanted: str, good: Callable[[Any], bool]) -> Any:
         if self.has(name):
@@ -125,17 +116,17 @@ def _read_object(path: Path) -> HFConfig:
 
 
 def dtype(config: HFConfig) -> str:
-    """The checkpoint's own: `dtype`, in older files `torch_dtype`; float32 where neither is there, as transformers has it."""
+    """The checkpoint's: `dtype`, in older files `torch_dtype`; float32 if neither is set, as in transformers."""
     name = "dtype" if config.has("dtype") else "torch_dtype"
-    found = config.get_str(name, "float32").removeprefix("torch.")
-    config.require(found in DTYPES, name, f"one of {', '.join(DTYPES)}")
-    return found
+    value = config.get_str(name, "float32").removeprefix("torch.")
+    config.require(value in DTYPES, name, f"one of {', '.join(DTYPES)}")
+    return value
 
 
 def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
-    """The ids that end a text, below `vocab`: generation_config.json's, else config.json's. An id or a list; none at all is an error."""
-    beside = config.path.parent / "generation_config.json"
-    for source in [_read_object(beside)] if beside.is_file() else []:
+    """The ids that end a text: generation_config.json's, else config.json's. Raises LoadError if there are none, or one ≥ `vocab`."""
+    generation = config.path.parent / "generation_config.json"
+    for source in [_read_object(generation)] if generation.is_file() else []:
         if source.has("eos_token_id"):
             return _ids(source, vocab)
     if not config.has("eos_token_id"):
@@ -152,55 +143,55 @@ def _ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
 
 
 def quantization(config: HFConfig) -> Literal["none", "fp8"]:
-    """What the weights may be stored as. Whether one really is follows from its scale tensor, not from here."""
+    """How the config says that weights are stored. Whether a matrix is float8 is decided by its scale tensor, not by this."""
     if not config.has("quantization_config"):
         return "none"
-    found = config.section("quantization_config")
-    if found.get_str("quant_method", None) != "fp8":
-        raise found.unsupported("quant_method", "none, and fp8 with blocks of [128, 128]")
-    if found.raw("weight_block_size") != FP8_BLOCK:
-        raise found.unsupported("weight_block_size", "[128, 128]")
-    if found.get_str("fmt", "e4m3") != "e4m3":
-        raise found.unsupported("fmt", "e4m3")
+    section, block = config.section("quantization_config"), list(FP8_BLOCK)
+    if section.get_str("quant_method", None) != "fp8":
+        raise section.unsupported("quant_method", f"none, and fp8 with blocks of {block}")
+    if section.raw("weight_block_size") != block:
+        raise section.unsupported("weight_block_size", str(block))
+    if section.get_str("fmt", "e4m3") != "e4m3":
+        raise section.unsupported("fmt", "e4m3")
     return "fp8"
 
 
 def rope(config: HFConfig, dim: int, interleaved: bool) -> RopeArch:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files: none, default, or yarn.
+    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files: none, default, or yarn.
 
-    `dim` and `interleaved` are the family's to know: they have a key in some configs and in most none.
+    `dim` and `interleaved` come from the family: most configs have no key for them.
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
-    found = config.section(name)
-    if any(isinstance(value, dict) for value in found.values.values()):
+    section = config.section(name)
+    if any(isinstance(value, dict) for value in section.values.values()):
         raise config.unsupported(name, "one set of numbers for all layers")
-    theta = found.get_float("rope_theta", None, above=0)
+    theta = section.get_float("rope_theta", None, above=0)
     if theta is None:
         theta = config.get_float("rope_theta", 10000.0, above=0)
-    kind_key = "rope_type" if found.has("rope_type") else "type"
-    kind = found.get_str(kind_key, "default")
+    kind_key = "rope_type" if section.has("rope_type") else "type"
+    kind = section.get_str(kind_key, "default")
     if kind not in ("default", "none", "yarn"):
-        raise found.unsupported(kind_key, "default and yarn")
-    return RopeArch(dim, theta, interleaved, _yarn(config, found) if kind == "yarn" else None)
+        raise section.unsupported(kind_key, "default and yarn")
+    return RopeArch(dim, theta, interleaved, _yarn(config, section) if kind == "yarn" else None)
 
 
-def _yarn(config: HFConfig, found: HFConfig) -> YarnArch:
-    factor = found.get_float("factor", above=0)
-    mscale, all_dim = found.get_float("mscale", 1.0), found.get_float("mscale_all_dim", 0.0)
-    gain = found.get_float("attention_factor", None, above=0)
-    if not found.get_bool("truncate", True):
-        raise found.unsupported("truncate", "true")
+def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
+    factor = section.get_float("factor", above=0)
+    mscale, all_dim = section.get_float("mscale", 1.0), section.get_float("mscale_all_dim", 0.0)
+    gain = section.get_float("attention_factor", None, above=0)
+    if not section.get_bool("truncate", True):
+        raise section.unsupported("truncate", "true")
     if gain is not None:
-        # The gain itself instead of the mscale that it is computed from: gain = 0.1 mscale ln(factor) + 1.
+        # The gain itself instead of the mscale from which it is computed: gain = 0.1 mscale ln(factor) + 1.
         if all_dim or factor <= 1:
-            raise found.unsupported("attention_factor", "none beside mscale_all_dim, or with a factor of 1 or less")
+            raise section.unsupported("attention_factor", "none together with mscale_all_dim, or with a factor of 1 or less")
         mscale = (gain - 1) / (0.1 * math.log(factor))
-    length = found.get_int("original_max_position_embeddings", None, at_least=1)
+    length = section.get_int("original_max_position_embeddings", None, at_least=1)
     return YarnArch(
         factor=factor,
         original_length=config.get_int("max_position_embeddings", at_least=1) if length is None else length,
-        beta_fast=found.get_float("beta_fast", 32.0, above=0),
-        beta_slow=found.get_float("beta_slow", 1.0, above=0),
+        beta_fast=section.get_float("beta_fast", 32.0, above=0),
+        beta_slow=section.get_float("beta_slow", 1.0, above=0),
         mscale=mscale,
         mscale_all_dim=all_dim,
     )

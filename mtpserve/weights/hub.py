@@ -1,7 +1,7 @@
 """Models by their id on Hugging Face's hub: `org/name` becomes the directory to which huggingface_hub has downloaded it.
 
-Its variables hold: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. What is there already is not downloaded again. Only what can be
-read is taken: safetensors, JSON and templates; no pickles, no code.
+huggingface_hub's environment variables apply: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. Files in its cache are not downloaded
+again. Only safetensors, JSON and templates are downloaded; no pickles, no code.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mtpserve.core.errors import LoadError
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 TOKENIZER = ("*.json", "*.jinja")
 WEIGHTS = (*TOKENIZER, "*.safetensors")
-BELOW = "*/*"  # other formats, and the same weights again, lie in subdirectories
+BELOW = "*/*"  # subdirectories hold other formats, or the same weights again
 
 
 def fetched(config: EngineConfig, download: bool = True) -> EngineConfig:
-    """`config` with directories for ids; the API's name of the model stays what was asked for. Not `download`: only what is there.
+    """`config` with directories in place of ids; the API's name of the model stays as given. Not `download`: only from the cache.
 
     Raises LoadError naming the id.
     """
@@ -28,13 +28,12 @@ def fetched(config: EngineConfig, download: bool = True) -> EngineConfig:
     where = (model.revision, model.download_dir, download)
     if is_id(model.model):
         files = TOKENIZER if model.load_format == "dummy" else WEIGHTS
-        found = directory_of(model.model, files, *where)
-        model = replace(model, model=found, served_model_name=model.served_model_name or (model.model,))
+        directory = directory_of(model.model, files, *where)
+        model = replace(model, model=directory, served_model_name=model.served_model_name or (model.model,))
     if model.tokenizer is not None and is_id(model.tokenizer):
         model = replace(model, tokenizer=directory_of(model.tokenizer, TOKENIZER, None, *where[1:]))
-    if spec.speculative_draft_model_path is not None and is_id(spec.speculative_draft_model_path):
-        found = directory_of(spec.speculative_draft_model_path, WEIGHTS, None, *where[1:])
-        spec = replace(spec, speculative_draft_model_path=found)
+    if spec.checkpoint is not None and is_id(spec.checkpoint):
+        spec = spec.with_checkpoint(directory_of(spec.checkpoint, WEIGHTS, None, *where[1:]))
     return replace(config, model=model, spec=spec)
 
 
@@ -43,20 +42,20 @@ def is_id(name: str) -> bool:
 
 
 def directory_of(name: str, files: tuple[str, ...], revision: str | None, cache: str | None, download: bool) -> str:
-    from huggingface_hub import snapshot_download  # it brings an HTTP client along
+    from huggingface_hub import snapshot_download  # not at the top: it imports an HTTP client
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        found: str = snapshot_download(
+        directory: str = snapshot_download(
             name, revision=revision, cache_dir=cache, allow_patterns=list(files), ignore_patterns=BELOW, local_files_only=not download
         )
     except RevisionNotFoundError as error:
         raise LoadError(f"{name}: the hub has no revision {revision!r} of it") from error
     except RepositoryNotFoundError as error:
-        raise LoadError(f"{name}: no such directory, and the hub shows no such model; a private one needs HF_TOKEN") from error
+        raise LoadError(f"{name}: no such directory, and no such model on the hub; a private one needs HF_TOKEN") from error
     except LocalEntryNotFoundError as error:
-        why = "the hub cannot be reached" if download else f"it was not downloaded yet: `hf download {name}`"
+        why = "the hub cannot be reached" if download else f"it is not downloaded: `hf download {name}`"
         raise LoadError(f"{name}: no such directory, and {why}") from error
     except Exception as error:  # the library's own errors, its HTTP client's, a full disk
         raise LoadError(f"{name}: could not be downloaded: {' '.join(str(error).split())[:300]}") from error
-    return found
+    return directory

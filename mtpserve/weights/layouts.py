@@ -1,7 +1,7 @@
-"""Where a checkpoint keeps its MTP layers: found by its tensors' names, since configs lie (the count may be absent, the layers too).
+"""The names of a checkpoint's MTP layers, from its tensors and not its config: the config may count layers that are missing, or none.
 
 DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`.
-A trunk layer and DeepSeek's MTP layer share most names; only the fusing tensors tell them apart.
+A trunk layer and DeepSeek's MTP layer share most names; only the tensors of the fusion (FUSING) differ.
 """
 
 from __future__ import annotations
@@ -36,12 +36,8 @@ class MTPLayout:
         return len(self.prefixes)
 
 
-def mtp_layers(names: Iterable[str], config: HFConfig, num_layers: int) -> MTPLayout | None:
-    """The layers whose tensors are there, whatever the config says. None: there are none, `why_no_mtp` says what was looked for.
-
-    `config` only marks its count keys as read here: a wrong count must not hide layers that exist.
-    """
-    configured_layers(config)
+def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
+    """The layers whose tensors exist, whatever the config says. None if there are none: see `why_no_mtp` for the error."""
     numbered: set[int] = set()
     mimo: set[int] = set()
     for name in names:
@@ -56,7 +52,7 @@ def mtp_layers(names: Iterable[str], config: HFConfig, num_layers: int) -> MTPLa
 
 
 def configured_layers(config: HFConfig) -> tuple[str, int] | None:
-    """The key that counts MTP layers and its value; None where the config has no such key."""
+    """The key that counts MTP layers and its value; None if the config has no such key."""
     for source in (config.section("text_config"), config):
         for key in COUNT_KEYS:
             if source.has(key):
@@ -65,32 +61,32 @@ def configured_layers(config: HFConfig) -> tuple[str, int] | None:
 
 
 def dummy_layers(config: HFConfig) -> MTPLayout | None:
-    """Where there are no tensors the config is believed; the prefixes are the module's own."""
-    says = configured_layers(config)
-    return MTPLayout("dummy", ("mtp_head.",) * says[1]) if says is not None and says[1] > 0 else None
+    """The config's count of MTP layers, for a model without tensors; the prefixes are the module's own."""
+    configured = configured_layers(config)
+    return MTPLayout("dummy", ("mtp_head.",) * configured[1]) if configured is not None and configured[1] > 0 else None
 
 
 def why_no_mtp(config: HFConfig, num_layers: int) -> str:
-    """One clause for the error of a launch that asks for MTP where `mtp_layers` found none."""
-    looked_for = f"model.layers.{num_layers}.eh_proj.weight and model.mtp_layers.0.*"
-    says = configured_layers(config)
-    if says is None or says[1] == 0:
-        return f"the checkpoint has no MTP layer: neither its config nor its tensors ({looked_for}) name one"
-    return f"the checkpoint has no MTP layer: its config says {says[0]} = {says[1]}, but there are no tensors {looked_for}"
+    """One clause for the error of a launch that asks for MTP when `mtp_layers` gives None."""
+    expected = f"model.layers.{num_layers}.eh_proj.weight and model.mtp_layers.0.*"
+    configured = configured_layers(config)
+    if configured is None or configured[1] == 0:
+        return f"the checkpoint has no MTP layer: neither its config nor its tensors ({expected}) name one"
+    return f"the checkpoint has no MTP layer: its config says {configured[0]} = {configured[1]}, but there are no tensors {expected}"
 
 
 def nextn_prefix(names: Iterable[str], num_layers: int) -> str:
     """The prefix of the MTP layer in a separately published NextN checkpoint; `num_layers` is the trunk's L.
 
-    Newer exports renumber it to `model.layers.0.`, older ones keep `model.layers.{L}.`. Either may bring embed_tokens and
-    shared_head.head along: copies of the trunk's, not wanted. A whole model's directory works too. Raises LoadError.
+    Newer exports renumber it to `model.layers.0.`, older ones keep `model.layers.{L}.`. Either may contain embed_tokens and
+    shared_head.head, copies of the trunk's that are not loaded. A whole model's directory works too. Raises LoadError.
     """
-    found = {int(hit[1]) for name in names if (hit := NUMBERED.fullmatch(name))}
+    layers = {int(hit[1]) for name in names if (hit := NUMBERED.fullmatch(name))}
     for layer in (num_layers, 0):
-        if layer in found:
+        if layer in layers:
             return f"model.layers.{layer}."
-    there = f"; it has one at model.layers.{min(found)}." if found else ""
+    other = f"; it has one at model.layers.{min(layers)}." if layers else ""
     raise LoadError(
         f"the NextN checkpoint has no MTP layer for a trunk of {num_layers} layers: neither model.layers.{num_layers}.eh_proj.weight "
-        f"nor model.layers.0.eh_proj.weight is there{there}"
+        f"nor model.layers.0.eh_proj.weight is there{other}"
     )

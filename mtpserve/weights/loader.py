@@ -1,7 +1,7 @@
-"""Fills a module from checkpoints: plans from the headers, then streams the tensors in file order and converts each on its way.
+"""Fills a module from checkpoints: plans from the headers, then reads the tensors in file order and converts each of them.
 
-Not a model builder: the module comes with its parameters, in their dtypes, usually uninitialised. What can be wrong with a
-checkpoint is found in plan.py, before the first weight is read; what is left for here are bad numbers.
+Not a model builder: the module comes with its parameters, in their dtypes, usually uninitialised. All errors in a checkpoint but NaN
+and infinite numbers are raised by plan.py, before the first weight is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mtpserve.quant.fp8 import FP8, SCALE, dequantize_block, is_finite
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
-from mtpserve.weights.plan import Placement, Source, plan
+from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import Rule
 
 
@@ -31,17 +31,18 @@ def load(
     device: torch.device | str,
     progress: bool = False,
     check_finite: bool = True,
-    also: Sequence[Source] = (),
+    also: Sequence[WeightSource] = (),
     keep_blocks: bool = False,
 ) -> None:
-    """Every parameter and persistent buffer is filled exactly once and every tensor has exactly one rule, or LoadError says what is not so.
+    """Fills every parameter and persistent buffer exactly once; every tensor must match exactly one rule. Raises LoadError otherwise.
 
-    Parameters keep the dtypes that they were built with: `dtype`, or float32 where a layer insists on it. `also` holds further
-    checkpoints with rules of their own, such as a separately published layer. At the end each submodule's `finish_loading()` is called.
+    Parameters keep the dtypes that they were built with: `dtype`, or float32 where a layer requires it. `also`: further checkpoints with
+    their own rules, such as a separately published layer. At the end each submodule's `finish_loading()` is called.
 
-    Matrices in float8 are expanded to the parameter's dtype, or with `keep_blocks` kept where the module can multiply them: see blocks.py.
+    Matrices in float8 are expanded to the parameter's dtype; with `keep_blocks` they stay float8 if the module can multiply them: see
+    blocks.py.
     """
-    placements = plan(module, [Source(checkpoint, rules), *also])
+    placements = plan(module, [WeightSource(checkpoint, rules), *also])
     _check_dtypes(module, dtype)
     if keep_blocks:
         hold_blocks(module, placements)
@@ -55,7 +56,7 @@ def load(
                 else:
                     _fill(placement, parameter, check_finite)
                 advance(placement.size)
-            placement.checkpoint.close()  # one file's pages at a time
+            placement.checkpoint.close()  # so that only one file at a time is mapped
     for part in list(module.modules()):
         if (finish := getattr(part, "finish_loading", None)) is not None:
             finish()
@@ -68,32 +69,32 @@ def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
         scale = placement.checkpoint.tensor(placement.scale)
         tensor = dequantize_block(tensor.to(place.device), scale.to(place.device))
     place.copy_(tensor)
-    # What was stored is looked at, not what was read: a number can also be too large for the parameter's dtype.
+    # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
     if check_finite and not all_finite(place):
         what = f"numbers too large for {place.dtype}" if all_finite(tensor) else "NaN or infinite numbers"
         raise LoadError(f"{placement.entry.file}: {placement.name} holds {what}")
 
 
 def _keep(placement: Placement, parameter: Tensor, scales: Tensor, check_finite: bool) -> None:
-    """float8 as it is, with its scales."""
+    """Copies float8 weights and their scales unchanged."""
     assert placement.scale is not None
-    place, beside = placement.region.of(parameter.detach()), placement.region.blocks.of(scales.detach())
+    place, scale = placement.region.of(parameter.detach()), placement.region.blocks.of(scales.detach())
     place.copy_(placement.checkpoint.tensor(placement.name))
-    beside.copy_(placement.checkpoint.tensor(placement.scale))
-    if check_finite and not is_finite(place, beside):
+    scale.copy_(placement.checkpoint.tensor(placement.scale))
+    if check_finite and not is_finite(place, scale):
         raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
 
 
 def _check_dtypes(module: nn.Module, dtype: torch.dtype) -> None:
-    """A mistake of the caller's, not of the checkpoint's: the module was built under another default dtype."""
-    found = {p.dtype for p in parameters(module).values() if p.is_floating_point()}
-    if dtype not in found or found - {dtype, torch.float32}:
-        raise ValueError(f"the module was to be built in {dtype}, its parameters are {sorted(map(str, found))}")
+    """Raises ValueError, an error of the caller and not of the checkpoint: the module was built with another default dtype."""
+    dtypes = {p.dtype for p in parameters(module).values() if p.is_floating_point()}
+    if dtype not in dtypes or dtypes - {dtype, torch.float32}:
+        raise ValueError(f"the module was to be built in {dtype}, its parameters are {sorted(map(str, dtypes))}")
 
 
 @contextmanager
 def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, in bytes; nothing at all unless `show`."""
+    """A progress bar on stderr, in bytes, if `show`."""
     if not show:
         yield lambda size: None
         return

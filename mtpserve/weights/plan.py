@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes where, decided from headers alone: everything that can be wrong, but for the numbers, is found here.
+"""Which tensor of a checkpoint goes where, from the headers alone. All errors but those in the numbers are raised here.
 
 So a wrong checkpoint fails before a single weight is read. loader.py carries the plan out.
 """
@@ -25,8 +25,9 @@ INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": to
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint and how its names are read. A separately published layer's names mean something else than the trunk's."""
+class WeightSource:
+    """A checkpoint and the rules for its names: in a separately published layer the same name is another parameter than in a whole
+    model."""
 
     checkpoint: Checkpoint
     rules: Sequence[Rule]
@@ -48,11 +49,12 @@ class Region:
 
     @property
     def blocks(self) -> Region:
-        """The scales of these rows: every part begins a block. At most two parts where they do not line up (gate and up)."""
+        """The region of these rows' scales: every part begins a block. If parts do not begin at block boundaries there are at most two
+        (gate and up)."""
         return self if self.rows is None else Region(self.expert, -(-self.start // BLOCK[0]), -(-self.rows // BLOCK[0]))
 
     def fill(self, parameter: Tensor, source: str) -> Fill:
-        """The region in the audit's count of rows."""
+        """The region in the audit's numbering of rows."""
         if self.rows is None:
             return Fill(0, row_count(parameter), source)
         skipped = 0 if self.expert is None else self.expert * parameter.shape[1]
@@ -61,7 +63,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One tensor's way into the module. `scale` is the name of its block scales, if it has any; `size` counts both in bytes."""
+    """One tensor and its place in the module. `scale` is the name of its block scales, if it has any; `size` is that of both, in bytes."""
 
     checkpoint: Checkpoint
     name: str
@@ -75,8 +77,8 @@ class Placement:
         return self.checkpoint.tensors[self.name]
 
 
-def plan(module: nn.Module, sources: Sequence[Source]) -> list[Placement]:
-    """In the order in which the bytes lie in the files. Raises LoadError."""
+def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
+    """The placements in the order of their bytes in the files. Raises LoadError."""
     audit = Audit(parameters(module))
     placements: list[Placement] = []
     for source in sources:
@@ -91,7 +93,7 @@ def plan(module: nn.Module, sources: Sequence[Source]) -> list[Placement]:
 
 
 def _place(module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, name: str, audit: Audit) -> Placement | None:
-    """None for a tensor that is dropped, and for scales: they come with their weight."""
+    """None for a tensor that is dropped, and for scales, which are placed with their weight."""
     entry, tensors = checkpoint.tensors[name], checkpoint.tensors
     if name.endswith(SCALE):
         if name.removesuffix(SCALE) not in tensors:
@@ -117,7 +119,7 @@ def _place(module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, name: st
 
 
 def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
-    """None where the model has no such expert."""
+    """None if the model has no such expert."""
     if not isinstance(how, Stack | Expert):
         return Region()
     path, _, leaf = target.rpartition(".")
@@ -129,20 +131,20 @@ def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups:
 
 
 def parts_of(owner: Any, name: str) -> tuple[int, ...]:
-    """Rows of the matrices in one parameter: `parts` of its module, by parameter where that has several."""
-    found: Any = owner.parts
-    parts: tuple[int, ...] = found[name] if isinstance(found, Mapping) else found
+    """Row counts of the matrices fused in one parameter: its module's `parts`, which may be a mapping by parameter."""
+    of_module: Any = owner.parts
+    parts: tuple[int, ...] = of_module[name] if isinstance(of_module, Mapping) else of_module
     return parts
 
 
 def _check(name: str, entry: TensorEntry, target: str, place: Tensor, scale: TensorEntry | None) -> None:
-    """Shape and dtype of one tensor against its place in the model."""
+    """Checks shape and dtype of one tensor against its place in the model."""
     if entry.shape != tuple(place.shape):
         raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(place.shape)} (for {target})")
     if scale is not None:
         if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
-            found = f"{entry.dtype} {list(entry.shape)}"
-            raise LoadError(f"{entry.file}: {name} has block scales, so it must be an F8_E4M3 matrix, got {found}")
+            stored = f"{entry.dtype} {list(entry.shape)}"
+            raise LoadError(f"{entry.file}: {name} has block scales, so it must be an F8_E4M3 matrix, got {stored}")
         wanted = scale_shape(entry.shape[0], entry.shape[1])
         if scale.shape != wanted:
             raise LoadError(f"{scale.file}: {name}{SCALE} has shape {list(scale.shape)}, {name} needs {list(wanted)}")
@@ -152,8 +154,8 @@ def _check(name: str, entry: TensorEntry, target: str, place: Tensor, scale: Ten
         raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, which {target} of {place.dtype} cannot take")
 
 
-def _missing(module: nn.Module, sources: Sequence[Source], known: Mapping[str, Tensor], gaps: list[tuple[str, int, int]]) -> str:
-    """Names the first unfilled parameter and the tensors that the rules would have filled it with."""
+def _missing(module: nn.Module, sources: Sequence[WeightSource], known: Mapping[str, Tensor], gaps: list[tuple[str, int, int]]) -> str:
+    """The error for `gaps`: names the first unfilled parameter and the tensors with which the rules would fill it."""
     target, start, stop = gaps[0]
     wanted = Fill(start, stop, "")
     names = [fill.source for fill in sorted(_candidates(module, sources, known, target, wanted))]
@@ -163,8 +165,10 @@ def _missing(module: nn.Module, sources: Sequence[Source], known: Mapping[str, T
     return f"{where}: missing {shown or 'tensor that no rule names'}: nothing fills {target}{more}"
 
 
-def _candidates(module: nn.Module, sources: Sequence[Source], known: Mapping[str, Tensor], target: str, wanted: Fill) -> Iterator[Fill]:
-    """What the rules would put there, under any of the parameter's names; a fill's source is the checkpoint name."""
+def _candidates(
+    module: nn.Module, sources: Sequence[WeightSource], known: Mapping[str, Tensor], target: str, wanted: Fill
+) -> Iterator[Fill]:
+    """The tensors with which the rules would fill these rows, under any of the parameter's names; a fill's source is the tensor's name."""
     parameter = known[target]
     aliases = [name for name, other in known.items() if other is parameter]
     rules = [rule for source in sources for rule in source.rules if not isinstance(rule.how, Drop)]

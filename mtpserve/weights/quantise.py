@@ -1,8 +1,8 @@
-"""Writes a checkpoint anew as DeepSeek-V3 is published: the layers' matrices in float8 (e4m3) with a float32 scale per 128 x 128 block.
+"""Converts a checkpoint to DeepSeek-V3's format: the layers' matrices in float8 (e4m3) with a float32 scale per 128 x 128 block.
 
     python -m mtpserve.weights.quantise mtpserve/demo OUT [--keep-mtp]
 
-Embedding, head, norms, routers and what fuses an MTP layer's input stay as they are. Only weights are converted: nothing is calibrated.
+Embedding, head, norms, routers and the fusion of an MTP layer's inputs are copied unchanged. There is no calibration.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", 
 
 
 def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
-    """→ the number of matrices that became float8. `keep_mtp` leaves the MTP layers as they are. Raises LoadError and FileExistsError."""
+    """→ the number of converted matrices. `keep_mtp` leaves the MTP layers unchanged. Raises LoadError and FileExistsError."""
     checkpoint, config = Checkpoint.open(source), read_config(source)
-    layout = mtp_layers(checkpoint.tensors, config, config.get_int("num_hidden_layers", at_least=1))
-    left = layout.prefixes if keep_mtp and layout else ()
+    layout = mtp_layers(checkpoint.tensors, config.get_int("num_hidden_layers", at_least=1))
+    unchanged = layout.prefixes if keep_mtp and layout else ()
     out.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     total = converted = 0
@@ -40,7 +40,7 @@ def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
         written: dict[str, Tensor] = {}
         for name in (name for name, entry in checkpoint.tensors.items() if entry.file == file):
             tensor = checkpoint.tensor(name)
-            if MATRIX.fullmatch(name) and checkpoint.tensors[name].dtype in FLOATS and not (left and name.startswith(left)):
+            if MATRIX.fullmatch(name) and checkpoint.tensors[name].dtype in FLOATS and not (unchanged and name.startswith(unchanged)):
                 tensor, written[name + SCALE] = quantize_block(tensor)
                 converted += 1
             written[name] = tensor.contiguous()
@@ -48,11 +48,11 @@ def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
         checkpoint.close()
         weight_map |= dict.fromkeys(written, file.name)
         total += sum(tensor.nbytes for tensor in written.values())
-    for beside in source.iterdir():
-        if beside.is_file() and beside.suffix != ".safetensors":
-            shutil.copy(beside, out)
-    stated = json.loads((source / "config.json").read_text()) | {"quantization_config": CONFIG}
-    (out / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+    for other in source.iterdir():
+        if other.is_file() and other.suffix != ".safetensors":
+            shutil.copy(other, out)
+    values = json.loads((source / "config.json").read_text()) | {"quantization_config": CONFIG}
+    (out / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n")
     return converted
 

@@ -1,4 +1,4 @@
-r"""What a checkpoint's tensor becomes: a family lists its rules, every tensor must match exactly one. No tensors are touched here.
+r"""Maps a checkpoint's tensors to parameters: a family lists its rules, every tensor must match exactly one. Reads no tensors.
 
 One rule of each kind:
 
@@ -11,7 +11,7 @@ One rule of each kind:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from string import Formatter
 
@@ -32,14 +32,14 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """As Stack, inside one expert of a parameter [experts, rows, columns]; the pattern's group `expert` is its number."""
+    """Like Stack, inside one expert of a parameter [experts, rows, columns]; the pattern's group `expert` is its number."""
 
     part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The tensor is known and not wanted."""
+    """The tensor is known and is not loaded."""
 
     reason: str
 
@@ -51,11 +51,11 @@ COPY = Copy()
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`pattern` must match a checkpoint name from end to end. `target` is a name in the module's state dict: a format template
-    over the pattern's named groups, or a function of them; None for Drop."""
+    """`pattern` must match the whole of a checkpoint name. `target` is a name in the module's state dict, a format template over the
+    pattern's named groups; None for Drop."""
 
     pattern: str
-    target: str | Callable[[Groups], str] | None
+    target: str | None
     how: How = COPY
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Rule:
 
     def resolve(self, groups: Groups) -> str:
         assert self.target is not None
-        return self.target.format_map(groups) if isinstance(self.target, str) else self.target(groups)
+        return self.target.format_map(groups)
 
 
 class Matcher:
@@ -77,22 +77,21 @@ class Matcher:
         self.compiled = [(re.compile(rule.pattern), rule) for rule in rules]
 
     def match(self, name: str) -> tuple[Rule, Groups]:
-        found = [(rule, hit) for pattern, rule in self.compiled if (hit := pattern.fullmatch(name))]
-        if not found:
-            raise LoadError(f"{name}: the model has no place for this tensor, none of its {len(self.compiled)} rules matches")
-        if len(found) > 1:
-            raise LoadError(f"{name}: {len(found)} rules match this tensor: {', '.join(rule.pattern for rule, _ in found)}")
-        rule, hit = found[0]
+        matches = [(rule, hit) for pattern, rule in self.compiled if (hit := pattern.fullmatch(name))]
+        if not matches:
+            raise LoadError(f"{name}: the model has no parameter for this tensor, none of its {len(self.compiled)} rules matches")
+        if len(matches) > 1:
+            raise LoadError(f"{name}: {len(matches)} rules match this tensor: {', '.join(rule.pattern for rule, _ in matches)}")
+        rule, hit = matches[0]
         return rule, {key: value or "" for key, value in hit.groupdict().items()}
 
 
 def source_name(rule: Rule, target: str, expert: int | None = None) -> str | None:
-    """The checkpoint name that `rule` would send to `target`, for error messages; None where it sends nothing there.
+    """The checkpoint name that `rule` maps to `target`, for error messages; None if it maps no name to it.
 
-    What the target does not tell stays a regular expression in the name. Rules with a function for a target cannot be run
-    backwards and give None.
+    Groups that do not occur in the target stay regular expressions in the name.
     """
-    if not isinstance(rule.target, str):
+    if rule.target is None:
         return None
     groups = _named_groups(rule.pattern)
     hit = re.fullmatch(_template_regex(rule.target, groups), target)
@@ -105,7 +104,7 @@ def source_name(rule: Rule, target: str, expert: int | None = None) -> str | Non
 
 
 def _template_regex(template: str, groups: Mapping[str, str]) -> str:
-    """What the template can become: a field's first place takes the group's own expression, the others refer to it."""
+    """Matches everything that the template can give: a field's first occurrence is the group's expression, later ones refer to it."""
     parts: list[str] = []
     seen: set[str] = set()
     for literal, name, _, _ in Formatter().parse(template):
@@ -117,13 +116,13 @@ def _template_regex(template: str, groups: Mapping[str, str]) -> str:
 
 
 def _named_groups(pattern: str) -> dict[str, str]:
-    """Each named group's text in the pattern, from "(?P<" to the parenthesis that closes it."""
-    found: dict[str, str] = {}
+    """Each named group's text in the pattern, from "(?P<" to its closing parenthesis."""
+    groups: dict[str, str] = {}
     for name in re.compile(pattern).groupindex:
         start = pattern.index(f"(?P<{name}>")
         depth, end = 1, start + 1
-        while depth:  # tensor names have no parentheses, so all that a pattern has are groups
+        while depth:  # tensor names have no parentheses, so all parentheses in a pattern belong to groups
             depth += (pattern[end] == "(") - (pattern[end] == ")")
             end += 1
-        found[name] = pattern[start:end]
-    return found
+        groups[name] = pattern[start:end]
+    return groups

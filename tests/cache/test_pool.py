@@ -90,17 +90,19 @@ def test_the_plan_and_the_stores_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_of_one_kind_share_a_store() -> None:
     full, window, latent = Attention(GQA), Attention(GQA, 8), Attention(LATENT)
-    stores = Stores([full, window, full, latent, window, full], 2, 4, torch.float32, torch.device("cpu"), poison=True)
-    assert [store.kind for store in stores.stores] == [full, window, latent]
-    assert [len(store.pool.k) for store in stores.stores] == [3, 2, 1]
+    layers = [full, window, full, latent, window, full]
+    stores = Stores(layers, (2, 3), 4, torch.float32, torch.device("cpu"), poison=True)
+    assert [(store.kind, store.group) for store in stores.stores] == [(full, 0), (window, 1), (latent, 0)]
+    assert [len(store.pool.k) for store in stores.stores] == [3, 2, 1] and stores.groups == [0, 1]
     assert stores.places == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2)]
-    assert stores.nbytes == 8 * 4 * (5 * GQA.numbers + LATENT.numbers)
+    assert stores.nbytes == 4 * 4 * (2 * (3 * GQA.numbers + LATENT.numbers) + 3 * 2 * GQA.numbers)
     rest = stores.part(slice(3, None))  # latent, window, full
     assert [store.kind for store in rest.stores] == [full, window, latent] and rest.places == [(2, 0), (1, 1), (0, 2)]
     assert stores.part(slice(2, 3)).stores == [stores.stores[0]] and stores.part(slice(2, 3)).places == [(0, 1)]
-    stores.clear(1)
-    for _, pool in stores.stores:
-        assert pool.k[:, :4].isnan().all() and not pool.k[:, 4:].any()
+    stores.clear_last()
+    for kind, pool, _ in stores.stores:
+        last = 8 if kind is window else 4
+        assert pool.k[:, :last].isnan().all() and not pool.k[:, last:].any()
         pool.k[:, 5] = 7.0
-    stores.move(torch.tensor([[5]]), torch.tensor([[0]]))
-    assert all((pool.k[:, 0] == 7.0).all() for _, pool in stores.stores)
+    stores.move(0, torch.tensor([[5]]), torch.tensor([[0]]))
+    assert [bool((store.pool.k[:, 0] == 7.0).all()) for store in stores.stores] == [True, False, True]

@@ -14,7 +14,7 @@ from mtpserve.cli import inspect
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MTPArch, RopeArch
 from mtpserve.core.errors import ConfigError
-from mtpserve.text.token_map import TokenMap, make_token_map, read_token_map
+from mtpserve.spec.token_map import TokenMap, make_token_map, read_token_map
 
 ARCH = ModelArch(
     family="deepseek",

@@ -109,7 +109,7 @@ def test_unique_beginnings_count() -> None:
         (["demo", "--model", "other"], ["model is given twice", "'demo'", "'other'"]),
         (["--tp", "2"], ["--tensor-parallel-size", "must be 1", "got 2"]),
         (["-dp", "2"], ["--data-parallel-size", "got 2"]),
-        (["--trust-remote-code"], ["no code that comes with a checkpoint is ever run here"]),
+        (["--trust-remote-code"], ["code in a checkpoint is never run"]),
         (["--enable_priority_scheduling"], ["--scheduling-policy priority"]),
         (["--no-enable-chunked-prefill"], ["--enable-chunked-prefill must be true"]),
         (["--enable-auto-tool-choice"], ["--enable-auto-tool-choice", "--tool-call-parser"]),

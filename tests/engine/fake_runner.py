@@ -1,7 +1,8 @@
 """A model runner without tensors: a pool of tokens for KV, and a hash of what it reads there for a model.
 
 The next token depends on every token in the request's pages, so a page that two requests write, a row that is skipped or a
-rejected draft that is read changes the text. Everything that the scheduler promises about spans is asserted in `step`.
+rejected draft that is read changes the text. Everything that the scheduler promises about spans is asserted in `launch`, from the
+plan alone: the runner sees no other part of the engine.
 
 `noisy` imitates sampling: what is committed then depends on which drafts were verified, as with rejection sampling, so only
 a schedule that verifies the same drafts at the same places gives the same text.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from mtpserve.core.batch import Source, Span, SpanResult, StepResult
+from mtpserve.core.batch import Source
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.sequence import Sequence
+from mtpserve.core.plan import NOT_FINITE, Admission, SpanPlan, SpanResult, StepPlan, StepResult
 
 
 def draw(*key: object, below: int) -> int:
@@ -37,28 +39,32 @@ def greedy_text(prompt: list[int], count: int, vocab: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Seat:
-    """What the device keeps of one running request."""
+    """What the device keeps of one running request, and what its host has been told of it."""
 
-    id: str
+    admission: Admission
     tokens: list[int]
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
+    pages: list[dict[int, int]] = field(default_factory=list)  # by group: column → page
+    unread: int = 0  # its spans in steps that nobody has read
+    seen: int = 0  # tokens that were read
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A span and what the device is told with it, as it was when the step was launched."""
+    """A span as it was when the step was launched."""
 
-    span: Span
-    seat: int
-    pages: list[int]
+    span: SpanPlan
+    seat: Seat
+    pages: list[dict[int, int]]
 
 
 @dataclass(slots=True)
 class FakeStep:
     runner: FakeRunner
+    given: list[Given]
     made: StepResult | None = None
     error: Exception | None = None
 
@@ -67,6 +73,9 @@ class FakeStep:
         if self.error is not None:
             raise self.error
         assert self.made is not None
+        for given, result in zip(self.given, self.made.spans, strict=True):
+            given.seat.unread -= 1
+            given.seat.seen += len(result.tokens)
         return self.made
 
 
@@ -78,8 +87,9 @@ class FakeRunner:
     """
 
     def __init__(
-        self, *, max_drafts: int, num_pages: int, page_size: int, vocab: int = 50, accuracy: float = 0.7, seed: int = 0, noisy: bool = False
-    ) -> None:
+        self, *, max_drafts: int, num_pages: Sequence[int], page_size: int, windows: Sequence[int | None] = (None,), vocab: int = 50,
+        accuracy: float = 0.7, seed: int = 0, noisy: bool = False,
+    ) -> None:  # fmt: skip
         self.max_drafts = max_drafts
         self.sizes = DraftSizes(steps=max_drafts, proposed=max_drafts, written=max_drafts)
         self.page_size = page_size
@@ -87,112 +97,135 @@ class FakeRunner:
         self.accuracy = accuracy
         self.seed = seed
         self.noisy = noisy
-        self.kv: list[int | None] = [None] * (num_pages * page_size)
+        self.windows = windows
+        self.kv: list[list[int | None]] = [[None] * (count * page_size) for count in num_pages]  # by group
         self.seats: dict[int, Seat] = {}
-        self.seated: set[int] = set()  # as the host says: from `admit` to `release`
         self.steps: list[list[tuple[str, int, int, int]]] = []  # per step (id, start, length, drafts) of each span
         self.fail_ids: set[str] = set()  # requests whose logits are not finite
-        self.refuse_ids: set[str] = set()  # requests that `admit` refuses
+        self.refuse_ids: set[str] = set()  # requests that cannot be seated
         self.raise_at: set[int] = set()  # steps that raise half-way
         self.fault: Exception = RuntimeError("the device is unwell")  # what they raise
-        self.lockstep_ids: set[str] = set()
+        self.processors = False
         self.queue: deque[Callable[[], object]] = deque()
         self.while_running: Callable[[], None] = lambda: None  # called in the middle of each step
 
-    def lockstep(self, seq: Sequence) -> bool:
-        return seq.id in self.lockstep_ids
-
-    def admit(self, seq: Sequence) -> None:
-        assert seq.seat is not None and seq.computed == 0
-        assert seq.seat not in self.seated, f"seat {seq.seat} is given while somebody has it"
-        self.seated.add(seq.seat)
-        if seq.id in self.refuse_ids:
-            raise ValueError(seq.id)
-        seat, fresh = seq.seat, Seat(seq.id, list(seq.tokens))
-        self.queue.append(lambda: self.seats.update({seat: fresh}))
-
-    def release(self, seats: Seq[int]) -> None:
-        for seat in seats:
-            assert seat in self.seated, f"seat {seat} was left, but nobody had it"
-            self.seated.remove(seat)
-
-    def launch(self, spans: Seq[Span], want: int) -> FakeStep:
-        assert spans and want <= self.max_drafts
-        self._check_apart(spans)
-        self.steps.append([(span.seq.id, span.start, span.length, span.drafts) for span in spans])
-        for span in spans:
-            self._check(span)
-        step = FakeStep(self)
-        given = [Given(span, span.seq.seat or 0, list(span.seq.pages)) for span in spans]
+    def launch(self, plan: StepPlan) -> FakeStep:
+        assert plan.spans and plan.want <= self.max_drafts
+        for admission in plan.admissions:
+            assert admission.computed == 0 and admission.tokens and any(span.seat == admission.seat for span in plan.spans)
+            tables: list[dict[int, int]] = [{} for _ in self.windows]
+            self.seats[admission.seat] = Seat(admission, list(admission.tokens), pages=tables, seen=len(admission.tokens))
+        for new in plan.pages:
+            table = self.seats[new.seat].pages[new.group]
+            assert new.pages and any(span.seat == new.seat for span in plan.spans)
+            assert new.first == max(table) + 1 if table else self.windows[new.group] is not None or new.first == 0
+            table.update(enumerate(new.pages, new.first))
+            self.queue.append(partial(self._forget, new.group, new.pages))
+        given = [Given(span, self.seats[span.seat], [dict(table) for table in self.seats[span.seat].pages]) for span in plan.spans]
+        self._check_apart(given)
+        self.steps.append([(each.seat.admission.id, each.span.start, each.span.length, each.span.drafts) for each in given])
+        for each in given:
+            self._check(each)
+            each.seat.unread += 1
+        step = FakeStep(self, given)
         raises = len(self.steps) in self.raise_at
-        self.queue.append(lambda: self._execute(step, given, want, raises))
+        self.queue.append(lambda: self._execute(step, plan.want, raises))
         return step
 
     def run_until(self, step: FakeStep) -> None:
         while step.made is None and step.error is None:
             self.queue.popleft()()
 
-    def _execute(self, step: FakeStep, given: list[Given], want: int, raises: bool) -> None:
+    def _execute(self, step: FakeStep, want: int, raises: bool) -> None:
         made = []
-        for row, each in enumerate(given):
-            if raises and row >= len(given) // 2:
+        for row, each in enumerate(step.given):
+            if raises and row >= len(step.given) // 2:
                 step.error = self.fault
                 return
             made.append(self._run(each, want))
         self.while_running()
         step.made = StepResult(made)
 
-    def _check_apart(self, spans: Seq[Span]) -> None:
-        pages = [page for span in spans for page in span.seq.pages]
-        assert len(pages) == len(set(pages)), "a page has two holders"
-        assert len({span.seq.seat for span in spans}) == len(spans)
+    def _check_apart(self, given: list[Given]) -> None:
+        for group, window in enumerate(self.windows):
+            pages = [page for each in given for column, page in each.pages[group].items() if column >= self._low(window, each.span.start)]
+            assert len(pages) == len(set(pages)), "a page has two holders"
+        assert len({each.span.seat for each in given}) == len(given)
 
-    def _check(self, span: Span) -> None:
-        seq = span.seq
-        assert seq.seat is not None and seq.finish is None
+    def _check(self, given: Given) -> None:
+        span, seat = given.span, given.seat
         assert span.length >= 1 and span.drafts <= self.max_drafts and (span.samples or span.drafts == 0)
-        assert not (seq.id in self.lockstep_ids and span.start != seq.computed), "the host had no say"
+        assert seat.seen < seat.admission.max_len, "its end was read"
+        assert not (self.lockstep(seat) and seat.unread), "the host had no say"
         beyond = 2 * (self.max_drafts + 1) if span.drafts_next else 0
-        assert len(seq.pages) * self.page_size >= span.start + span.width + beyond
+        assert all((max(table) + 1) * self.page_size >= span.start + span.width + beyond for table in given.pages)
 
-    def _slot(self, pages: list[int], index: int) -> int:
-        return pages[index // self.page_size] * self.page_size + index % self.page_size
+    def lockstep(self, seat: Seat) -> bool:
+        return self.processors or seat.admission.sampling.grammar is not None
+
+    def _low(self, window: int | None, start: int) -> int:
+        """The first column that a row at `start` sees."""
+        return 0 if window is None else max(0, start - window + 1) // self.page_size
+
+    def _forget(self, group: int, pages: list[int]) -> None:
+        """What pages held before they were given again is nobody's."""
+        for page in pages:
+            self.kv[group][page * self.page_size : (page + 1) * self.page_size] = [None] * self.page_size
+
+    def _slot(self, table: dict[int, int], index: int) -> int:
+        return table[index // self.page_size] * self.page_size + index % self.page_size
+
+    def _store(self, pages: list[dict[int, int]], index: int, token: int) -> None:
+        for kv, table in zip(self.kv, pages, strict=True):
+            kv[self._slot(table, index)] = token
+
+    def _read(self, pages: list[dict[int, int]], end: int) -> list[int | None]:
+        """The tokens before `end`, as the first group has them; the others must have the same in their windows."""
+        read, *windows = (
+            [kv[self._slot(table, i)] for i in range(0 if window is None else max(0, end - window), end)]
+            for kv, table, window in zip(self.kv, pages, self.windows, strict=True)
+        )
+        assert all(seen == read[len(read) - len(seen) :] for seen in windows), "a window shows another text"
+        return read
 
     def _run(self, given: Given, want: int) -> SpanResult:
-        span, seq, seat, pages = given.span, given.span.seq, self.seats[given.seat], given.pages
-        assert seat.id == seq.id and span.start <= seat.computed and (span.samples or span.start == seat.computed)
-        room = seq.max_len - len(seat.tokens)
+        span, seat, pages = given.span, given.seat, given.pages
+        admission = seat.admission
+        if admission.id in self.refuse_ids:
+            return SpanResult([], 0, 0, error="the engine could not start this request: ValueError")
+        assert span.start <= seat.computed and (span.samples or span.start == seat.computed)
+        room = admission.max_len - len(seat.tokens)
         proposed = seat.drafts[: max(room - 1, 0)] if span.samples else []
         assert len(proposed) <= span.drafts or room <= 0, "drafts were trimmed"
         start = seat.computed
         rows = seat.tokens[start : start + span.length] + proposed
         for i, token in enumerate(rows, start):
-            self.kv[self._slot(pages, i)] = token
-        committed = self._verify(span, pages, start + span.length, proposed) if span.samples else []
+            self._store(pages, i, token)
+        committed = self._verify(admission.seed, pages, start + span.length, proposed) if span.samples else []
         accepted = max(len(committed) - 1, 0)
         seat.computed = start + span.length + accepted
         seat.tokens += committed
         seat.drafts = self._propose(seat.tokens, want) if span.drafts_next else []
-        for i in range(len(seat.drafts)):  # drafting writes too, behind what is committed
-            self.kv[self._slot(pages, seat.computed + i)] = -1
+        for i in range(len(seat.drafts)):  # drafting writes too, after what is committed
+            self._store(pages, seat.computed + i, -1)
         return SpanResult(
             committed,
             accepted,
             len(seat.drafts),
             proposed,
             parents=list(range(len(proposed))),
-            sources=[Source.MTP] * len(proposed),
+            sources=[int(Source.MTP)] * len(proposed),
             path=list(range(1, accepted + 1)),
-            failed=seq.id in self.fail_ids and span.samples,
+            error=NOT_FINITE if admission.id in self.fail_ids and span.samples else None,
         )
 
-    def _verify(self, span: Span, pages: list[int], end: int, proposed: list[int]) -> list[int]:
-        """Accepted drafts and one more, from what stands in the pages."""
+    def _verify(self, seed: int, pages: list[dict[int, int]], end: int, proposed: list[int]) -> list[int]:
+        """Accepted drafts and one more, from what is in the pages."""
         committed: list[int] = []
         for draft in [*proposed, None]:
-            read = [self.kv[self._slot(pages, i)] for i in range(end + len(committed))]
+            read = self._read(pages, end + len(committed))
             assert None not in read and -1 not in read, "a row reads KV that nobody wrote"
-            token = self._choose([token for token in read if token is not None], span.seq.seed, draft)
+            token = self._choose([token for token in read if token is not None], seed, draft)
             committed.append(token)
             if token != draft:
                 break

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
-from mtpserve.cache.pages import PageAllocator
+from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SchedulerConfig
 from mtpserve.core.request import Request, TokenEvent
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.grammars import PreparedGrammars
 from tests.engine.fake_runner import FakeRunner, draw, greedy_text
 
 VOCAB = 50
 PROMPTS = {f"r{i}": [draw("prompt", i, j, below=VOCAB) for j in range(1 + 5 * i % 17)] for i in range(8)}
 OUTPUT = 24
 REFERENCE = {name: greedy_text(prompt, OUTPUT, VOCAB) for name, prompt in PROMPTS.items()}
+
+
+class Nothing:
+    """core.protocols.GrammarCompiler whose grammars nobody looks at."""
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        return None
 
 
 class Bench:
@@ -25,7 +34,8 @@ class Bench:
         *,
         drafts: int = 3,
         want: int | None = None,
-        pages: int = 200,
+        pages: int | tuple[int, ...] = 200,
+        windows: tuple[int | None, ...] = (None,),
         page_size: int = 4,
         budget: int = 32,
         running: int = 4,
@@ -39,12 +49,14 @@ class Bench:
         overlap: int = 0,
         plain_above: int | None = None,
     ) -> None:
-        self.runner = FakeRunner(max_drafts=drafts, num_pages=pages, page_size=page_size, accuracy=accuracy, noisy=noisy)
+        counts = (pages,) if isinstance(pages, int) else pages
+        self.runner = FakeRunner(
+            max_drafts=drafts, num_pages=counts, windows=windows, page_size=page_size, accuracy=accuracy, noisy=noisy
+        )  # fmt: skip
         self.engine = Engine(
             self.runner,
             SchedulerConfig(chunked_prefill_size=budget, max_queued_requests=queued, scheduling_policy=policy, random_seed=random_seed),
-            allocator=PageAllocator(pages),
-            page_size=page_size,
+            pages=PageGroups(windows, counts, page_size, budget),
             max_running=running,
             context_length=context,
             vocab=VOCAB,
@@ -52,6 +64,7 @@ class Bench:
             want=drafts if want is None else want,
             overlap=overlap,
             plain_above=plain_above,
+            grammars=PreparedGrammars(Nothing()),
         )
         self.overlap = overlap
         self.texts: dict[str, list[int]] = defaultdict(list)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest
-from mtpserve.core.request import FirstTokenTimes
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import Finish, FirstTokenTimes
 from tests.engine.harness import OUTPUT, PROMPTS, REFERENCE, VOCAB, Bench
 
 # ------------------------------------------------------------------------------------------------- identity

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import Finish
+from mtpserve.core.sampling import GrammarSpec
 from tests.engine.harness import OUTPUT, PROMPTS, REFERENCE, Bench
 
 LATE = pytest.mark.parametrize("overlap", [1, 2])
@@ -83,9 +84,8 @@ def test_steps_really_overlap(overlap: int) -> None:
 def test_a_request_that_needs_the_host_is_booked_before_its_next_step(overlap: int) -> None:
     """The fake runner asserts it; the others' text is theirs all the same."""
     bench = Bench(overlap=overlap)
-    bench.runner.lockstep_ids = {"r1", "r4"}
     for name in PROMPTS:
-        bench.add(name)
+        bench.add(name, grammar=GrammarSpec("json_object") if name in ("r1", "r4") else None)
     bench.drain()
     assert bench.texts == REFERENCE
 

@@ -18,9 +18,8 @@ import pytest
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull, RequestFailed
-from mtpserve.core.request import Request, TokenEvent
+from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.engine import client as client_module
 from mtpserve.engine.client import ProcessClient, private_directory
 from tests.server.fake_engine import CONTEXT, FACTORY, FIRST_TOKEN

@@ -2,96 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 
-from mtpserve.cache.pages import PageAllocator
-from mtpserve.core.batch import Span, SpanResult, StepResult
+from mtpserve.cache.groups import PageGroups
+from mtpserve.core.plan import NOT_FINITE, Admission, SpanResult, StepResult
+from mtpserve.core.request import Finish
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish, Sequence
-from mtpserve.engine.scheduler import Outcome, Scheduler
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.stopping import until_stop
 
 EOS = 9
 
 
 def make(*, pages: int = 100, page_size: int = 4, seats: int = 4, budget: int = 16, drafts: int = 3) -> Scheduler:
-    return Scheduler(PageAllocator(pages), page_size=page_size, max_running=seats, token_budget=budget, max_drafts=drafts, eos_ids=(EOS,))
+    groups = PageGroups([None], [pages], page_size, budget)
+    return Scheduler(groups, max_running=seats, token_budget=budget, max_drafts=drafts, eos_ids=(EOS,))
 
 
 def request(name: str, prompt: int, output: int = 20, **sampling: object) -> Sequence:
     return Sequence(name, [1] * prompt, prompt, SamplingParams(**sampling), prompt + output, seed=0, reach=3, lookahead=8)  # type: ignore[arg-type]
 
 
-def run(scheduler: Scheduler, spans: list[Span], *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[Outcome]:
+def run(scheduler: Scheduler, planned: Planned, *, accept: int = 0, drafts: int = 3, token: int = 1) -> list[Outcome]:
     """Commit a step in which each verification accepts `accept` of its drafts."""
     results = []
-    for span in spans:
+    for span in planned.plan.spans:
         accepted = min(accept, span.drafts)
         tokens = [token] * (accepted + 1) if span.samples else []
         results.append(SpanResult(tokens, accepted, drafts if span.drafts_next else 0))
-    outcomes = scheduler.commit(spans, StepResult(results))
+    outcomes = scheduler.commit(planned, StepResult(results))
     scheduler.check_integrity()
     return outcomes
 
 
-def rows(spans: list[Span]) -> list[tuple[str, int, int, int]]:
-    return [(span.seq.id, span.start, span.length, span.drafts) for span in spans]
+def rows(planned: Planned) -> list[tuple[str, int, int, int]]:
+    return [(seq.id, span.start, span.length, span.drafts) for seq, span in zip(planned.seqs, planned.plan.spans, strict=True)]
+
+
+def ids(sequences: Seq[Sequence | Admission]) -> list[str]:
+    return [each.id for each in sequences]
 
 
 def test_decoding_first_then_chunks_then_admission() -> None:
     scheduler = make(budget=16)
     for name, prompt in (("a", 4), ("b", 20), ("c", 5)):
         scheduler.add(request(name, prompt))
-    spans = scheduler.plan()
-    assert rows(spans) == [("a", 0, 4, 0), ("b", 0, 12, 0)]
-    assert [seq.id for seq in scheduler.admitted] == ["a", "b"]
-    run(scheduler, spans)
-    spans = scheduler.plan()
-    assert rows(spans) == [("a", 4, 1, 3), ("b", 12, 8, 0), ("c", 0, 4, 0)]
-    assert [seq.id for seq in scheduler.admitted] == ["c"]
-    run(scheduler, spans, accept=2)
-    assert rows(scheduler.plan()) == [("a", 7, 1, 3), ("b", 20, 1, 3), ("c", 4, 1, 0)]
+    planned = scheduler.plan(3)
+    assert rows(planned) == [("a", 0, 4, 0), ("b", 0, 12, 0)]
+    assert ids(planned.plan.admissions) == ["a", "b"]
+    run(scheduler, planned)
+    planned = scheduler.plan(3)
+    assert rows(planned) == [("a", 4, 1, 3), ("b", 12, 8, 0), ("c", 0, 4, 0)]
+    assert ids(planned.plan.admissions) == ["c"]
+    run(scheduler, planned, accept=2)
+    assert rows(scheduler.plan(3)) == [("a", 7, 1, 3), ("b", 20, 1, 3), ("c", 4, 1, 0)]
 
 
 def test_one_token_left_of_a_prompt_brings_no_drafts() -> None:
     scheduler = make(budget=4)
     scheduler.add(request("a", 5))
-    spans = scheduler.plan()
-    assert [span.drafts_next for span in spans] == [False]
-    run(scheduler, spans)
-    spans = scheduler.plan()
-    assert rows(spans) == [("a", 4, 1, 0)] and spans[0].samples
+    planned = scheduler.plan(3)
+    assert [span.drafts_next for span in planned.plan.spans] == [False]
+    run(scheduler, planned)
+    planned = scheduler.plan(3)
+    assert rows(planned) == [("a", 4, 1, 0)] and planned.plan.spans[0].samples
 
 
 def test_drafts_are_clipped_by_the_requests_own_room_only() -> None:
     scheduler = make(budget=6)
     scheduler.add(request("a", 1, output=4))
-    run(scheduler, scheduler.plan())
-    spans = scheduler.plan()
-    assert rows(spans) == [("a", 1, 1, 2)]  # room for 3: two drafts and the target's own
-    run(scheduler, spans, accept=1)
-    assert rows(scheduler.plan()) == [("a", 3, 1, 0)]
+    run(scheduler, scheduler.plan(3))
+    planned = scheduler.plan(3)
+    assert rows(planned) == [("a", 1, 1, 2)]  # room for 3: two drafts and the target's own
+    run(scheduler, planned, accept=1)
+    assert rows(scheduler.plan(3)) == [("a", 3, 1, 0)]
 
 
 def test_a_span_that_does_not_fit_waits_its_turn_whole() -> None:
     scheduler = make(budget=10, seats=5)
     for name in "abcde":
         scheduler.add(request(name, 1, output=200))
-    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.plan(3))
     served = []
     for _ in range(10):
-        spans = scheduler.plan()
-        assert all(span.drafts == 3 for span in spans) and len(spans) == 2
-        served += [span.seq.id for span in spans]
-        run(scheduler, spans)
+        planned = scheduler.plan(3)
+        assert [span.drafts for span in planned.plan.spans] == [3, 3]
+        served += ids(planned.seqs)
+        run(scheduler, planned)
     assert "".join(served) == "abcde" * 4
 
 
 def test_one_decoding_request_fills_the_smallest_budget() -> None:
     scheduler = make(budget=4)
     scheduler.add(request("a", 1))
-    run(scheduler, scheduler.plan())
-    assert rows(scheduler.plan()) == [("a", 1, 1, 3)]
+    run(scheduler, scheduler.plan(3))
+    assert rows(scheduler.plan(3)) == [("a", 1, 1, 3)]
     with pytest.raises(ValueError, match="budget of 3"):
         make(budget=3)
 
@@ -101,7 +109,7 @@ def test_first_come_first_served_skips_nobody() -> None:
     scheduler.add(request("a", 20))
     scheduler.add(request("big", 20))
     scheduler.add(request("small", 1))
-    assert [span.seq.id for span in scheduler.plan()] == ["a"]
+    assert ids(scheduler.plan(3).seqs) == ["a"]
     assert [seq.id for seq in scheduler.waiting] == ["big", "small"]
 
 
@@ -109,11 +117,11 @@ def test_seats_limit_and_are_given_back() -> None:
     scheduler = make(seats=2)
     for name in "abc":
         scheduler.add(request(name, 1))
-    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.plan(3))
     assert [(seq.id, seq.seat) for seq in scheduler.running] == [("a", 0), ("b", 1)]
     aborted = scheduler.abort("a")
-    assert aborted is not None and aborted.finish is Finish.ABORT and aborted.seat is None and not aborted.pages
-    scheduler.plan()
+    assert aborted is not None and aborted.finish is Finish.ABORT and aborted.seat is None and not aborted.held
+    scheduler.plan(3)
     assert [(seq.id, seq.seat) for seq in scheduler.running] == [("b", 1), ("c", 0)]
     assert scheduler.abort("nobody") is None
 
@@ -122,13 +130,13 @@ def test_priorities_order_the_line_and_take_nobodys_seat() -> None:
     scheduler = make(seats=2)
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -3), ("e", 5), ("f", -3)):
         scheduler.add(request(name, 1, priority=priority))
-    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.plan(3))
     assert [seq.id for seq in scheduler.running] == ["d", "f"] and [seq.id for seq in scheduler.waiting] == ["a", "c", "b", "e"]
     scheduler.add(request("g", 1, priority=-9))
-    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.plan(3))
     assert [seq.id for seq in scheduler.running] == ["d", "f"] and [seq.id for seq in scheduler.waiting] == ["g", "a", "c", "b", "e"]
     scheduler.abort("d")
-    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.plan(3))
     assert [seq.id for seq in scheduler.running] == ["g", "f"]
 
 
@@ -136,10 +144,10 @@ def test_pages_cover_the_span_and_the_lookahead() -> None:
     scheduler = make(page_size=1, budget=100)
     scheduler.add(request("a", 5))
     for _ in range(4):
-        spans = scheduler.plan()
-        for span in spans:
-            assert len(span.seq.pages) >= span.start + span.width + span.seq.lookahead
-        run(scheduler, spans, accept=3)
+        planned = scheduler.plan(3)
+        for seq, span in zip(planned.seqs, planned.plan.spans, strict=True):
+            assert seq.held[0].end >= span.start + span.width + seq.lookahead
+        run(scheduler, planned, accept=3)
 
 
 def preempting(**priorities: int) -> Scheduler:
@@ -147,9 +155,9 @@ def preempting(**priorities: int) -> Scheduler:
     scheduler = make(pages=9, page_size=8, budget=100)
     for name in "abc":
         scheduler.add(request(name, 12, output=40, priority=priorities.get(name, 0)))
-    run(scheduler, scheduler.plan())
-    run(scheduler, scheduler.plan())
-    assert [len(seq.pages) for seq in scheduler.running] == [3, 3, 3]
+    run(scheduler, scheduler.plan(3))
+    run(scheduler, scheduler.plan(3))
+    assert [len(seq.held[0].pages) for seq in scheduler.running] == [3, 3, 3]
     return scheduler
 
 
@@ -157,10 +165,10 @@ def test_the_youngest_gives_way_and_is_first_in_line() -> None:
     scheduler = preempting()
     scheduler.add(request("d", 1))
     youngest = scheduler.running[-1]
-    spans = scheduler.plan()
-    assert rows(spans) == [("a", 13, 1, 3), ("b", 13, 1, 3)]
+    planned = scheduler.plan(3)
+    assert rows(planned) == [("a", 13, 1, 3), ("b", 13, 1, 3)]
     assert [seq.id for seq in scheduler.waiting] == ["c", "d"] and scheduler.preemptions == 1
-    assert (youngest.computed, youngest.drafts, youngest.pages, youngest.seat) == (0, 0, [], None)
+    assert (youngest.computed, youngest.drafts, youngest.held, youngest.seat) == (0, 0, [], None)
     scheduler.check_integrity()
 
 
@@ -168,21 +176,23 @@ def test_the_least_urgent_gives_way_and_waits_behind_the_more_urgent() -> None:
     scheduler = preempting(a=2)
     scheduler.add(request("d", 1, priority=1))
     assert [seq.id for seq in scheduler.running] == ["b", "c", "a"]
-    assert [span.seq.id for span in scheduler.plan()] == ["b", "c"]  # d needs as many pages as are free, and one more
+    assert ids(scheduler.plan(3).seqs) == ["b", "c"]  # d needs as many pages as are free, and one more
     assert [seq.id for seq in scheduler.waiting] == ["d", "a"] and scheduler.preemptions == 1
     scheduler.check_integrity()
 
 
 def test_recomputation_stops_before_the_last_token_and_goes_on_with_drafts() -> None:
     scheduler = preempting()
-    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.plan(3))
     scheduler.abort("a")
-    spans = scheduler.plan()
-    recomputed = next(span for span in spans if span.seq.id == "c")
-    assert rows([recomputed]) == [("c", 0, 13, 0)] and len(recomputed.seq.tokens) == 14
+    planned = scheduler.plan(3)
+    assert ids(planned.seqs) == ["b", "c"] and rows(planned)[1] == ("c", 0, 13, 0)
+    recomputed = planned.plan.spans[1]
     assert recomputed.drafts_next and not recomputed.samples
-    assert [outcome.seq.id for outcome in run(scheduler, spans)] == ["b"]
-    assert rows([span for span in scheduler.plan() if span.seq.id == "c"]) == [("c", 13, 1, 3)]
+    (admission,) = planned.plan.admissions
+    assert len(admission.tokens) == 14 and admission.prompt_len == 12
+    assert [outcome.seq.id for outcome in run(scheduler, planned)] == ["b"]
+    assert rows(scheduler.plan(3))[1] == ("c", 13, 1, 3)
 
 
 @pytest.mark.parametrize("budget", [4, 12, 100])
@@ -194,11 +204,11 @@ def test_no_request_comes_back_in_the_plan_that_preempted_it(page_size: int, acc
         scheduler.add(request(name, prompt, output=40))
     while scheduler.live:
         before, oldest = scheduler.preemptions, next(iter(scheduler.live))
-        spans = scheduler.plan()
-        assert scheduler.preemptions == before or not scheduler.admitted
+        planned = scheduler.plan(3)
+        assert scheduler.preemptions == before or not planned.plan.admissions
         assert not scheduler.running or scheduler.running[0].id == oldest, "the oldest request was preempted"
-        assert all(span.seq.seat is not None for span in spans)
-        run(scheduler, spans, accept=accept)
+        assert [span.seat for span in planned.plan.spans] == [seq.seat for seq in planned.seqs]
+        run(scheduler, planned, accept=accept)
     assert scheduler.preemptions > 0 or budget == 4  # one verification at a time lets few decode together
 
 
@@ -206,10 +216,10 @@ def test_result_of_an_aborted_request_is_ignored() -> None:
     scheduler = make()
     scheduler.add(request("a", 3))
     scheduler.add(request("b", 3))
-    spans = scheduler.plan()
+    planned = scheduler.plan(3)
     scheduler.abort("a")
     scheduler.add(request("a", 3))  # the same name again is somebody else
-    assert [outcome.seq.id for outcome in run(scheduler, spans)] == ["b"]
+    assert [outcome.seq.id for outcome in run(scheduler, planned)] == ["b"]
     assert scheduler.live["a"].tokens == [1, 1, 1]
 
 
@@ -217,10 +227,10 @@ def test_result_of_an_aborted_request_is_ignored() -> None:
 def test_a_result_that_does_not_fit_changes_nothing(result: SpanResult) -> None:
     scheduler = make()
     scheduler.add(request("a", 3))
-    spans = scheduler.plan()
+    planned = scheduler.plan(3)
     for broken in (StepResult([result]), StepResult([])):
         with pytest.raises(ValueError, match=r"does not fit|1 spans but 0 results"):
-            scheduler.commit(spans, broken)
+            scheduler.commit(planned, broken)
     assert scheduler.live["a"].computed == 0
 
 
@@ -239,8 +249,8 @@ def test_a_failed_row_ends_its_request_only() -> None:
     scheduler = make()
     scheduler.add(request("a", 3))
     scheduler.add(request("b", 3))
-    spans = scheduler.plan()
-    outcomes = scheduler.commit(spans, StepResult([SpanResult([0], 0, 0, failed=True), SpanResult([1], 0, 0)]))
+    planned = scheduler.plan(3)
+    outcomes = scheduler.commit(planned, StepResult([SpanResult([0], 0, 0, error=NOT_FINITE), SpanResult([1], 0, 0)]))
     assert [(outcome.seq.id, outcome.tokens, outcome.seq.finish) for outcome in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
-    assert outcomes[0].seq.error is not None and "NaN" in outcomes[0].seq.error
+    assert outcomes[0].seq.error == NOT_FINITE
     scheduler.check_integrity()

@@ -4,7 +4,7 @@
 
 The wrappers are called with tensors on the CPU while launching is replaced by writing down what would be launched, so that what is
 compiled is what ships: they are called with every number of rows, so that every tile which they choose is compiled. A kernel must not
-spill registers where the compiler says how many it spilled, and its shared memory must fit.
+spill registers where the compiler says how many it spilled, its shared memory must fit, and no float32 may be rounded to TF32.
 """
 
 from __future__ import annotations
@@ -145,15 +145,15 @@ GROUPS = {"attention": attention, "around": around, "mixtures and verdicts": mix
 def writing_down(hip: bool) -> Iterator[list[Launch]]:
     from triton.runtime.jit import JITFunction
 
-    found: list[Launch] = []
+    launches: list[Launch] = []
     run, version = JITFunction.run, torch.version.hip
 
     def write(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found.append((self, args, kwargs))
+        launches.append((self, args, kwargs))
 
     JITFunction.run, torch.version.hip = write, "6" if hip else None
     try:
-        yield found
+        yield launches
     finally:
         JITFunction.run, torch.version.hip = run, version
 
@@ -236,6 +236,8 @@ def compile_group(target: str, group: str) -> list[str]:
             wrong.append(f"{target}: {source.name} needs {kernel.metadata.shared} bytes of shared memory, there are {SHARED[target]}")
         if (spilled(kernel, hip) or 0) > SPILLS.get(source.signature.get("p_q", ""), 0):
             wrong.append(f"{target}: {source.name} spills {spilled(kernel, hip)}")
+        if not hip and "tf32" in kernel.asm["ptx"]:
+            wrong.append(f"{target}: {source.name} rounds float32 to tf32")
         if (
             not hip
             and source.kernel.__name__ == "span_kernel"

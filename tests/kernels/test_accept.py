@@ -71,15 +71,15 @@ def rounds(device: torch.device) -> range:
 
 
 def compare(device: torch.device, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = accept(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
-    tokens, accepted, path, failed = (x.cpu() for x in found)
-    wanted_tokens, wanted_accepted, wanted_path, wanted_failed = reference.accept(*arguments)
-    assert torch.equal(failed, wanted_failed)
+    actual = accept(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
+    tokens, accepted, path, failed = (x.cpu() for x in actual)
+    expected_tokens, expected_accepted, expected_path, expected_failed = reference.accept(*arguments)
+    assert torch.equal(failed, expected_failed)
     fine = ~failed
-    assert torch.equal(accepted[fine], wanted_accepted[fine])
+    assert torch.equal(accepted[fine], expected_accepted[fine])
     counts = torch.arange(tokens.shape[1]) <= accepted.unsqueeze(1)
-    assert torch.equal(tokens[fine & True][counts[fine]], wanted_tokens[fine][counts[fine]])
-    assert torch.equal(path[fine], wanted_path[fine])
+    assert torch.equal(tokens[fine & True][counts[fine]], expected_tokens[fine][counts[fine]])
+    assert torch.equal(path[fine], expected_path[fine])
     return tokens, accepted, path, failed
 
 

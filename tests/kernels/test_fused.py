@@ -16,9 +16,9 @@ def numbers(device: torch.device, *shape: int, dtype: torch.dtype = torch.float3
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device, dtype)
 
 
-def same(found: Tensor, wanted: Tensor) -> None:
-    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[wanted.dtype]
-    torch.testing.assert_close(found.float(), wanted.float(), atol=tolerance, rtol=tolerance)
+def same(actual: Tensor, expected: Tensor) -> None:
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[expected.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,8 +30,10 @@ def test_add_rms_norm(device: torch.device, rows: int, size: int, dtype: torch.d
     wide = numbers(device, rows, size + 3, dtype=dtype)
     x, weight = wide[:, :size], numbers(device, size, dtype=dtype)
     for residual in (None, numbers(device, rows, size, dtype=dtype, seed=5)):
-        for found, wanted in zip(add_rms_norm(x, residual, weight, 1e-6), reference.add_rms_norm(x, residual, weight, 1e-6), strict=True):
-            same(found, wanted)
+        for actual, expected in zip(
+            add_rms_norm(x, residual, weight, 1e-6), reference.add_rms_norm(x, residual, weight, 1e-6), strict=True
+        ):
+            same(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -61,12 +63,12 @@ def test_rope_store(device: torch.device, heads: int, kv_heads: int, dim: int, r
             for kernel, mine in zip((rope_store, reference.rope_store), caches, strict=True)
         ]
         same(*both)
-        for found, wanted in zip(*caches, strict=True):
+        for actual, expected in zip(*caches, strict=True):
             if dtype == torch.float32:
-                same(found[slots], wanted[slots])
+                same(actual[slots], expected[slots])
             else:  # the interpreter loses the carry where a mantissa rounds up to the next power of two
-                assert (found[slots].float() != wanted[slots].float()).float().mean() <= (0.01 if device.type == "cuda" else 0.1)
-            assert found.float().isnan().all((1, 2)).sum() == 32 - rows, "no other slot is touched"
+                assert (actual[slots].float() != expected[slots].float()).float().mean() <= (0.01 if device.type == "cuda" else 0.1)
+            assert actual.float().isnan().all((1, 2)).sum() == 32 - rows, "no other slot is touched"
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -88,15 +90,15 @@ def test_a_float8_cache_cuts_off_what_is_too_large(device: torch.device) -> None
     (cos, sin), positions, slots = tables(device, 32), torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([3], device=device)
     x = torch.zeros(1, 3, 32, device=device)
     # The interpreter makes a number of NaN in float8; a GPU must keep it.
-    wanted = torch.tensor([448.0, -448.0, 2.0, torch.nan if device.type == "cuda" else 0.5], device=device)
-    x[:, 1:] = torch.tensor([1e4, -1e4, *wanted[2:].tolist()], device=device).repeat(8)
+    expected = torch.tensor([448.0, -448.0, 2.0, torch.nan if device.type == "cuda" else 0.5], device=device)
+    x[:, 1:] = torch.tensor([1e4, -1e4, *expected[2:].tolist()], device=device).repeat(8)
     caches = [torch.zeros(8, 1, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
     rope_store(x, positions, cos, sin, slots, *caches, 1)
     latent = torch.zeros(8, 1, 64, device=device).to(torch.float8_e4m3fn)
     down, norm = torch.cat([torch.ones(1, 32, device=device), x[:, 1]], 1), torch.full((32,), 1e4, device=device)
     latent_store(x[:, :1].repeat(1, 1, 2), down, positions, cos, sin, slots, latent, norm, 1e-6, 32)
-    for found in (*(cache[3, 0] for cache in caches), latent[3, 0, 32:]):
-        torch.testing.assert_close(found.float()[:4], wanted, equal_nan=True)
+    for actual in (*(cache[3, 0] for cache in caches), latent[3, 0, 32:]):
+        torch.testing.assert_close(actual.float()[:4], expected, equal_nan=True)
     assert (latent[3, 0, :32].float() == 448).all()
 
 
@@ -107,9 +109,9 @@ def test_skinny_linear(device: torch.device, rows: int, outputs: int, inputs: in
         x, weight = numbers(device, rows, inputs + 8, dtype=dtype)[:, :inputs] / 8, numbers(device, outputs, inputs, dtype=dtype) / 4
         b = numbers(device, outputs, dtype=dtype) if bias else None
         for splits in (None, 1, 3):
-            found, wanted = skinny_linear(x, weight, b, splits=splits), reference.linear(x, weight, b)
+            actual, expected = skinny_linear(x, weight, b, splits=splits), reference.linear(x, weight, b)
             tolerance = 4e-3 if dtype == torch.float16 else 1e-4
-            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_the_sum_over_parts_has_one_order(device: torch.device) -> None:

@@ -26,9 +26,9 @@ def test_route(device: torch.device, rows: int, number: int, top: int, groups: i
     x, weight, bias = numbers(device, rows, 100), numbers(device, number, 100) / 10, numbers(device, number, seed=1) / 5
     arguments = (x, weight, bias, top, groups, top_groups, renormalise, 2.5)
     for _ in range(2):  # the counters are as the second launch wants them
-        (found, chosen), (wanted, best) = route(*arguments), reference.route(*arguments)
+        (actual, chosen), (expected, best) = route(*arguments), reference.route(*arguments)
         assert torch.equal(chosen.sort(1).values, best.sort(1).values)
-        torch.testing.assert_close(found.gather(1, chosen.argsort(1)), wanted.gather(1, best.argsort(1)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual.gather(1, chosen.argsort(1)), expected.gather(1, best.argsort(1)), rtol=1e-4, atol=1e-5)
 
 
 def test_nan_leads_nowhere(device: torch.device) -> None:
@@ -50,15 +50,18 @@ def test_experts(device: torch.device, rows: int, hidden: int, size: int, number
     weights = torch.rand(rows, top, generator=dice).to(device)
     for dtype in (torch.float32, torch.float16):
         gate_up, down = numbers(device, number, 2 * size, hidden).to(dtype) / 8, numbers(device, number, hidden, size).to(dtype) / 8
-        beside = (None, None)
+        shared_expert = (None, None)
         if shared:
-            beside = (numbers(device, 2 * shared * size, hidden).to(dtype) / 8, numbers(device, hidden, shared * size).to(dtype) / 8)
+            shared_expert = (numbers(device, 2 * shared * size, hidden).to(dtype) / 8, numbers(device, hidden, shared * size).to(dtype) / 8)
         unused = [expert for expert in range(number) if not (chosen == expert).any()]
-        gate_up[unused], down[unused] = torch.nan, torch.nan  # an expert that nobody chose is not read
+        gate_up[unused], down[unused] = torch.nan, torch.nan  # an expert that no row chose is not read
         x = numbers(device, rows, hidden + 8).to(dtype)[:, :hidden]
-        found, wanted = experts(x, weights, chosen, gate_up, down, *beside), reference.experts(x, weights, chosen, gate_up, down, *beside)
+        actual, expected = (
+            experts(x, weights, chosen, gate_up, down, *shared_expert),
+            reference.experts(x, weights, chosen, gate_up, down, *shared_expert),
+        )
         tolerance = 1e-2 if dtype == torch.float16 else 1e-4
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_an_experts_weights_are_read_by_one_program_after_the_other(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,15 +114,15 @@ def test_float8_experts(device: torch.device, rows: int, hidden: int, size: int,
     chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)]).to(device)
     weights = torch.rand(rows, top, generator=dice).to(device)
     gate_up, down = in_float8(numbers(device, number, 2 * size, hidden), 2), in_float8(numbers(device, number, hidden, size))
-    beside: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 2
+    shared_expert: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 2
     if shared:
-        beside = [in_float8(numbers(device, 2 * shared * size, hidden), 2), in_float8(numbers(device, hidden, shared * size))]
-    matrices, scales = zip(gate_up, down, *beside, strict=True)
+        shared_expert = [in_float8(numbers(device, 2 * shared * size, hidden), 2), in_float8(numbers(device, hidden, shared * size))]
+    matrices, scales = zip(gate_up, down, *shared_expert, strict=True)
     for dtype in (torch.float32, torch.float16):
         x = (numbers(device, rows, hidden) / 16).to(dtype)
-        found, wanted = experts(x, weights, chosen, *matrices, *scales), reference.experts(x, weights, chosen, *matrices, *scales)
+        actual, expected = experts(x, weights, chosen, *matrices, *scales), reference.experts(x, weights, chosen, *matrices, *scales)
         tolerance = 1e-2 if dtype == torch.float16 else 1e-4
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     mixed = experts(x, weights, chosen, gate_up[0], down[0].to(dtype), None, None, gate_up[1])  # decided per matrix
     torch.testing.assert_close(
         mixed, reference.experts(x, weights, chosen, gate_up[0], down[0].to(dtype), None, None, gate_up[1]), rtol=1e-2, atol=1e-2

@@ -26,19 +26,19 @@ def has_float8(device: torch.device) -> None:
 def test_few_rows_are_not_quantised(device: torch.device, rows: int, outputs: int, inputs: int, bias: bool) -> None:
     weight, scale = weights(device, outputs, inputs)
     x, b = torch.randn(rows, inputs, device=device).half(), torch.randn(outputs, device=device).half() if bias else None
-    found, wanted = linear_fp8(x, weight, scale, b), reference.linear_fp8(x, weight, scale, b)
-    torch.testing.assert_close(found.float(), wanted.float(), atol=3e-2, rtol=1e-2)
+    actual, expected = linear_fp8(x, weight, scale, b), reference.linear_fp8(x, weight, scale, b)
+    torch.testing.assert_close(actual.float(), expected.float(), atol=3e-2, rtol=1e-2)
 
 
 def test_rows_are_quantised_per_128_columns(device: torch.device) -> None:
     x = torch.randn(7, 384, device=device) * torch.logspace(-3, 3, 7, device=device).unsqueeze(1)
     x[2, 128:256] = 0
-    found, scale = quantize_rows(x)
-    wanted, wanted_scale = reference.quantize_rows(x)
-    torch.testing.assert_close(scale, wanted_scale)
+    actual, scale = quantize_rows(x)
+    expected, expected_scale = reference.quantize_rows(x)
+    torch.testing.assert_close(scale, expected_scale)
     # The interpreter loses the carry where a mantissa rounds up to the next power of two.
     carries = 0.0 if device.type == "cuda" else 0.03
-    assert (found.float() != wanted.float()).float().mean() <= carries
+    assert (actual.float() != expected.float()).float().mean() <= carries
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(65, 128, 128), (130, 200, 384), (70, 64, 300)])
@@ -46,10 +46,10 @@ def test_many_rows(device: torch.device, rows: int, outputs: int, inputs: int) -
     weight, scale = weights(device, outputs, inputs)
     x = torch.randn(rows, inputs, device=device).half()
     if inputs % 128:
-        found, wanted = linear_fp8(x, weight, scale), reference.linear_fp8(x, weight, scale)
+        actual, expected = linear_fp8(x, weight, scale), reference.linear_fp8(x, weight, scale)
     else:
         rows8 = reference.quantize_rows(x)
-        found = linear_fp8_both(*rows8, weight, scale, None, x.dtype)
-        wanted = reference.linear_fp8_both(*rows8, weight, scale, None, x.dtype)
+        actual = linear_fp8_both(*rows8, weight, scale, None, x.dtype)
+        expected = reference.linear_fp8_both(*rows8, weight, scale, None, x.dtype)
         assert linear_fp8(x, weight, scale).isfinite().all()
-    torch.testing.assert_close(found.float(), wanted.float(), atol=5e-2, rtol=1e-2)
+    torch.testing.assert_close(actual.float(), expected.float(), atol=5e-2, rtol=1e-2)

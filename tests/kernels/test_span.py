@@ -79,10 +79,10 @@ class Case:
         return kernel(*arguments, **seen, width=made["width"], **options), plain(*arguments, **seen)
 
 
-def check(found: Tensor, wanted: Tensor) -> None:
-    assert found.isfinite().all()
-    tolerance = 2e-5 if wanted.dtype == torch.float32 else 2e-2 if wanted.dtype == torch.bfloat16 else 4e-3
-    torch.testing.assert_close(found.float(), wanted.float(), atol=tolerance, rtol=tolerance)
+def check(actual: Tensor, expected: Tensor) -> None:
+    assert actual.isfinite().all()
+    tolerance = 2e-5 if expected.dtype == torch.float32 else 2e-2 if expected.dtype == torch.bfloat16 else 4e-3
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
 RAGGED: list[Span] = [(0, 5), (37, 1), (130, 4), (3, 8), (64, 1), (0, 1)]
@@ -145,8 +145,8 @@ def test_float8_cache(device: torch.device) -> None:
         made["q"] = made["q"].half()
         made["caches"] = tuple(cache.to(torch.float8_e4m3fn) for cache in made["caches"])
         arguments = (made["q"], *made["caches"], *made["common"], *([512] if case.latent else []))
-        found = (span_mla if case.latent else span_gqa)(*arguments, width=4, splits=2)
-        check(found, (reference.span_mla if case.latent else reference.span_gqa)(*arguments))
+        actual = (span_mla if case.latent else span_gqa)(*arguments, width=4, splits=2)
+        check(actual, (reference.span_mla if case.latent else reference.span_gqa)(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_nan_in_a_key_is_not_lost(device: torch.device, latent: bool, splits: in
         table, seats = made["common"][:2]
         key = made["caches"][0]
         key[table[seats[0], column // 16] * 16 + column % 16, 0, -1] = torch.nan  # of the latent layout too this is no value
-        out, wanted = case.run(made, splits=splits, tile=Tiling(16, 16, 4, 1))
+        out, expected = case.run(made, splits=splits, tile=Tiling(16, 16, 4, 1))
         broken = torch.zeros(5, dtype=torch.bool, device=device)
         broken[rows] = True
         assert torch.equal(out.isnan().all((1, 2)), broken) and torch.equal(out.isnan().any((1, 2)), broken)
-        torch.testing.assert_close(out, wanted, equal_nan=True, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(out, expected, equal_nan=True, atol=2e-5, rtol=2e-5)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:

@@ -11,16 +11,18 @@ from torch import Tensor
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.core.arch import Features
-from mtpserve.core.batch import Span
+from mtpserve.core.arch import Features, page_groups
+from mtpserve.core.batch import Want
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import Admission, NewPages
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
 from mtpserve.engine.planning import describe, load_model
 from mtpserve.layers.kernels import KERNELS
-from mtpserve.runtime.inputs import build, rows_of
+from mtpserve.runtime.admissions import seat
+from mtpserve.runtime.inputs import Rows, build, row_layout
+from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 
 CPU, SIZES = torch.device("cpu"), DraftSizes(steps=4, proposed=4, written=4)
@@ -41,55 +43,52 @@ class Harness:
     ) -> None:
         found = describe(EngineConfig(model=ModelConfig(model=str(directory), device="cpu")), want_mtp=with_mtp)
         arch, longest = found.arch, max(map(len, prompts))
-        self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, CPU)
+        groups = page_groups(arch.layers)
+        self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, CPU, spare_pages=[0] * len(groups))
         self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), CPU), CPU)
         kernels = KERNELS.get({"reference": "torch"}.get(backend, backend))()
         self.model = load_model(found, torch.float32, CPU, longest + SIZES.lookahead(0), kernels, False, keep_blocks)
         each = -(-(longest + SIZES.lookahead(0)) // page_size)
-        order = torch.randperm(each * len(prompts), generator=torch.Generator().manual_seed(3)).tolist()
-        self.stores = Stores(arch.layers, len(order), page_size, torch.float32, CPU, poison=True, stored=cache)
+        generator = torch.Generator().manual_seed(3)
+        orders = [torch.randperm(each * len(prompts), generator=generator).tolist() for _ in groups]
+        self.stores = Stores(arch.layers, [len(order) for order in orders], page_size, torch.float32, CPU, poison=True, stored=cache)
         self.attention = BACKENDS.get(backend)(self.stores.part(slice(arch.num_layers)), arch.heads, arch.scale)
-        self.seqs = []
-        for i, prompt in enumerate(prompts):
-            seq = Sequence(str(i), list(prompt), len(prompt), SamplingParams(temperature=0), longest, seed=i, seat=i)
-            seq.pages = order[i * each : (i + 1) * each]
-            self.seats.admit(seq)
-            self.seats.extend_pages(seq)
-            self.seqs.append(seq)
+        self.prompts, self.computed = prompts, [0] * len(prompts)
+        params = SamplingParams(temperature=0)
+        self.records = [Record(Admission(i, str(i), list(prompt), len(prompt), 0, longest, i, params)) for i, prompt in enumerate(prompts)]
+        pages = [NewPages(i, 0, order[i * each : (i + 1) * each], g) for i in range(len(prompts)) for g, order in enumerate(orders)]
+        seat(self.records, pages, self.seats, self.sampling)
 
     @torch.inference_mode()
     def step(self, widths: Seq[int], drafts: int = 0) -> list[Tensor]:
         """Give span i `widths[i]` rows, fewer at its end; the last `drafts` of them as drafts → logits [rows, vocabulary] for each."""
-        spans = []
-        for seq, width in zip(self.seqs, widths, strict=True):
-            rows = min(width, len(seq.tokens) - seq.computed)
-            proposed = min(drafts, rows - 1)
-            if rows:
-                spans.append(Span.of(seq, rows - proposed, proposed))
-        sampler = self.sampling.for_batch([span.seq for span in spans])
-        batch = build(rows_of(spans, 0, self.seats, sampler, None), self.seats)
+        rows = [min(width, len(prompt) - done) for width, prompt, done in zip(widths, self.prompts, self.computed, strict=True)]
+        running = [i for i, number in enumerate(rows) if number]
+        proposed = [min(drafts, rows[i] - 1) for i in running]
+        ends = [self.computed[i] + rows[i] == len(self.prompts[i]) for i in running]
+        layout = tuple((rows[i] - count, count, end and not count) for i, count, end in zip(running, proposed, ends, strict=True))
+        sampler = BatchSampler(self.sampling, Asked.of([self.records[i] for i in running], False))
+        given = Rows(row_layout(layout, CPU), torch.tensor(running), None, Want(torch.zeros(len(running)), 0), False, sampler)
+        batch = build(given, self.seats)
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), Features())
-        by_span = iter(self.model.logits(hidden.head).split([span.width for span in spans]))
-        for span in spans:
-            span.seq.computed += span.width
-            span.seq.launched = span.seq.computed
-            self.seats.computed[span.seq.seat] += span.width
-            self.forget(span.seq)
-        vocab = self.model.arch.vocab
-        running = {id(span.seq) for span in spans}
-        return [next(by_span) if id(seq) in running else torch.empty(0, vocab) for seq in self.seqs]
+        by_span = iter(self.model.logits(hidden.head).split([rows[i] for i in running]))
+        for i in running:
+            self.computed[i] += rows[i]
+            self.seats.computed[i] += rows[i]
+            self.forget(i)
+        return [next(by_span) if number else torch.empty(0, self.model.arch.vocab) for number in rows]
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, i: int) -> None:
         """NaN for what no later row of the request sees, in the stores of layers with a window."""
-        for kind, pool in self.stores.stores:
-            unseen = 0 if kind.window is None else max(seq.computed - kind.window + 1, 0)
+        for kind, pool, group in self.stores.stores:
+            unseen = 0 if kind.window is None else max(self.computed[i] - kind.window + 1, 0)
             for part in pool.parts:
-                part[:, self.seats.slots(torch.tensor(seq.seat), torch.arange(unseen))] = torch.nan
+                part[:, self.seats.slots(torch.tensor(i), torch.arange(unseen), group)] = torch.nan
 
     def all_logits(self, widths: Seq[int], drafts: int = 0) -> list[Tensor]:
         """Steps of these widths until everything is computed → logits [tokens, vocabulary] for each sequence."""
-        rows: list[list[Tensor]] = [[] for _ in self.seqs]
-        while any(seq.computed < len(seq.tokens) for seq in self.seqs):
+        rows: list[list[Tensor]] = [[] for _ in self.prompts]
+        while any(done < len(prompt) for done, prompt in zip(self.computed, self.prompts, strict=True)):
             for found, new in zip(rows, self.step(widths, drafts), strict=True):
                 found.append(new)
         return [torch.cat(found) for found in rows]

@@ -90,7 +90,7 @@ def table_engine(
     with BACKENDS.extended("none", "tests.parity.table:NoAttention"):
         return assemble(
             model,
-            EngineSizes(pages=seats * (1 + (80 + lookahead) // PAGE), page_size=PAGE, seats=seats, context=80),
+            EngineSizes(pages=[seats * (1 + (80 + lookahead) // PAGE)], page_size=PAGE, seats=seats, context=80),
             EngineOptions(
                 spec=spec,
                 scheduler=SchedulerConfig(chunked_prefill_size=budget),

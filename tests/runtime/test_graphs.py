@@ -41,7 +41,7 @@ def graphs_of(engine: Engine) -> StepGraphs:
 
 
 def sampled(coupled: bool) -> Asked:
-    return Asked(False, True, 64, True, True, False, coupled, None)
+    return Asked(all_greedy=False, any_greedy=True, largest_k=64, any_top_p=True, any_min_p=True, all_coupled=coupled)
 
 
 # -- what may be in a captured step -----------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
 def test_what_pads_a_captured_step_touches_nobody() -> None:
     engine = tiny_engine(tiny_model(), CHAIN, recorder=Again())
     runner, graphs = runner_of(engine), graphs_of(engine)
-    (_, pool), seats = runner.step.stores.stores[0], runner.seats
+    pool, seats = runner.step.stores.stores[0].pool, runner.seats
     before = pool.k[:, : -seats.page_size].clone()
     graphs.record(graphs.key(4, 3, True, GREEDY, False))
     assert torch.equal(before.isnan(), pool.k[:, : -seats.page_size].isnan())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 from itertools import product
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +12,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import Admission
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
+from mtpserve.runtime.admissions import seat
+from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.sampling import STREAMS, BatchSampler, SeatSampling
+from mtpserve.runtime.sampling import STREAMS, Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.seats import SeatTensors
 
 CPU = torch.device("cpu")
 
@@ -25,14 +28,14 @@ class Seated:
     """Requests with these parameters, one in each seat."""
 
     def __init__(self, params: Seq[SamplingParams], seeds: Seq[int] | None = None) -> None:
-        nobody: Any = None
-        self.sampling = SeatSampling(len(params), LogitRules(nobody, len(params), 2, (), (), CPU), CPU)
-        self.seqs = [Sequence(str(i), [0], 1, each, 10, i if seeds is None else seeds[i], seat=i) for i, each in enumerate(params)]
-        for seq in self.seqs:
-            self.sampling.admit(seq)
+        seats = SeatTensors(len(params), 10, DraftSizes(), 2, 16, CPU)
+        self.sampling = SeatSampling(len(params), LogitRules(seats, len(params), 2, (), (), CPU), CPU)
+        each = enumerate(zip(params, range(len(params)) if seeds is None else seeds, strict=True))
+        self.records = [Record(Admission(i, str(i), [0], 1, 0, 10, seed, asked)) for i, (asked, seed) in each]
+        seat(self.records, [], seats, self.sampling)
 
     def for_batch(self, seats: Iterable[int]) -> BatchSampler:
-        return self.sampling.for_batch([self.seqs[seat] for seat in seats])
+        return BatchSampler(self.sampling, Asked.of([self.records[seat] for seat in seats], False))
 
 
 seated = Seated

@@ -25,7 +25,8 @@ class FakeClient:
     async def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
         msgspec.msgpack.encode(Submit(request))  # as it would travel: numbers of any size do not
         self.submitted.append(request)
-        self.engine.add(request, self.engine.compile(request.sampling.grammar))
+        self.engine.compile(request.sampling.grammar)
+        self.engine.add(request, compiled=True)
         while True:
             await asyncio.sleep(self.pause)
             if self.dead is not None:

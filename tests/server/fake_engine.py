@@ -13,10 +13,8 @@ from mtpserve.cli.launch import parser
 from mtpserve.cli.options import given, settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
-from mtpserve.core.protocols import Grammar
-from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.request import EngineStats, Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.core.sequence import Finish
 
 FACTORY = "tests.server.fake_engine:build"
 CONTEXT, VOCAB, STEPS, PAGES = 4096, 300, 2, 64
@@ -37,14 +35,13 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.live)
 
-    def compile(self, spec: GrammarSpec | None) -> Grammar | None:
+    def compile(self, spec: GrammarSpec | None) -> None:
         if spec is not None and spec.text.startswith("wait"):
             time.sleep(float(spec.text.removeprefix("wait ")))
         if spec is not None and spec.text == "bad":
             raise InvalidRequest("regex: it is bad", "regex")
-        return None
 
-    def add(self, request: Request, grammar: Grammar | None = None) -> None:
+    def add(self, request: Request, compiled: bool = False) -> None:
         if request.sampling.seed == 400:
             raise InvalidRequest("seed 400 is refused", "seed")
         if request.sampling.seed == 429:

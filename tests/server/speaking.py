@@ -16,8 +16,7 @@ from typing import Any
 import uvicorn
 
 from mtpserve.config import ServerConfig
-from mtpserve.core.request import Proposal, Request, TokenEvent, TokenLogprob
-from mtpserve.core.sequence import Finish
+from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.server.app import create_app
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient

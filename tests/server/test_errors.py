@@ -18,7 +18,7 @@ from mtpserve.config import ModelConfig
 from mtpserve.server.app import create_app
 from mtpserve.server.conversation import MAX_MESSAGES, ChatMessage
 from mtpserve.server.openai import UNSUPPORTED, CompletionRequest, GenerationRequest
-from mtpserve.text.grammar import GrammarCompiler
+from mtpserve.text.grammar import LLGuidanceCompiler
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
@@ -211,7 +211,7 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
 def test_what_the_engine_cannot_compile_is_named_as_the_client_did(
     http: httpx.AsyncClient, client: FakeClient, path: str, request_: dict[str, Any], param: str, stream: bool
 ) -> None:
-    compiler = GrammarCompiler(ModelConfig().directory, 2048, [1])
+    compiler = LLGuidanceCompiler(ModelConfig().directory, 2048, [1])
     client.engine.compile = lambda spec: compiler.compile(replace(spec, kind="regex", text="("))  # type: ignore[assignment,arg-type,return-value,method-assign]
     assert refused(http, path, request_ | {"stream": stream})["param"] == param
 

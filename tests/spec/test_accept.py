@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Verdict
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import Admission
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
+from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
@@ -33,7 +34,7 @@ def batch_of(drafts: Tensor, vocab: int, temperature: float, q: Tensor | None = 
         seats.draft_probs[:rounds] = q
     sampling = SeatSampling(rounds, LogitRules(seats, rounds, vocab, (), (), CPU), CPU)
     sampling.temperature.fill_(temperature)
-    seqs = [Sequence(str(i), [0], 1, SamplingParams(temperature=temperature), 99, 0, seat=i) for i in range(rounds)]
+    record = Record(Admission(0, "", [0], 1, 0, 99, 0, SamplingParams(temperature=temperature)))
     sampling.seed[:rounds] = torch.arange(rounds) * 7919 - 10_000
     rows = torch.arange(rounds * (k + 1)).view(rounds, k + 1)
     each = torch.arange(rounds)
@@ -52,7 +53,7 @@ def batch_of(drafts: Tensor, vocab: int, temperature: float, q: Tensor | None = 
         samples=torch.ones(rounds, dtype=torch.int64),
         draft_spans=None,
         seats=seats,
-        sampler=BatchSampler(sampling, Asked.of(seqs, coupled=False)),
+        sampler=BatchSampler(sampling, Asked.of([record], coupled=False)),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,10 +10,9 @@ import pytest
 import torch
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
-from mtpserve.core.batch import Span
-from mtpserve.core.request import Request, TokenEvent
+from mtpserve.core.plan import StepPlan
+from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.engine.build import build_engine
 from tests.tiny import prompts, replace_passes, run, tiny_engine, tiny_model
 
@@ -76,13 +74,13 @@ def verified(right: list[int] | None, row: int, bad: float | None) -> Verified:
     engine = tiny_engine(model, 3 if right is None else SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=3))
     launch, healthy, place, hit = engine._runner.launch, model.trunk, list[int](), False
 
-    def launched(spans: Sequence[Span], want: int) -> Any:
+    def launched(plan: StepPlan) -> Any:
         nonlocal hit
-        ends = accumulate(span.width for span in spans)
-        first = [end - span.drafts - 1 for end, span in zip(ends, spans, strict=True) if span.seq.id == "2" and span.drafts and not hit]
+        ends = accumulate(span.width for span in plan.spans)
+        first = [end - span.drafts - 1 for end, span in zip(ends, plan.spans, strict=True) if span.seat == 2 and span.drafts and not hit]
         place[:] = [start + row for start in first]
         hit = hit or bool(place)
-        return launch(spans, want)
+        return launch(plan)
 
     def trunk(*arguments: Any) -> Any:
         hidden = healthy(*arguments)

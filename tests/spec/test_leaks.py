@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from mtpserve.core.batch import Span
+from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
@@ -57,9 +56,10 @@ def test_aborted_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch, rate: f
                 moments[moment(engine, name, verified)] += 1
                 engine.abort(name)
 
-    def launched(spans: Sequence[Span], want: int) -> Any:
-        made = launch(spans, want)
-        abort(inside=True, verified={span.seq.id for span in spans if span.drafts})
+    def launched(plan: StepPlan) -> Any:
+        made = launch(plan)
+        names = {seq.seat: seq.id for seq in engine._scheduler.running}
+        abort(inside=True, verified={names[span.seat] for span in plan.spans if span.drafts})
         return made
 
     monkeypatch.setattr(engine._runner, "launch", launched)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from mtpserve import LLM
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.request import Request
+from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.core.sequence import Finish
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 

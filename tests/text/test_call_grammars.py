@@ -9,7 +9,7 @@ import pytest
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import GrammarKind, GrammarSpec
-from mtpserve.text.grammar import GrammarCompiler, GrammarMatcher
+from mtpserve.text.grammar import GrammarMatcher, LLGuidanceCompiler
 from mtpserve.text.parsers.deepseek import CALL, CALL_END, SECTION, SECTION_END, SEPARATOR
 from mtpserve.text.parsers.grammar import spelled_by
 from mtpserve.text.parsers.json_calls import Listed
@@ -36,7 +36,7 @@ class Vocabulary:
             content["added_tokens"].append({"id": tiny.VOCAB + index, "content": marker, "special": index % 2 == 0, **flags})
         file.write_text(json.dumps(content))
         self.tokenizer = Tokenizer(directory)
-        self.compiler = GrammarCompiler(directory, tiny.VOCAB + len(markers), [tiny.EOS_ID])
+        self.compiler = LLGuidanceCompiler(directory, tiny.VOCAB + len(markers), [tiny.EOS_ID])
         self.spell = spelled_by(self.tokenizer.marker_id)
 
     def takes(self, matcher: GrammarMatcher, text: str) -> bool:

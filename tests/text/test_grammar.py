@@ -18,7 +18,7 @@ from mtpserve.config import ModelConfig
 from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
 from mtpserve.core.sampling import GrammarKind, GrammarSpec
 from mtpserve.text import grammar
-from mtpserve.text.grammar import GrammarCompiler, GrammarMatcher
+from mtpserve.text.grammar import GrammarMatcher, LLGuidanceCompiler
 from mtpserve.text.tokenizer import Tokenizer
 
 DEMO = ModelConfig().directory
@@ -31,8 +31,8 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(DEMO, VOCAB, [EOS])
+def compiler() -> LLGuidanceCompiler:
+    return LLGuidanceCompiler(DEMO, VOCAB, [EOS])
 
 
 def allowed(matcher: GrammarMatcher, path: list[int]) -> list[int] | None:
@@ -41,7 +41,7 @@ def allowed(matcher: GrammarMatcher, path: list[int]) -> list[int] | None:
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() if fits else None
 
 
-def walk(compiler: GrammarCompiler, tokenizer: Tokenizer, spec: GrammarSpec, seed: int) -> str | None:
+def walk(compiler: LLGuidanceCompiler, tokenizer: Tokenizer, spec: GrammarSpec, seed: int) -> str | None:
     """None: not ended after many tokens."""
     dice, matcher, output = random.Random(seed), compiler.compile(spec), list[int]()
     for _ in range(250):
@@ -90,7 +90,7 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
-def test_json_under_a_schema_validates(compiler: GrammarCompiler, tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
+def test_json_under_a_schema_validates(compiler: LLGuidanceCompiler, tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
     ended = [walk(compiler, tokenizer, GrammarSpec("json_schema", json.dumps(schema)), seed) for seed in range(8)]
     found = [text for text in ended if text is not None]
     assert len(found) >= 4
@@ -99,7 +99,7 @@ def test_json_under_a_schema_validates(compiler: GrammarCompiler, tokenizer: Tok
 
 
 @pytest.mark.parametrize("expression", ["[a-c]{3}-\\d{2}", "(foo|bar)+", "x?y*z", "[0-9]{4}/[0-9]{2}"])
-def test_regular_expressions(compiler: GrammarCompiler, tokenizer: Tokenizer, expression: str) -> None:
+def test_regular_expressions(compiler: LLGuidanceCompiler, tokenizer: Tokenizer, expression: str) -> None:
     for seed in range(6):
         text = walk(compiler, tokenizer, GrammarSpec("regex", expression), seed)
         assert text is None or re.fullmatch(expression, text, re.ASCII), text
@@ -119,13 +119,13 @@ def test_regular_expressions(compiler: GrammarCompiler, tokenizer: Tokenizer, ex
         ]}}), "hi <t>(true|false)</t>"),
     ],
 )  # fmt: skip
-def test_other_kinds(compiler: GrammarCompiler, tokenizer: Tokenizer, kind: GrammarKind, text: str, wanted: str) -> None:
+def test_other_kinds(compiler: LLGuidanceCompiler, tokenizer: Tokenizer, kind: GrammarKind, text: str, wanted: str) -> None:
     ended = [walk(compiler, tokenizer, GrammarSpec(kind, text), seed) for seed in range(6)]
     assert any(found is not None for found in ended)
     assert all(found is None or re.fullmatch(wanted, found) for found in ended), ended
 
 
-def test_tags_follow_their_triggers(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_tags_follow_their_triggers(compiler: LLGuidanceCompiler, tokenizer: Tokenizer) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
     older = {"structures": [{"begin": "<f=x>", "schema": schema, "end": "</f>"}], "triggers": ["<f="]}
     newer = {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [
@@ -139,7 +139,7 @@ def test_tags_follow_their_triggers(compiler: GrammarCompiler, tokenizer: Tokeni
         assert matcher._take(tokenizer.encode("y>", special=False)) is None
 
 
-def test_paths_leave_no_trace(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_paths_leave_no_trace(compiler: LLGuidanceCompiler, tokenizer: Tokenizer) -> None:
     matcher = compiler.compile(GrammarSpec("json_schema", json.dumps(SCHEMAS[0])))
     matcher.commit(tokenizer.encode('{"a', special=False))
     before = allowed(matcher, [])
@@ -154,7 +154,7 @@ def test_paths_leave_no_trace(compiler: GrammarCompiler, tokenizer: Tokenizer) -
     assert allowed(other, []) != before, "another request of the same grammar is somewhere else"
 
 
-def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_the_end(compiler: LLGuidanceCompiler, tokenizer: Tokenizer) -> None:
     matcher = compiler.compile(GrammarSpec("choice", '["ab", "abc"]'))
     assert not matcher.complete and EOS not in (allowed(matcher, []) or [])
     matcher.commit(tokenizer.encode("ab", special=False))
@@ -183,7 +183,7 @@ def test_the_end(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
         ("structural_tag", '{"structures":[{"begin":"<a>","schema":{}}],"triggers":["<b"]}'),
     ],
 )  # fmt: skip
-def test_bad_grammars_are_the_requests_fault(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
+def test_bad_grammars_are_the_requests_fault(compiler: LLGuidanceCompiler, kind: GrammarKind, text: str) -> None:
     with pytest.raises(InvalidRequest, match=kind) as error:
         compiler.compile(GrammarSpec(kind, text))
     field = "response_format" if kind in ("json_object", "json_schema", "structural_tag") else kind
@@ -202,7 +202,7 @@ def test_bad_grammars_are_the_requests_fault(compiler: GrammarCompiler, kind: Gr
     ],
     ids=["refs", "rules", "lark", "regex", "long", "nested"],
 )
-def test_deep_grammars_end_no_process(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
+def test_deep_grammars_end_no_process(compiler: LLGuidanceCompiler, kind: GrammarKind, text: str) -> None:
     try:
         matcher = compiler.compile(GrammarSpec(kind, text))
     except InvalidRequest as error:
@@ -230,7 +230,7 @@ def test_deep_grammars_end_no_process(compiler: GrammarCompiler, kind: GrammarKi
     ],
 )
 def test_numbers_that_would_fill_the_memory_are_refused_at_once(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, kind: GrammarKind, text: str
+    compiler: LLGuidanceCompiler, monkeypatch: pytest.MonkeyPatch, kind: GrammarKind, text: str
 ) -> None:
     """A state for each remainder, in a thread that no deadline ends: gigabytes a minute."""
     monkeypatch.setattr(grammar, "LLMatcher", lambda *_, **__: pytest.fail("it was compiled"))
@@ -239,7 +239,7 @@ def test_numbers_that_would_fill_the_memory_are_refused_at_once(
 
 
 @pytest.mark.parametrize("step", [5, 0.01, 86400, 10**6, 1e-7])
-def test_multiples_that_people_ask_for(compiler: GrammarCompiler, step: float) -> None:
+def test_multiples_that_people_ask_for(compiler: LLGuidanceCompiler, step: float) -> None:
     fields = {name: {"type": "number", "multipleOf": step} for name in "ab"}
     assert allowed(compiler.compile(GrammarSpec("json_schema", json.dumps({"type": "object", "properties": fields}))), [])
 
@@ -249,7 +249,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_a_thousand_grammars_leave_nothing_behind(compiler: GrammarCompiler) -> None:
+def test_a_thousand_grammars_leave_nothing_behind(compiler: LLGuidanceCompiler) -> None:
     """No cache, and so none that grows; kept, they would take a hundred megabytes."""
     start = 0
     for number in range(1100):
@@ -263,8 +263,8 @@ def test_a_thousand_grammars_leave_nothing_behind(compiler: GrammarCompiler) -> 
 def test_a_grammar_that_compiles_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.05)
-    monkeypatch.setattr(GrammarCompiler, "_made", lambda self, spec: release.wait(30) and "given up")
-    compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
+    monkeypatch.setattr(LLGuidanceCompiler, "_made", lambda self, spec: release.wait(30) and "given up")
+    compiler = LLGuidanceCompiler(DEMO, VOCAB, [EOS])
     for _ in range(grammar.MAX_ABANDONED):
         with pytest.raises(InvalidRequest, match="longer than"):
             compiler.compile(GrammarSpec("regex", "a"))
@@ -277,7 +277,7 @@ def test_a_grammar_that_compiles_too_long_is_given_up(monkeypatch: pytest.Monkey
         compiler.compile(GrammarSpec("regex", "a"))
 
 
-def test_a_grammar_beyond_the_limits_ends_its_text_and_raises_nothing(compiler: GrammarCompiler) -> None:
+def test_a_grammar_beyond_the_limits_ends_its_text_and_raises_nothing(compiler: LLGuidanceCompiler) -> None:
     spec = GrammarSpec("regex", "((a{1,1000}){1,1000}){1,1000}")
     matcher, other, token = compiler.compile(spec), compiler.compile(spec), 0
     for _ in range(200):
@@ -292,20 +292,20 @@ def test_a_grammar_beyond_the_limits_ends_its_text_and_raises_nothing(compiler: 
     assert other.failure is None and len(allowed(other, []) or []) >= 1, "limits are each request's own"
 
 
-def test_many_choices(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_many_choices(compiler: LLGuidanceCompiler, tokenizer: Tokenizer) -> None:
     matcher = compiler.compile(GrammarSpec("choice", json.dumps([f"w{i} word" for i in range(5000)])))
     matcher.commit(tokenizer.encode("w4321 word", special=False))
     assert matcher.complete and allowed(matcher, []) == [EOS]
 
 
 def test_ids_behind_the_tokenizers_are_never_allowed() -> None:
-    wide, row = GrammarCompiler(DEMO, VOCAB + 70, [EOS, 0]), np.full(67, -1, dtype=np.int32)
+    wide, row = LLGuidanceCompiler(DEMO, VOCAB + 70, [EOS, 0]), np.full(67, -1, dtype=np.int32)
     matcher = wide.compile(GrammarSpec("regex", "(.|\n)*"))
     assert matcher.mask([], row)
     found = set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
     assert max(found) < VOCAB and {EOS, 0} <= found
     with pytest.raises(LoadError, match=r"tokenizer\.json"):
-        GrammarCompiler(DEMO / "nowhere", VOCAB, [EOS])
+        LLGuidanceCompiler(DEMO / "nowhere", VOCAB, [EOS])
 
 
 def test_grammar_needs_no_torch() -> None:

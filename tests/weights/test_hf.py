@@ -28,14 +28,6 @@ def test_values_come_in_the_type_that_was_asked_for(tmp_path: Path) -> None:
     assert found.raw("text_config") == {"i": 5} and found.raw("absent") is None
 
 
-def test_what_was_read_is_known(tmp_path: Path) -> None:
-    found = config(tmp_path, {"a": 1, "b": 2, "text_config": {"c": 3, "d": 4}})
-    text = found.section("text_config")
-    found.get_int("a")
-    text.get_int("c")
-    assert found.read == {"a", "text_config", "text_config.c"} and found.unread() == {"b"} and text.unread() == {"d"}
-
-
 @pytest.mark.parametrize(
     ("getter", "arguments", "value", "message"),
     [

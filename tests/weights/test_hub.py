@@ -122,9 +122,9 @@ def test_an_id_becomes_a_directory_once(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("launch", "some-org/none"), "the hub shows no such model; a private one needs HF_TOKEN"),
+        (("launch", "some-org/none"), "no such model on the hub; a private one needs HF_TOKEN"),
         (("serve", ID, "--revision", "v9"), f"{ID}: the hub has no revision 'v9' of it"),
-        (("inspect", ID), f"it was not downloaded yet: `hf download {ID}`"),
+        (("inspect", ID), f"it is not downloaded: `hf download {ID}`"),
     ],
 )
 def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mtpserve.core.errors import LoadError
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.loader import load
-from mtpserve.weights.plan import Source
+from mtpserve.weights.plan import WeightSource
 from mtpserve.weights.rules import Drop, Rule
 from tests.weights.toys import RULES, Norm, Toy, tensors, write
 
@@ -93,7 +93,7 @@ def test_a_parameter_without_a_rule(tmp_path: Path) -> None:
 
 
 def test_a_tensor_without_a_rule(tmp_path: Path) -> None:
-    refused(write(tmp_path, tensors() | {"surplus": torch.ones(1)}), "model.safetensors: surplus: the model has no place")
+    refused(write(tmp_path, tensors() | {"surplus": torch.ones(1)}), "model.safetensors: surplus: the model has no parameter")
 
 
 def test_a_tensor_for_a_layer_that_the_model_lacks(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_second_checkpoint_with_its_own_rules(tmp_path: Path) -> None:
     trunk, layer = tensors(), {}
     for name in [n for n in trunk if n.startswith("layers.1.")]:
         layer[name.replace("layers.1.", "model.layers.0.")] = trunk.pop(name)
-    more = Source(
+    more = WeightSource(
         Checkpoint.open(write(tmp_path / "layer", layer)),
         [
             Rule(r"model\.layers\.0\.q\.(?P<kind>weight|bias)", "layers.1.{kind}", RULES[1].how),

@@ -176,7 +176,7 @@ def combine_kernel(p_out, p_partial, p_lse, E: tl.constexpr, SPLITS: tl.constexp
     b_lse = tl.load(p_lse + i_row * SPLITS + o_s, mask=o_s < SPLITS, other=float("-inf"))
     largest = tl.max(b_lse)
     total = tl.sum(tl.exp2(b_lse - largest))
-    # Only the last splits can be empty, and nobody has written their parts. NaN is not empty.
+    # Only the last splits can be empty, and their parts were not written. NaN is not empty.
     filled = tl.max(tl.where(b_lse == float("-inf"), 0, o_s + 1))
     b_acc = tl.zeros([triton.next_power_of_2(E)], tl.float32)
     for s in range(filled):
@@ -204,7 +204,7 @@ def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int
     unit of its own precision: its tiles are small.
     """
     if hip:
-        return Tiling(16 if rows <= 16 else 32, 16 if latent else 32, 4, 1)
+        return Tiling(16 if rows <= 16 or q_bytes == 4 else 32, 16 if latent else 32, 4, 1)
     if q_bytes == 4:
         return Tiling(16, 16, 8 if latent else 4, 1)
     if latent:

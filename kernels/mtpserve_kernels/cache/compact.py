@@ -1,7 +1,7 @@
-"""What survived of a tree moves together: the paths' slots, in every layer, in place.
+"""Accepted paths of trees become contiguous: their slots are moved, in every layer, in place.
 
-A program has a piece of one request's slots in one layer and walks the path from the root: a node's place on the path is never behind
-the node itself, so that what is overwritten was moved before. Moves 2 D numbers per layer and slot.
+A program has a piece of one request's slots in one layer and walks the path from the root: a node's place on the path is never after
+the node itself, so that what is overwritten has already been moved. Moves 2 D numbers per layer and slot.
 """
 
 from __future__ import annotations

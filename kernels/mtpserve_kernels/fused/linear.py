@@ -2,9 +2,9 @@
 
 The weights are the matrix unit's M operand and the rows, padded to 16, its N: a tile of W [BN, BK] times x^T [BK, BT]. The sum over K
 is split over programs where N alone does not fill the processor; the parts are added in a fixed order, so that the result does not
-depend on who came first. Moves N K + T (K + N) numbers, 2 T N K FLOPs.
+depend on which program ends first. Moves N K + T (K + N) numbers, 2 T N K FLOPs.
 
-float8 weights (e4m3, one scale per 128 x 128 block) are widened in registers, and each block's product is scaled by itself.
+float8 weights (e4m3, one scale per 128 x 128 block) are widened in registers, and each block's product is scaled on its own.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @triton.jit
 def _rotated(p_x, o, p_cos, p_sin, p_norm, scale, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, m):
-    """x[o] of one head, normed and rotated, float32. What is at or behind ROPE is not turned."""
+    """x[o] of one head, normed and rotated, float32. Numbers from ROPE on are not rotated."""
     if INTERLEAVED:
         o_partner, o_angle, first = o ^ 1, o // 2, o % 2 == 0
     else:

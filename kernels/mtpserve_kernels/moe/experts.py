@@ -1,18 +1,18 @@
 """The experts' products without a sort: gate and up with silu, down, and the sum over a row's experts; three launches.
 
-A program has one expert and some of its output columns. It looks up itself which rows chose its expert, and leaves at once if none
-did, so that the weights that are read are those of the experts that were hit, once per tile of rows. The shared expert is as many
-more experts as it is wide, which every row has chosen.
+A program has one expert, some of its output columns and a tile of rows. It looks up itself which of the rows chose its expert, and
+returns at once if none did, so that only the weights of experts that were chosen are read. Programs that differ in their rows alone
+follow one another, so that they find the weights in the cache. The shared expert counts as further experts that every row has chosen.
 
-    inner [T, K + shared, S]     what row t gave to its k-th expert
-    parts [T, K + shared, H]     what came back, float32, weighted; summed over k in this order, always
+    inner [T, K + shared, S]     silu(gate) * up of row t's k-th expert
+    parts [T, K + shared, H]     its output, float32, weighted; always summed over k in this order
 
 float8 weights (e4m3) have one float32 scale per 128 x 128 block and are widened in registers. Gate and up each begin a block of their own,
 
     gate_up [E, 2 S, H]          scales [E, 2 ceil(S / 128), ceil(H / 128)]
     down    [E, H, S]            scales [E, ceil(H / 128), ceil(S / 128)]
 
-and a tile never leaves its block: 64 outputs wide, 64 inputs deep. Each tile's product is scaled by itself, into the float32 sum.
+and a tile never leaves its block: 64 outputs wide, 64 inputs deep. Each tile's product is scaled on its own, then added in float32.
 
 Moves the hit experts' 3 S H numbers, 6 S H FLOPs per row and expert.
 """
@@ -31,7 +31,7 @@ BLOCK = 128  # of float8 scales
 
 @triton.jit
 def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Which rows of the tile chose this expert, and as which of theirs. All chose a shared one."""
+    """Which rows of the tile chose this expert, and in which of their K places. Every row has chosen a shared expert."""
     o_k = tl.arange(0, BK)
     m = (o_t < rows)[:, None] & (o_k < K)[None, :]
     b_match = tl.load(p_chosen + o_t[:, None] * K + o_k[None, :], mask=m, other=-1) == expert
@@ -170,7 +170,7 @@ def experts(
     check_scale(shared_down_scale, (deep, shared * blocks))
     parts = top + shared
     inner = torch.empty(rows, parts, size, dtype=x.dtype, device=x.device)
-    found = torch.empty(rows, parts, hidden, dtype=torch.float32, device=x.device)
+    weighted = torch.empty(rows, parts, hidden, dtype=torch.float32, device=x.device)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not rows:
         return out
@@ -181,10 +181,10 @@ def experts(
         SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BH=cut.BK, FP8=gate_up_scale is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     down_kernel[(tiles, number + shared, triton.cdiv(hidden, cut.BN))](
-        inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, found, rows, H=hidden, S=size, E=number,
+        inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, weighted, rows, H=hidden, S=size, E=number,
         SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BS=cut.BK, FP8=down_scale is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
-    sum_kernel[(rows, triton.cdiv(hidden, 1024))](found, out, H=hidden, PARTS=parts, B=1024)
+    sum_kernel[(rows, triton.cdiv(hidden, 1024))](weighted, out, H=hidden, PARTS=parts, B=1024)
     return out
 
 

@@ -1,6 +1,6 @@
 """The router: scores of all experts and the choice among them in one launch.
 
-Every program computes the scores of some experts for 16 rows; the one that finishes last, as a counter in memory says, chooses. Moves
+Every program computes the scores of some experts for 16 rows; the one that finishes last, by a counter in memory, chooses. Moves
 E H numbers once per 16 rows, 2 T E H FLOPs.
 """
 
@@ -28,20 +28,20 @@ def route_kernel(
         m_h = i * BH + o_h < H
         b_x = tl.load(p_x + o_t[:, None] * stride_x + i * BH + o_h[None, :], mask=m_t[:, None] & m_h[None, :], other=0.0)
         b_w = tl.load(p_w + o_e[:, None] * H + i * BH + o_h[None, :], mask=m_e[:, None] & m_h[None, :], other=0.0)
-        # Choices hang on small differences: whole float32, no tf32.
+        # Choices depend on small differences: float32, no tf32.
         b_acc = tl.dot(b_w.to(tl.float32), tl.trans(b_x.to(tl.float32)), b_acc, input_precision="ieee")
     b_score = 1.0 / (1.0 + tl.exp(-b_acc))
     tl.store(p_scores + o_t[None, :] * E + o_e[:, None], b_score, mask=m_e[:, None] & m_t[None, :])
-    tl.debug_barrier()  # all of this program's scores are out before it says so
+    tl.debug_barrier()  # all of this program's scores are written before it is counted
     done = tl.atomic_add(p_done + i_t, 1, sem="acq_rel")
     if done == tl.num_programs(1) - 1:
-        tl.store(p_done + i_t, 0)  # as the next launch wants it
+        tl.store(p_done + i_t, 0)  # for the next launch
         o = tl.arange(0, ALL)
         b_bias = tl.load(p_bias + o, mask=o < E, other=0.0)
         for row in range(i_t * BT, tl.minimum(i_t * BT + BT, rows)):
-            # Past the cache of this processor: others have written them.
+            # Not from the L1 cache: other processors have written them.
             b_all = tl.load(p_scores + row * E + o, mask=o < E, other=0.0, volatile=True)
-            # A NaN must not lead to an expert that does not exist.
+            # With NaN the choice must still be an expert that exists.
             b_choice = tl.where(o < E, tl.where(b_all == b_all, b_all + b_bias, -1e30), float("-inf"))
             if TOP_GROUPS < GROUPS:
                 o_g = tl.arange(0, BG)

@@ -1,9 +1,9 @@
-"""Acceptance, chain or tree: every node's choice, then the walk along those that were foreseen.
+"""Acceptance, chain or tree: every node's choice, then the walk along the choices that were drafted.
 
 `choose_kernel`, a program per node, finds the cut that top_k, top_p and min_p make through its logits without sorting them, and draws
 by a race: the largest of weight / exponential noise, the noise being a function of (seed, index of the token, token) alone. Where
-drafts were drawn from a distribution q it tosses the draft's coin and draws from max(p - q, 0) too (Leviathan et al. 2023,
-https://arxiv.org/abs/2211.17192). `walk_kernel`, a program per request, follows the choices from the root.
+drafts were drawn from a distribution q it also draws whether the draft is accepted, and a token from max(p - q, 0) (Leviathan et al.
+2023, https://arxiv.org/abs/2211.17192). `walk_kernel`, a program per request, follows the choices from the root.
 
 The cut is found by bisection over the order of floats, three bits a pass: 11 passes over a row that stays in the processor's cache.
 Moves T V numbers from memory once.
@@ -62,7 +62,7 @@ def _scaled(p_row, o, V: tl.constexpr, top, inverse):
 
 @triton.jit
 def _cut(p_row, top, inverse, least, limit, BY_MASS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
-    """The least cut c ≥ `least` (as an ordered int) such that what is above it stays below `limit`: a number of tokens, or, by mass, a
+    """The least cut c ≥ `least` (as an ordered int) such that what is above it is less than `limit`: a number of tokens, or, by mass, a
     sum of exp. Tokens at or above the cut are kept, so that ties stay together."""
     # Scaled logits are not above 0, whose order is 0; the search is over c = least + offset.
     low, high = least.to(tl.int64), tl.full([], 0, tl.int64)
@@ -93,7 +93,7 @@ def choose_kernel(
     p_logits, p_drafts, p_depths, p_seats, p_length, p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_coupled, p_q,
     p_chosen, p_rest, p_kept, p_fine, stride_depths, stride_q, last_q, NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """p_depths is None for chains, p_q where no drafts were drawn, the parameter of a cut where nobody uses it."""
+    """p_depths is None for chains, p_q where no drafts were drawn, a cut's parameter where no request uses it."""
     i_row = tl.program_id(0)
     r, node = i_row // NODES, i_row % NODES
     seat = tl.load(p_seats + r)
@@ -125,7 +125,7 @@ def choose_kernel(
             top_k = tl.load(p_top_k + seat)
             if (top_k > 0) & (top_k < V):
                 cut = _cut(p_row, top, inverse, cut, top_k.to(tl.float32), False, V, BV)
-        # All sums take the same passes, so that what is not asked for does not change them.
+        # All sums take the same passes, so that a cut that is not used does not change them.
         b_mass = tl.zeros([BV], tl.float32)
         for i in range(tl.cdiv(V, BV)):
             b_s = _scaled(p_row, i * BV + tl.arange(0, BV), V, top, inverse)

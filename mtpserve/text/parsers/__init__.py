@@ -1,1 +1,1 @@
-"""What a model's text means: reasoning, content and tool calls, taken apart while the text arrives."""
+"""Parsers of a model's output while it is streamed: reasoning, content and tool calls."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mtpserve.text.parsers.grammar import arguments_json, calls_of, text
 from mtpserve.text.parsers.scanner import Reading, Scanner
-from mtpserve.text.parsers.tools import MORE, Spelling, Tool, in_name
+from mtpserve.text.parsers.tools import MORE, Spell, Tool, in_name
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -33,7 +33,7 @@ class DeepSeekV3:
             scan.layout()
 
     def _call(self, scan: Scanner) -> Reading[bool]:
-        """Its marker is taken → whether it was one."""
+        """Called after the marker was taken → whether a call followed."""
         yield from scan.blanks()
         name = yield from scan.while_in(in_name)
         if not name or not (yield from scan.follows(SEPARATOR)):
@@ -56,7 +56,7 @@ class DeepSeekV3:
         scan.end()
         return True
 
-    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         return calls_of(
             [f"{spell(CALL)} {self.body(tool, spell)} {spell(CALL_END)}" for tool in tools],
             several, begin=spell(SECTION), between=self.BETWEEN, end=spell(SECTION_END),
@@ -64,16 +64,16 @@ class DeepSeekV3:
 
     BETWEEN = text("\n")
 
-    def body(self, tool: Tool, spell: Spelling) -> str:
+    def body(self, tool: Tool, spell: Spell) -> str:
         head, tail = text(f"{tool.name}\n{FENCE}json\n"), text(f"\n{FENCE}")
         return f"{text('function')} {spell(SEPARATOR)} {head} {arguments_json(tool.parameters)} {tail}"
 
 
 class DeepSeekV31(DeepSeekV3):
-    """`name⟨sep⟩{…}`, one behind the other."""
+    """`name⟨sep⟩{…}`, one after the other."""
 
     example = f"{SECTION}{CALL}tool_call_name{SEPARATOR}tool_call_arguments{CALL_END}{MORE}{SECTION_END}"
     BETWEEN = text("")
 
-    def body(self, tool: Tool, spell: Spelling) -> str:
+    def body(self, tool: Tool, spell: Spell) -> str:
         return f"{text(tool.name)} {spell(SEPARATOR)} {arguments_json(tool.parameters)}"

@@ -1,6 +1,6 @@
 """Calls as JSON objects {"name": …, "arguments": {…}}: Hermes and Qwen, Llama 3, Mistral, and the plain list where no format is named.
 
-The formats differ in what stands around the objects. Sources: the chat templates of Qwen2.5 and Qwen3 (Hermes' format), of
+The formats differ in the text around the objects. Sources: the chat templates of Qwen2.5 and Qwen3 (Hermes' format), of
 Llama-3.1-Instruct, of Mistral-7B-Instruct-v0.3 (lists) and Mistral-Small-3.2 (`[TOOL_CALLS]name[ARGS]{…}`).
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from mtpserve.text.parsers.grammar import arguments_json, calls_of, text
 from mtpserve.text.parsers.scanner import Reading, Scanner
-from mtpserve.text.parsers.tools import EXAMPLE, Spelling, Tool, in_name
+from mtpserve.text.parsers.tools import EXAMPLE, Spell, Tool, in_name
 
 ARGUMENTS = ("arguments", "parameters")
-HEAD = ("name", "type", "id", "function", *ARGUMENTS)  # what comes first in a call that nothing else marks as one
+HEAD = ("name", "type", "id", "function", *ARGUMENTS)  # keys that may come before the name in a call without a marker
 
 
 class Object:
-    """Reads one object. `known`, where nothing before the object says that it is a call: the names of which it must have one."""
+    """Reads one object. `known`: without a marker before it, the object is a call only if it has one of these names."""
 
     def __init__(self, scan: Scanner, *, stop: str = "", known: frozenset[str] | None = None, id: str | None = None) -> None:
         self._scan, self._stop, self._known, self._id = scan, stop, known, id
@@ -29,7 +29,7 @@ class Object:
         self._begun = False
 
     def read(self) -> Reading[bool]:
-        """Whether it was a call; then it was begun and is not ended."""
+        """→ whether it was a call. If so its CallBegin was emitted and its CallEnd was not."""
         closed = yield from self._members()
         if not self._begun and self._name is not None and closed:
             self._begin()
@@ -37,17 +37,17 @@ class Object:
         return self._begun
 
     def _members(self) -> Reading[bool]:
-        """An object → whether it was sound to its end."""
+        """Reads an object → whether it was well-formed to its end."""
         if not (yield from self._scan.follows("{")):
             return False
         while (yield from self._member()):
-            found = yield from self._scan.follows(",", "}")
-            if found != ",":
-                return found == "}"
+            separator = yield from self._scan.follows(",", "}")
+            if separator != ",":
+                return separator == "}"
         return False
 
     def _member(self) -> Reading[bool]:
-        """One key and its value → whether it was sound."""
+        """Reads one key and its value → whether they were well-formed."""
         scan = self._scan
         yield from scan.blanks()
         if (yield from scan.peek()) != '"':
@@ -62,9 +62,9 @@ class Object:
         if key == "name" and self._name is None:
             self._name = (yield from scan.json_string()) if first == '"' else None
             return bool(self._name) and (self._known is None or self._name in self._known)
-        if key == "function" and self._name is None and first == "{":  # as OpenAI lays calls out
+        if key == "function" and self._name is None and first == "{":  # OpenAI's layout of a call
             return (yield from self._members())
-        if key in ARGUMENTS and not self._begun and self._held is None and first != "n":  # null is as good as nothing
+        if key in ARGUMENTS and not self._begun and self._held is None and first != "n":  # null: no arguments
             return (yield from self._arguments(first))
         return (yield from scan.json_value(lambda _: None, self._stop))
 
@@ -112,20 +112,20 @@ class Hermes:
         scan.take(len(marker))
         yield from scan.follows("[")
         while (yield from Object(scan, stop=self.END).read()):
-            yield from scan.follows(",", "]", "}")  # the last is one too many
+            yield from scan.follows(",", "]", "}")  # models sometimes write one "}" too many
             ended = yield from scan.follows(self.END)
             scan.end()
             if ended:
                 return
 
-    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         begin, end, line = spell(self.markers[0]), spell(self.END), text("\n")
         each = [f"{begin} {line} {object_grammar(tool, 'arguments')} {line} {end}" for tool in tools]
         return calls_of(each, several, between=line)
 
 
 class Llama3:
-    """An object with a tool's name, wherever it begins; several are separated by semicolons, or stand in a list."""
+    """An object with a tool's name, anywhere in the text; several are separated by semicolons, or are a list."""
 
     TAG = "<|python_tag|>"
     markers: tuple[str, ...] = (TAG, "{", "[")
@@ -140,18 +140,18 @@ class Llama3:
         listed = bool((yield from scan.follows("[")))
         while (yield from Object(scan, known=self._known).read()):
             scan.end()
-            found = yield from scan.follows(";", ",", *(["]"] if listed else []))
-            if found == "]":
+            separator = yield from scan.follows(";", ",", *(["]"] if listed else []))
+            if separator == "]":
                 scan.layout()
-            if found in ("]", ""):
+            if separator in ("]", ""):
                 return
 
-    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         return calls_of([object_grammar(tool, "parameters") for tool in tools], several, between=text("; "))
 
 
 class Listed:
-    """A list of objects and nothing else: what a model is made to write when no format is configured."""
+    """A list of objects and nothing else: the format that is asked of a model when none is configured."""
 
     markers: tuple[str, ...] = ("[",)
     example = f"[{EXAMPLE}]"
@@ -167,16 +167,16 @@ class Listed:
         yield from self.read_list(scan)
 
     def read_list(self, scan: Scanner) -> Reading[None]:
-        """Its bracket is taken."""
+        """Called after the opening bracket was taken."""
         while (yield from Object(scan, id=self.new_id()).read()):
             scan.end()
-            found = yield from scan.follows(",", "]")
-            if found == "]":
+            separator = yield from scan.follows(",", "]")
+            if separator == "]":
                 scan.layout()
-            if found != ",":
+            if separator != ",":
                 return
 
-    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         each = [object_grammar(tool, "arguments") for tool in tools]
         return calls_of(each, several, begin=text("["), between=text(", "), end=text("]"))
 
@@ -187,7 +187,7 @@ class Mistral(Listed):
     example = f"{TAG}[{EXAMPLE}]"
 
     def new_id(self) -> str:
-        """The templates insist on nine letters and digits."""
+        """Nine letters and digits, which Mistral's chat templates require."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
@@ -210,9 +210,9 @@ class Mistral(Listed):
             yield from scan.json_value(scan.arguments, self.TAG)
             scan.end()
 
-    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         tag, args = spell(self.TAG), spell(self.ARGS)
-        if args == text(self.ARGS):  # a vocabulary without this token is that of a model that writes lists
+        if args == text(self.ARGS):  # a model whose vocabulary lacks this token writes lists
             each = [object_grammar(tool, "arguments") for tool in tools]
             return calls_of(each, several, begin=f"{tag} {text('[')}", between=text(", "), end=text("]"))
         return calls_of([f"{tag} {text(tool.name)} {args} {arguments_json(tool.parameters)}" for tool in tools], several)

@@ -1,4 +1,4 @@
-"""One output taken apart while it arrives: reasoning, content and tool calls. Endpoints turn the events into their own layouts."""
+"""Parses one output while it is streamed: reasoning, content and tool calls. Each endpoint renders the events in its own format."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from mtpserve.text.parsers.reasoning import Opening, Thinking
 from mtpserve.text.parsers.scanner import BLANKS, Reading, Scanner
 from mtpserve.text.parsers.tools import CallFormat
 
-SLICE = 256  # characters read at a time: a scanner copies what it has not taken yet
+SLICE = 256  # characters read at a time: the scanner copies its unread text with every `take`
 
 
 class OutputParser:
-    """Never raises, whatever the text is, and gives the same events but for where they are cut, wherever the text is cut.
+    """Never raises, whatever the text. How the text is cut into pieces changes only how the events are cut into pieces.
 
-    `thinking` None: no reasoning is looked for. `calls` None: no calls are.
+    `thinking` None: reasoning is not parsed. `calls` None: calls are not parsed.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class OutputParser:
         for place in range(0, len(text), SLICE):
             self._scan.text += text[place : place + SLICE]
             next(self._reading, None)
-        return self._told()
+        return self._new_events()
 
     def finish(self) -> list[Event]:
-        """No more text comes. A call that is not complete ends here, with the arguments as far as they came."""
+        """No more text comes. An incomplete call ends here, with the arguments that arrived."""
         self._scan.ended = True
         next(self._reading, None)
-        return self._told()
+        return self._new_events()
 
-    def _told(self) -> list[Event]:
-        told, self._scan.events = self._scan.events, []
-        return told
+    def _new_events(self) -> list[Event]:
+        events, self._scan.events = self._scan.events, []
+        return events
 
     def _read(self, thinking: Thinking | None, opening: Opening, separate: bool) -> Reading[None]:
         if thinking is not None:
@@ -53,7 +53,7 @@ class OutputParser:
         yield from self._scan.until((), lambda _: self._scan.content())
 
     def _ends_in_calls(self) -> Reading[bool]:
-        """Whether all text that is to come is calls: models forget to end their reasoning in front of them. Takes nothing."""
+        """Whether all the remaining text is calls: models sometimes do not end their reasoning before them. Takes nothing."""
         trial, seen, called = OutputParser(calls=self._calls), 0, False
         while True:
             ended = self._scan.ended
@@ -67,7 +67,7 @@ class OutputParser:
             yield
 
     def _answer(self, calls: CallFormat) -> Reading[None]:
-        """Content, and calls among it. Blanks around a call are layout; between two texts they are content."""
+        """Content and calls. Blanks around a call are layout; between two texts they are content."""
         scan, after_call = self._scan, False
 
         def content() -> None:
@@ -79,7 +79,7 @@ class OutputParser:
             yield from scan.blanks()
             yield from calls.read(scan, marker)
             after_call = True
-            if scan.record:  # it was no call after all
+            if scan.record:  # it was not a call
                 content()
         yield from scan.blanks()
         (scan.layout if after_call else scan.content)()

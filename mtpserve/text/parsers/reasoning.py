@@ -1,4 +1,4 @@
-"""Reasoning in front of the answer: where it begins, where it ends, and what a grammar for the answer must let pass first."""
+"""Reasoning before the answer: where it begins and ends, and the rule that allows it before an answer constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from enum import Enum
 
 from mtpserve.text.parsers.grammar import text, up_to
 from mtpserve.text.parsers.scanner import BLANKS, Reading, Scanner
-from mtpserve.text.parsers.tools import Spelling
+from mtpserve.text.parsers.tools import Spell
 
-MAX_TAIL = 64  # characters of a prompt's end that say whether it opened the reasoning
-AFTER_RESULTS = ("<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")  # DeepSeek's turns go on with the answer itself, or open reasoning
+MAX_TAIL = 64  # characters at a prompt's end that are searched for tags
+AFTER_RESULTS = ("<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")  # after these DeepSeek's turn is the answer, or opens reasoning
 
 
 class Opening(Enum):
-    INSIDE = "inside"  # the output goes on with reasoning
-    MAYBE = "maybe"  # it may begin with the start tag
-    NONE = "none"  # the prompt has closed it
+    INSIDE = "inside"  # the output begins inside the reasoning
+    MAYBE = "maybe"  # the output may begin with the start tag
+    NONE = "none"  # there is no reasoning: the prompt has closed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Thinking:
     end: str = "</think>"
 
     def opening(self, prompt: str) -> Opening:
-        """By the end of the rendered prompt: templates open the reasoning, or switch it off by closing it at once."""
+        """From the end of the rendered prompt: templates open the reasoning, or switch it off by closing it at once."""
         tail = prompt[-MAX_TAIL:].rstrip()
         if tail.endswith(self.end):
             return Opening.NONE
@@ -38,15 +38,15 @@ class Thinking:
         return Opening.INSIDE if self.always or tail.endswith(self.start) else Opening.MAYBE
 
     def goes_on(self, begun: str) -> Opening:
-        """By an answer whose beginning is given: only an open tag in it leaves room for reasoning."""
+        """From the given beginning of an answer that is continued: reasoning follows only if its last tag is a start tag."""
         return Opening.INSIDE if begun.rfind(self.start) > begun.rfind(self.end) else Opening.NONE
 
     def read(
         self, scan: Scanner, opening: Opening, separate: bool, markers: Sequence[str], ends_in_calls: Callable[[], Reading[bool]]
     ) -> Reading[None]:
-        """The reasoning, and the blanks behind it. Not `separate`: all of it is content, tags included.
+        """Takes the reasoning and the blanks after it. Not `separate`: all of it is content, tags included.
 
-        `markers` begin calls; what begins with one and `ends_in_calls` is not taken, though the end tag is missing.
+        `markers` begin calls; at a marker after which `ends_in_calls`, the reasoning ends without its end tag.
         """
         reasoning, layout = (scan.reasoning, scan.layout) if separate else (scan.content, scan.content)
         if opening is Opening.NONE:
@@ -56,18 +56,18 @@ class Thinking:
         yield from scan.blanks()
         layout()
         tags = [marker for marker in markers if len(marker) > 1]
-        while (found := (yield from scan.until((self.end, *tags), lambda _: reasoning(), hold=BLANKS))) in tags:
+        while (tag := (yield from scan.until((self.end, *tags), lambda _: reasoning(), hold=BLANKS))) in tags:
             if (yield from ends_in_calls()):
                 return
-            scan.take(scan.text.index(found) + len(found))
+            scan.take(scan.text.index(tag) + len(tag))
             reasoning()
         yield from scan.blanks()
-        scan.take(len(found))
+        scan.take(len(tag))
         yield from scan.blanks()
         layout()
 
-    def front(self, opening: Opening, spell: Spelling) -> str:
-        """What may stand before an answer that a grammar constrains: Lark with a rule `front`, "" for nothing."""
+    def front(self, opening: Opening, spell: Spell) -> str:
+        """What may come before an answer that a grammar constrains: Lark with a rule `front`, "" for nothing."""
         if opening is Opening.NONE:
             return ""
         begin = spell(self.start)
@@ -79,15 +79,15 @@ BLANK_LINES = f"({text(chr(10))} | {text(chr(10) * 2)})?"
 
 
 class ReasoningCount:
-    """Which of an output's tokens are reasoning, the tags among them."""
+    """Counts an output's reasoning tokens, including the tags."""
 
     def __init__(self, thinking: Thinking, opening: Opening) -> None:
         self._thinking, self._opening = thinking, opening
-        self._text = ""  # of the last tokens
-        self._waiting = 0  # tokens of what may become the start tag
+        self._text = ""  # text of the last tokens
+        self._waiting = 0  # tokens of a possible start tag
 
     def add(self, written: str) -> int:
-        """The text of one more token → how many tokens are known with it to be reasoning."""
+        """The text of one more token → how many more tokens are now known to be reasoning."""
         if self._opening is Opening.NONE:
             return 0
         self._text = self._text[-MAX_TAIL:] + written
@@ -100,15 +100,15 @@ class ReasoningCount:
             self._opening = Opening.INSIDE
         if self._thinking.end in self._text:
             self._opening = Opening.NONE
-        found, self._waiting = self._waiting, 0
-        return found
+        count, self._waiting = self._waiting, 0
+        return count
 
 
 def always() -> Thinking:
-    """DeepSeek-R1, Qwen3-Thinking: models that do nothing else."""
+    """DeepSeek-R1, Qwen3-Thinking: models that always reason."""
     return Thinking(always=True)
 
 
 def sometimes() -> Thinking:
-    """Qwen3, GLM-4.5, DeepSeek-V3.1, MiMo-7B: models whose template switches it, or that begin it themselves."""
+    """Qwen3, GLM-4.5, DeepSeek-V3.1, MiMo-7B: models whose template switches reasoning on and off, or that write the start tag."""
     return Thinking(always=False)

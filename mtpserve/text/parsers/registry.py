@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning by name; SGLang's names are understood where they differ from vLLM's."""
+"""The formats of tool calls and of reasoning by name: vLLM's, and SGLang's where they differ."""
 
 from collections.abc import Callable
 

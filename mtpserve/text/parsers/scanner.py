@@ -1,9 +1,9 @@
-"""Reading text that has not all arrived. Parsers are generators that ask for more by `yield`, and so are written as if all were there.
+"""Reading streamed text. Parsers are generators that `yield` when they need more text, and are written as if all of it had arrived.
 
-    "…attributed to events │ record: taken, not attributed │ text: arrived, not taken │ not arrived…"
+    "…in events │ record: taken, not in an event yet │ text: arrived, not taken │ not arrived…"
 
-Whatever is taken goes into the record, and every event empties it, so that nothing can be lost. Decisions depend on the text alone,
-never on where it was cut: a method that needs more characters in order to decide waits for them, and for nothing else.
+All text that is taken goes into the record, and every event empties the record, so that nothing is lost. Decisions depend on the text
+alone, never on how it was cut into pieces: a method that needs more characters in order to decide waits for exactly those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields while it waits for more text
 
 BLANKS = " \t\r\n"
-MAX_BLANKS = 256  # that layout may have in a row: a model that writes nothing else must not cost more and more
+MAX_BLANKS = 256  # blanks in a row that count as layout; bounds the cost of a model that writes only blanks
 
 
 class Scanner:
@@ -59,7 +59,7 @@ class Scanner:
             self.events.append(Arguments(self._calls, text))
 
     def end(self) -> None:
-        """Of the call that was begun."""
+        """Ends the call that was begun."""
         self.events.append(CallEnd(self._calls, self._recorded()))
         self._calls += 1
 
@@ -78,7 +78,7 @@ class Scanner:
         return self.text[:1]
 
     def follows(self, *literals: str) -> Reading[str]:
-        """Takes blanks and the first of `literals` that stands behind them → it; takes nothing and → "" where none does."""
+        """Takes blanks and the first of `literals` that follows them → that literal; if none does, takes nothing → ""."""
         while True:
             rest = self.text.lstrip(BLANKS)
             if len(self.text) - len(rest) > MAX_BLANKS:
@@ -94,7 +94,7 @@ class Scanner:
             yield
 
     def ahead(self, place: int, *literals: str) -> Reading[bool]:
-        """Whether blanks and one of `literals`, or the end of all text, stand behind `place`. Takes nothing."""
+        """Whether blanks and one of `literals`, or the end of all text, follow at `place`. Takes nothing."""
         while True:
             rest = self.text[place:].lstrip(BLANKS)
             if any(rest.startswith(literal) for literal in literals) or (self.ended and not rest):
@@ -112,33 +112,33 @@ class Scanner:
 
     def while_in(self, allowed: Callable[[str], bool]) -> Reading[str]:
         """Takes characters as long as they are `allowed`."""
-        found = ""
+        taken = ""
         while (next := (yield from self.peek())) and allowed(next):
-            found += self.take(1)
-        return found
+            taken += self.take(1)
+        return taken
 
     def until(self, markers: Sequence[str], passed: Callable[[str], None], hold: str = "", most: int = MAX_BLANKS) -> Reading[str]:
-        """Takes text, handing it to `passed` piece by piece, up to the first marker → that marker, or "" at the end of all text.
+        """Takes text up to the first marker and passes it to `passed` piece by piece → that marker, or "" at the end of all text.
 
-        The marker is not taken, and neither are characters of `hold` right before it or before the end, `most` at most. No marker may
-        contain another: then the one that begins first is also the one that is complete first.
+        The marker is not taken, and neither are up to `most` characters of `hold` right before it or before the end. No marker may
+        contain another, so that the one that begins first is also complete first.
         """
         while True:
             places = [(place, marker) for marker in markers if (place := self.text.find(marker)) >= 0]
             keep = 0 if self.ended or places else max((overlap(self.text, marker) for marker in markers), default=0)
-            end, found = min(places) if places else (len(self.text) - keep, "")
+            end, marker = min(places) if places else (len(self.text) - keep, "")
             if hold:
                 end = max(len(self.text[:end].rstrip(hold)), end - most)
             if end:
                 passed(self.take(end))
-            if found or self.ended:
-                return found
+            if marker or self.ended:
+                return marker
             yield
 
     # -- JSON -----------------------------------------------------------------------------------------------------------------
 
     def json_string(self) -> Reading[str | None]:
-        """Takes a string whose opening quote comes next → what it spells; None where it has no end or is not JSON."""
+        """Takes a string whose opening quote comes next → its value; None if it has no end or is not JSON."""
         written = self.take(1)
         while (next := (yield from self.peek())) != '"':
             if not next:
@@ -148,17 +148,17 @@ class Scanner:
                 written += self.take(1)
         written += self.take(1)
         try:
-            found = json.loads(written)
-            found.encode()  # half a surrogate pair is no character
+            value = json.loads(written)
+            value.encode()  # fails for half a surrogate pair, which is not a character
         except ValueError:
             return None
-        return str(found)
+        return str(value)
 
     def json_value(self, passed: Callable[[str], None], stop: str = "") -> Reading[bool]:
-        """Takes one value, handing it on piece by piece → whether it was closed.
+        """Takes one value and passes it on piece by piece → whether it was closed.
 
-        Brackets are counted and strings are respected, and that is all: what is wrong inside is the client's to see. `stop` outside a
-        string ends the value too, as does what closes something around it.
+        Only brackets are counted, outside of strings; other errors in the JSON are passed on to the client. `stop` outside a string ends
+        the value too, and so does a character that cannot continue it (a bracket of the enclosing value, a comma, a colon).
         """
         depth, inside, escaped, begun, piece = 0, False, False, False, ""
 
@@ -181,7 +181,7 @@ class Scanner:
                 if not inside and depth == 0:
                     return done(True)
                 continue
-            if stop and next == stop[0] and (yield from self._stands(stop)):
+            if stop and next == stop[0] and (yield from self._next_is(stop)):
                 return done(begun and depth == 0)
             if depth == 0 and (next in "]},:" or (begun and next in BLANKS)):
                 return done(begun)
@@ -192,7 +192,7 @@ class Scanner:
             if depth == 0 and next in "]}":
                 return done(True)
 
-    def _stands(self, literal: str) -> Reading[bool]:
+    def _next_is(self, literal: str) -> Reading[bool]:
         while len(self.text) < len(literal) and literal.startswith(self.text) and not self.ended:
             yield
         return self.text.startswith(literal)

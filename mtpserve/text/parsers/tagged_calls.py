@@ -1,6 +1,6 @@
-"""Calls whose arguments stand one by one between tags, as GLM-4.5 and Qwen3-Coder write them, turned into JSON.
+"""Calls with each argument between tags of its own, as GLM-4.5 and Qwen3-Coder write them, converted to JSON.
 
-A parameter whose schema allows only strings is handed on while it arrives; of every other one the type is known when it is complete.
+A parameter whose schema allows only strings is passed on while it arrives; any other one when it is complete and its type is known.
 Sources: the chat templates of GLM-4.5 and of Qwen3-Coder.
 """
 
@@ -12,33 +12,33 @@ from collections.abc import Callable, Mapping, Sequence
 from mtpserve.text.parsers.grammar import calls_of, text
 from mtpserve.text.parsers.scanner import Reading, Scanner
 from mtpserve.text.parsers.tagged_values import as_json, inside_string, property_of, types_of, value_rule
-from mtpserve.text.parsers.tools import Schema, Spelling, Tool, in_name
+from mtpserve.text.parsers.tools import Schema, Spell, Tool, in_name
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 
 class Tagged:
-    """What the two have in common: KEY key KEY_END VALUE value VALUE_END, again and again, and one of ENDS."""
+    """The common part: KEY key KEY_END VALUE value VALUE_END, repeated, and then one of ENDS."""
 
     KEY = KEY_END = VALUE = VALUE_END = ""
     ENDS: tuple[str, ...] = ()
     UNCLOSED: tuple[str, ...] = ()  # what ends a value whose end tag is missing
-    PADDED = False  # a line break stands on either side of a value
+    PADDED = False  # there is a line break before and after each value
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool.parameters for tool in tools}
 
-    def parameters(self, scan: Scanner, name: str, found: str) -> Reading[str]:
-        """The arguments of a call that is begun; `found` is the tag just taken → the tag that ended them, "" if none did."""
+    def parameters(self, scan: Scanner, name: str, tag: str) -> Reading[str]:
+        """Reads the arguments of a call that was begun; `tag` is the one just taken → the tag that ended them, "" if none did."""
         lead = "{"
-        while found == self.KEY:
+        while tag == self.KEY:
             if not (yield from self._parameter(scan, self._tools.get(name, {}), lead)):
                 return ""
             lead = ", "
-            found = yield from scan.follows(self.KEY, *self.ENDS)
-        if found or not scan.ended:  # at the end of all text the rest is missing, and the arguments must not look whole
+            tag = yield from scan.follows(self.KEY, *self.ENDS)
+        if tag or not scan.ended:  # if the text ends before the tag, the arguments are incomplete and stay invalid JSON
             scan.arguments("{}" if lead == "{" else "}")
-        return found
+        return tag
 
     def _parameter(self, scan: Scanner, schema: Schema, lead: str) -> Reading[bool]:
         parts: list[str] = []
@@ -62,22 +62,22 @@ class Tagged:
         return ended
 
     def _value(self, scan: Scanner, passed: Callable[[str], None]) -> Reading[bool]:
-        """Up to an end tag with what may follow one behind it: a value may contain that tag."""
+        """Takes a value up to an end tag that is followed by something that may follow it: the value itself may contain the end tag."""
         if self.PADDED and (yield from scan.peek()) == "\n":
             scan.take(1)
-        while found := (yield from scan.until((self.VALUE_END, *self.UNCLOSED), passed, hold="\n" if self.PADDED else "", most=1)):
-            held = scan.text.index(found)  # a line break that belongs to the format
-            if found != self.VALUE_END:
+        while tag := (yield from scan.until((self.VALUE_END, *self.UNCLOSED), passed, hold="\n" if self.PADDED else "", most=1)):
+            held = scan.text.index(tag)  # a line break that belongs to the format
+            if tag != self.VALUE_END:
                 scan.take(held)
                 return True
-            if (yield from scan.ahead(held + len(found), self.KEY, CALL, *self.ENDS)):
-                scan.take(held + len(found))
+            if (yield from scan.ahead(held + len(tag), self.KEY, CALL, *self.ENDS)):
+                scan.take(held + len(tag))
                 return True
-            passed(scan.take(held + len(found)))
+            passed(scan.take(held + len(tag)))
         return False
 
-    def parameter_rules(self, tool: Tool, number: int, key_of: Callable[[str], str], end: tuple[str, ...], spell: Spelling) -> list[str]:
-        """→ the sequence of parameters as an expression, and then the rules of their values."""
+    def parameter_rules(self, tool: Tool, number: int, key_of: Callable[[str], str], end: tuple[str, ...], spell: Spell) -> list[str]:
+        """→ an expression for the sequence of parameters, then the rules of their values."""
         properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
         keys = list(properties) if isinstance(properties, Mapping) else []
         needed = required if isinstance(required, list) else []
@@ -94,20 +94,20 @@ class GLM45(Tagged):
     markers: tuple[str, ...] = (CALL,)
     KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
     ENDS = (CALL_END,)
-    LINE = "\n"  # between the parts, where the model writes them; where it reads them, blanks do not matter
+    LINE = "\n"  # between the parts, in the grammar; `read` accepts any blanks there
     example = f"{CALL}tool_call_name\n{KEY}key{KEY_END}\n{VALUE}value{VALUE_END}\n{CALL_END}"
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         scan.take(len(marker))
         yield from scan.blanks()
         name = yield from scan.while_in(in_name)
-        found = (yield from scan.follows(self.KEY, CALL_END)) if name else ""
-        if found:
+        tag = (yield from scan.follows(self.KEY, CALL_END)) if name else ""
+        if tag:
             scan.begin(name)
-            yield from self.parameters(scan, name, found)
+            yield from self.parameters(scan, name, tag)
             scan.end()
 
-    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         def key_of(key: str) -> str:
             return " ".join((spell(self.KEY), text(key), spell(self.KEY_END), text(self.LINE), spell(self.VALUE)))
 
@@ -127,7 +127,7 @@ class GLM47(GLM45):
 
 class Qwen3Coder(Tagged):
     FUNCTION, FUNCTION_END = "<function=", "</function>"
-    markers: tuple[str, ...] = (CALL, FUNCTION)  # the model forgets the first one at times
+    markers: tuple[str, ...] = (CALL, FUNCTION)  # the model sometimes omits the first one
     KEY, KEY_END, VALUE_END = "<parameter=", ">", "</parameter>"
     ENDS = (FUNCTION_END, CALL_END)
     UNCLOSED = ("\n<parameter=", "\n</function>")
@@ -142,12 +142,12 @@ class Qwen3Coder(Tagged):
         if not name or not (yield from scan.follows(">")):
             return
         scan.begin(name)
-        found = yield from scan.follows(self.KEY, *self.ENDS)
-        if (yield from self.parameters(scan, name, found)) == self.FUNCTION_END:
+        tag = yield from scan.follows(self.KEY, *self.ENDS)
+        if (yield from self.parameters(scan, name, tag)) == self.FUNCTION_END:
             yield from scan.follows(CALL_END)
         scan.end()
 
-    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
         def key_of(key: str) -> str:
             return text(f"{self.KEY}{key}>\n")
 

@@ -1,4 +1,4 @@
-"""Values that stand in tags as plain text: which JSON they mean, by the tool's schema, and how a grammar allows just those."""
+"""Values written as plain text between tags: the JSON that they mean according to the tool's schema, and grammar rules for them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtpserve.text.parsers.grammar import arguments_json, text, up_to
-from mtpserve.text.parsers.tools import Schema, Spelling
+from mtpserve.text.parsers.tools import Schema, Spell
 
-MAX_REFERENCES = 16  # that lead from one schema to the next
-PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write values that they print
+MAX_REFERENCES = 16  # length of a chain of `$ref`s
+PYTHON = {"True": "true", "False": "false", "None": "null"}  # as Jinja templates print values
 ANY: frozenset[str] = frozenset()
-NOT_IN_TEXT = ("pattern", "minLength", "maxLength")  # of strings that are written without quotes and escapes
+NOT_IN_TEXT = ("pattern", "minLength", "maxLength")  # cannot be enforced for strings without quotes and escapes
 
 
 def kind_of(value: Any) -> str:
-    """JSON schema's name of its type."""
+    """JSON Schema's name of the value's type."""
     match value:
         case None:
             return "null"
@@ -42,7 +42,7 @@ def property_of(key: str, schema: Schema) -> Any:
 
 
 def resolved(schema: Any, root: Schema) -> Any:
-    """Behind its references, which are looked up in the tool's own schema alone."""
+    """The schema that its `$ref`s lead to, which are looked up in `root` alone; None if they do not resolve."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -54,8 +54,8 @@ def resolved(schema: Any, root: Schema) -> Any:
 
 
 def types_of(schema: Any, root: Schema) -> frozenset[str]:
-    """The types that a value may have; none listed: any. Every part is looked at once, however often schemas refer to it."""
-    found: set[str] = set()
+    """The types that a value may have; empty: any. Each part is visited once, however often schemas refer to it."""
+    types: set[str] = set()
     waiting, seen = [schema], set[int]()
     while waiting:
         part = resolved(waiting.pop(), root)
@@ -66,21 +66,21 @@ def types_of(schema: Any, root: Schema) -> frozenset[str]:
         seen.add(id(part))
         kinds, choices = part.get("type"), part.get("anyOf") or part.get("oneOf")
         if isinstance(kinds, str | list):
-            found |= {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
-            found |= {"null"} if part.get("nullable") is True else set()
+            types |= {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
+            types |= {"null"} if part.get("nullable") is True else set()
         elif isinstance(part.get("enum"), list):
-            found |= set(map(kind_of, part["enum"]))
+            types |= set(map(kind_of, part["enum"]))
         elif "const" in part:
-            found.add(kind_of(part["const"]))
+            types.add(kind_of(part["const"]))
         elif isinstance(choices, list):
             waiting += choices
         else:
             return ANY
-    return frozenset(found)
+    return frozenset(types)
 
 
 def as_json(written: str, types: Iterable[str]) -> str:
-    """JSON of one of the `types` stays as it is written; everything else is a string."""
+    """Text that is JSON of one of the `types` is returned as it is; any other text becomes a JSON string."""
     bare = written.strip()
     bare = PYTHON.get(bare, bare)
     try:
@@ -92,16 +92,16 @@ def as_json(written: str, types: Iterable[str]) -> str:
 
 
 def refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def inside_string(written: str) -> str:
-    """A piece of a JSON string, without quotes."""
+    """Escapes a piece of a JSON string; without quotes."""
     return json.dumps(written, ensure_ascii=False)[1:-1]
 
 
-def value_rule(name: str, key: str, root: Schema, end: tuple[str, ...], spell: Spelling) -> str:
-    """A rule: a value of property `key` and what ends it, `end` being that in pieces, a marker by itself. Raises ValueError."""
+def value_rule(name: str, key: str, root: Schema, end: tuple[str, ...], spell: Spell) -> str:
+    """A rule: a value of property `key`, then the pieces of `end` (each a marker or text) that end it. Raises ValueError."""
     schema = resolved(property_of(key, root), root)
     closing = " ".join(map(spell, end))
     types = types_of(schema, root)
@@ -113,5 +113,5 @@ def value_rule(name: str, key: str, root: Schema, end: tuple[str, ...], spell: S
         return f"{name}: ({' | '.join(text(str(choice)) for choice in choices)}) {closing}\n"
     for word in NOT_IN_TEXT:
         if word in schema:
-            raise ValueError(f"properties.{key}.{word} cannot be enforced in this model's format of calls: leave it out")
+            raise ValueError(f"properties.{key}.{word} cannot be enforced in this model's tool call format: leave it out")
     return up_to(name, end[0], spell, *end[1:])

@@ -1,4 +1,4 @@
-"""The tools that a request offers, and what every format of calls can do with them."""
+"""The tools of a request, and the interface of a tool call format."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 from mtpserve.text.parsers.scanner import Reading, Scanner
 
 Schema = Mapping[str, Any]
-Spelling = Callable[[str], str]  # a piece of text as a Lark expression: a token of the vocabulary, or characters
+Spell = Callable[[str], str]  # a piece of text → a Lark expression: a token of the vocabulary, or characters
 
 
 ALL = "tool_call_arguments"
 EXAMPLE = f'{{"name": "tool_call_name", "arguments": {ALL}}}'
-MORE = "{{additional_tool_calls}}"  # where an example has place for further calls
+MORE = "{{additional_tool_calls}}"  # the place of further calls in an example
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +25,26 @@ class Tool:
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls. Stateless but for the tools of one request."""
+    """How a family of models writes calls. Its only state is the tools of one request."""
 
-    markers: tuple[str, ...]  # what begins calls; see Scanner.until
-    example: str  # how a model is told to write a call of tool_call_name with tool_call_arguments
+    markers: tuple[str, ...]  # texts with which calls begin; see Scanner.until
+    example: str  # a call of tool_call_name with tool_call_arguments, for the instructions to a model
 
     def __init__(self, tools: Sequence[Tool]) -> None: ...
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
-        """`marker` comes next. Calls are begun and ended in `scan`; what is in its record behind that was no call."""
+        """`marker` comes next. Begins and ends calls in `scan`; text that it leaves in the record was not a call."""
         ...
 
-    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spelling) -> str:
-        """One call, or `several`, of the `tools` given, as the body of a Lark rule `calls` with all that it needs. Raises ValueError."""
+    def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
+        """One call, or `several`, of the given `tools`: a Lark rule `calls` and the rules that it refers to. Raises ValueError."""
         ...
 
 
 def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:
-    """For a system message, where a chat template says nothing of tools: the layout that DeepSeek-V3.1's model card gives."""
+    """For a system message, where a chat template does not render tools: in the layout of DeepSeek-V3.1's model card."""
     functions = [definition["function"] for definition in definitions]
-    told = [
+    descriptions = [
         f"### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
         f"Parameters: {json.dumps(function.get('parameters') or {}, ensure_ascii=False)}\n"
         for function in functions
@@ -52,7 +52,7 @@ def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:
     return "\n".join(
         [
             "## Tools\nYou have access to the following tools:\n",
-            *told,
+            *descriptions,
             f"IMPORTANT: ALWAYS adhere to this exact format for tool use:\n{example}\n",
             "Where:\n",
             "- `tool_call_name` must be an exact match to one of the available tools",
@@ -63,7 +63,7 @@ def instructions(definitions: Sequence[Mapping[str, Any]], example: str) -> str:
 
 
 def example_of(example: str, name: str, arguments: Mapping[str, Any]) -> str:
-    """A call written after a format's example; as a JSON object where that has no place for all arguments together."""
+    """A call in the layout of a format's `example`; a JSON object if the example has no single place for the arguments."""
     if ALL not in example:
         example = EXAMPLE
     head, tail = example.replace(MORE, "").split(ALL)

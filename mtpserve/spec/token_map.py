@@ -1,7 +1,7 @@
-"""Token maps: the tokens that drafting looks at, counted in text that is like what will be served.
+"""Token maps: the vocabulary of a reduced draft head (reduced.py), the most frequent tokens of texts like those that will be served.
 
-A file is a JSON list of token ids, or an object with "tokens"; or one array of them as .npy or .safetensors. The idea, and peers'
-maps: FR-Spec (https://arxiv.org/abs/2502.14856), whose files are pickles and are not read here.
+A file is a JSON list of token ids, or an object with "tokens"; or one array of ids as .npy or .safetensors. The idea is FR-Spec's
+(https://arxiv.org/abs/2502.14856); its published maps are pickles and are not read here.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ def read_token_map(path: str | Path, vocab: int) -> list[int]:
     if path.suffix in PICKLES:
         raise LoadError(f"{path}: is a pickle, which can run code when loaded; {HOW}")
     try:
-        found = _contents(path)
+        tokens = _contents(path)
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # three libraries, each with errors of its own
+    except Exception as error:  # three libraries, each with its own errors
         raise LoadError(f"{path}: is not a token map: {' '.join(str(error).split())[:200]}; {HOW}") from error
-    if not isinstance(found, list) or not all(type(token) is int for token in found):
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise LoadError(f"{path}: must hold a list of token ids, or an object with such a list as 'tokens'")
-    if not found:
+    if not tokens:
         raise LoadError(f"{path}: has no tokens; at least 1 is needed")
-    for token, times in Counter(found).items():
+    for token, times in Counter(tokens).items():
         if not 0 <= token < vocab:
             raise LoadError(f"{path}: token ids must be in [0, {vocab - 1}], the model's vocabulary, got {token}")
         if times > 1:
-            raise LoadError(f"{path}: token {token} stands there {times} times; each may stand there once")
-    return sorted(found)
+            raise LoadError(f"{path}: token {token} is listed {times} times; each token may be listed once")
+    return sorted(tokens)
 
 
 def _contents(path: Path) -> Any:
     if path.suffix == ".npy":
-        return np.load(path).tolist()  # which refuses pickles unless it is told not to
+        return np.load(path).tolist()  # refuses pickles by default
     if path.suffix == ".safetensors":
         from safetensors.numpy import load_file
 
         arrays = load_file(path)
         return (arrays["tokens"] if "tokens" in arrays else next(iter(arrays.values()))).tolist()
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found.get("tokens") if isinstance(found, dict) else found
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    return contents.get("tokens") if isinstance(contents, dict) else contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class TokenMap:
     tokens: list[int]  # ascending
     counted: int  # tokens of the texts
     distinct: int
-    coverage: list[tuple[int, float]]  # of maps of some sizes, this one's among them: the share of the counted tokens in them
+    coverage: list[tuple[int, float]]  # (size, share of the counted tokens in a map of that size), for this map's size and others
 
     def write(self, path: str | Path) -> None:
         shares = {str(size): round(share, 6) for size, share in self.coverage}
@@ -85,14 +85,14 @@ def count_tokens(encode: Callable[[str], list[int]], files: Iterable[str | Path]
 
 
 def make_token_map(counts: Counter[int], size: int, vocab: int, always: Collection[int]) -> TokenMap:
-    """The `size` most frequent tokens, `always` before all others; where fewer were seen, unseen ones in the order of their ids, which
-    in learned vocabularies is about that of their frequency. Raises ConfigError."""
+    """The `always` tokens, then the most frequent ones, `size` in all; if fewer were seen, unseen ones in the order of their ids, which
+    in learned vocabularies is roughly that of their frequency. Raises ConfigError."""
     if not counts:
         raise ConfigError("--token-map: the text files have no tokens to count")
     first = sorted(token for token in always if token < vocab)
     if not max(len(first), 1) <= size <= vocab:
         raise ConfigError(f"--token-map-size must be in [{max(len(first), 1)}, {vocab}], the special tokens and the vocabulary, got {size}")
-    # An added token's id may lie behind the rows that the model has.
+    # The id of an added token may be beyond the model's rows.
     order = sorted(set(range(vocab)).difference(first), key=lambda token: (-counts[token], token))
     order = first + order
     total = counts.total()

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mtpserve.core.errors import ConfigError, LoadError
-from mtpserve.text.token_map import count_tokens, make_token_map, read_token_map
+from mtpserve.spec.token_map import count_tokens, make_token_map, read_token_map
 
 
 def test_the_most_frequent_and_always_the_special_ones() -> None:
@@ -59,7 +59,7 @@ def test_four_ways_to_write_one(tmp_path: Path) -> None:
         ("[true]", "must hold a list of token ids"),
         ("[1, 4]", r"token ids must be in \[0, 3\].* got 4"),
         ("[-1]", r"token ids must be in \[0, 3\].* got -1"),
-        ("[1, 2, 1]", "token 1 stands there 2 times"),
+        ("[1, 2, 1]", "token 1 is listed 2 times"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, text: str, wanted: str) -> None:

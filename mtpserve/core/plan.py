@@ -1,0 +1,99 @@
+"""What crosses between planning and computing: a step's plan, and its result. Plain data that could be sent, and is recorded.
+
+    scheduler.plan() → StepPlan → runner.launch(plan) → StepResult → scheduler.commit
+
+Nothing else crosses: what a runner needs of a request comes once, with its admission, and what follows of its text it reads from
+its own results. As msgpack, a step that decodes a few requests is some dozens of bytes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mtpserve.core.request import TokenLogprob
+from mtpserve.core.sampling import SamplingParams
+
+NOT_FINITE = "the model produced non-finite numbers (NaN) for this request"
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request gets a seat: its first, or a new one after a preemption, with the output that it has."""
+
+    seat: int
+    id: str  # for logs and reports
+    tokens: list[int]  # prompt and output
+    prompt_len: int
+    computed: int  # tokens whose KV is in its pages already
+    max_len: int  # tokens that it may ever hold
+    seed: int
+    sampling: SamplingParams
+    bad_words: list[list[int]] = []
+    prediction: list[int] = []  # what the output probably repeats
+    depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
+    shared: int = 0  # tokens in pages that another request has computed: one of them may be computed again, and is not stored
+
+    @property
+    def plain(self) -> bool:
+        """Drafts come from the algorithm alone: neither a grammar nor a prediction proposes any."""
+        return self.sampling.grammar is None and not self.prediction
+
+
+class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The rows that one request brings to a step: `length` committed tokens from `start`, then its drafts.
+
+    A prompt chunk is many tokens and no drafts, plain decoding one token and no drafts, a verification one token and k.
+
+    While a step of the request is in flight, `start` and `drafts` are bounds: it starts no earlier, and has no more drafts. The
+    device has the exact numbers.
+    """
+
+    seat: int
+    start: int
+    length: int
+    drafts: int
+    # The span reaches the end of what is committed, so the step produces a token for it.
+    samples: bool
+    # After the step everything but the last token is computed, so the request can be drafted for. True for every span that samples,
+    # and for a preempted request that was recomputed up to its last token: it goes on with the very drafts that it had, so that
+    # preemption does not change what a seed gives.
+    drafts_next: bool
+
+    @property
+    def width(self) -> int:
+        return self.length + self.drafts
+
+
+class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Pages that a request has got since the last plan that named it; column c of its page table is the page of its tokens from
+    c · page_size on."""
+
+    seat: int
+    first: int  # column of the first one
+    pages: list[int]
+    group: int = 0  # of pages: see core.arch.page_groups
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    spans: list[SpanPlan]  # of different seats
+    want: int  # how deep to draft for the next step
+    admissions: list[Admission] = []  # each has a span in the same plan
+    pages: list[NewPages] = []  # of seats that have a span in the same plan
+
+
+class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One span's outcome."""
+
+    tokens: list[int]  # committed by this step: accepted drafts and one more; empty for a chunk that ends inside the prompt
+    accepted: int  # drafts among them
+    drafts: int  # proposals that now wait for the next step
+    proposed: list[int] = []  # the drafts that were verified
+    parents: list[int] = []  # the node that each continues
+    sources: list[int] = []  # of core.batch.Source, one for each
+    path: list[int] = []  # the nodes of the drafts that were accepted
+    error: str | None = None  # the request cannot go on; the rest is void
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    spans: list[SpanResult]  # in the order of the plan's spans

@@ -1,0 +1,35 @@
+"""Grammars compiled before they are needed: when a request arrives, beside the steps. The runner takes them when it seats the request."""
+
+from __future__ import annotations
+
+from collections import deque
+from threading import Lock
+
+from mtpserve.core.protocols import Grammar, GrammarCompiler
+from mtpserve.core.sampling import GrammarSpec
+
+MOST = 1024  # compiled and not taken: of requests that wait, or went away before they were seated
+
+
+class PreparedGrammars:
+    """core.protocols.GrammarCompiler: each state is given once, since what a text does to it cannot be undone."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._ready: deque[tuple[GrammarSpec, Grammar]] = deque(maxlen=MOST)
+        self._lock = Lock()
+
+    def prepare(self, spec: GrammarSpec) -> None:
+        """May take seconds, in any thread. Raises InvalidRequest, EngineBusy."""
+        made = self._compiler.compile(spec)
+        with self._lock:
+            self._ready.append((spec, made))
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """A state that nobody has used: one that was prepared, or a new one, for a request that was preempted."""
+        with self._lock:
+            for place, (known, made) in enumerate(self._ready):
+                if known == spec:
+                    del self._ready[place]
+                    return made
+        return self._compiler.compile(spec)

@@ -1,0 +1,105 @@
+"""How many kernels one step launches: on a GPU each costs about two microseconds, whatever it computes.
+
+Counted is one run of what a graph records, for one greedy request in float32, with the kernels interpreted: every launch of a Triton
+kernel, and every aten operation below torch's composite ones that neither allocates alone nor gives a view. Where a library's
+operation is several kernels (sort, topk), it counts as one. In bfloat16 each row of logits is widened too, one launch per product.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtpserve.config import SpecConfig
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.runtime.graphs import Body, Outcome
+from tests.runtime.recorders import Again
+from tests.runtime.test_overlap import CHAIN, PLAIN, TREE
+from tests.tiny import tiny_engine, tiny_model
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny engine lives on the CPU: interpreted alone")
+
+ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+PER_LAYER = 10  # a GQA layer: 2 norms, 4 products, rotation and store, attention, its combination, silu
+
+
+class Launches(TorchDispatchMode):
+    """Counts by name while it is entered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.interpreting = False
+        from triton.runtime.interpreter import InterpretedFunction
+
+        run = InterpretedFunction.run
+
+        def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            self.count[kernel.__name__] += 1
+            self.interpreting = True  # copies to and from the interpreter
+            try:
+                return run(kernel, *args, **kwargs)
+            finally:
+                self.interpreting = False
+
+        monkeypatch.setattr(InterpretedFunction, "run", counted)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.interpreting:
+            return function(*args, **kwargs)
+        with self:
+            parts = function.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        name = function.name().split("::")[-1].split(".")[0]
+        view = any(given.alias_info is not None and not given.alias_info.is_write for given in function._schema.returns)
+        if not view and name not in ALLOCATES and name != "_unsafe_view":
+            self.count[name] += 1
+        return function(*args, **kwargs)
+
+
+class Counting(Again):
+    """Counts what each body that is recorded launches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.monkeypatch = monkeypatch
+        self.counts: list[Counter[str]] = []
+
+    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+        with self.monkeypatch.context() as patch, Launches(patch) as launches:
+            body()
+        self.counts.append(launches.count)
+        return super().record(body)
+
+
+def launches(spec: SpecConfig, layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of one decoding step that verifies all that it may and drafts as deep as it may."""
+    recorder, model = Counting(monkeypatch), tiny_model("mimo", kernels="triton", layers=layers)
+    engine = tiny_engine(model, spec, backend="triton", page_size=16, recorder=recorder, seats=1)
+    engine.add(Request("0", [3, 4, 5], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)))
+    while not recorder.counts:
+        assert not any(event.error for event in engine.step())
+    return recorder.counts[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    # Outside the trunk's layers: the batch, logits, acceptance, seats; with drafts the MTP layer's passes (three with its layer in each).
+    [(PLAIN, 69), (CHAIN, 189), (TREE, 354)],
+    ids=["plain", "chain", "tree"],
+)
+def test_a_step_launches_no_more_than_it_did(spec: SpecConfig, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, three = (launches(spec, layers, monkeypatch) for layers in (2, 3))
+    per_layer = three - two
+    assert not two - three and 0 < per_layer.total() <= PER_LAYER, per_layer
+    overhead = two.total() - 2 * per_layer.total()
+    print(f"{per_layer.total()} a layer, {overhead} outside them")
+    assert 0 < overhead <= most, two.most_common()

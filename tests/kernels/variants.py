@@ -1,0 +1,86 @@
+"""How many variants of each kernel are compiled when only the counts of a step change; needs no GPU.
+
+    python -m tests.kernels.variants
+
+Triton compiles a kernel again for an integer that is 1 or a multiple of 16, and for every other value of a constant. The wrappers are
+called with several numbers of requests and rows, launching is replaced by writing down, and Triton's own code says which variant each
+launch would take. Tiles, and so constants, may follow from a count: variants are counted for each set of constants. Prints one JSON
+object: kernel and constants → number of variants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+
+import torch
+
+from tests.kernels.matrix import Launch, ints, writing_down
+
+COUNTS = (1, 2, 15, 16, 17, 31, 32, 48)
+
+
+def step(count: int) -> None:
+    """Every kernel, for `count` requests or rows."""
+    from mtpserve_kernels.attention.span import span_gqa, span_mla
+    from mtpserve_kernels.cache.compact import compact
+    from mtpserve_kernels.fused.linear import skinny_linear
+    from mtpserve_kernels.fused.norm import add_rms_norm
+    from mtpserve_kernels.fused.rope import latent_store, rope_store
+    from mtpserve_kernels.fused.silu import silu_mul
+    from mtpserve_kernels.moe.experts import experts
+    from mtpserve_kernels.moe.route import route
+    from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+    from mtpserve_kernels.spec.accept import accept
+
+    where = ints(50, 16), ints(count), ints(count + 1), ints(count), ints(count), None, None, 16, 0.1
+    for splits in (1, 4):
+        cache = torch.zeros(64, 2, 128)
+        span_gqa(torch.zeros(count, 8, 128), cache, cache.clone(), *where, splits=splits)
+        span_mla(torch.zeros(count, 8, 576), torch.zeros(64, 1, 576), *where, 512, splits=splits)
+    x, cos = torch.zeros(count, 256), torch.zeros(64, 64)
+    add_rms_norm(x, x, x[0], 1e-6)
+    silu_mul(x)
+    rope_store(x.new_zeros(count, 12, 128), ints(count), cos, cos, ints(count), cache, cache, 8)
+    latent, norm = x.new_zeros(64, 1, 640), x.new_zeros(512)
+    latent_store(x.new_zeros(count, 8, 192), x.new_zeros(count, 640), ints(count), cos, cos, ints(count), latent, norm, 1e-6, 64)
+    compact(torch.zeros(2, 64, 2, 128), ints(count, count), ints(count, count))
+    for splits in (1, 2):
+        skinny_linear(x, torch.zeros(512, 256), splits=splits)
+    linear_fp8(x.new_zeros(64 + count, 256), torch.zeros(512, 256).to(torch.float8_e4m3fn), torch.zeros(4, 2))
+    route(x, torch.zeros(16, 256), torch.zeros(16), 2, 1, 1, True, 1.0)
+    experts(x, torch.zeros(count, 2), ints(count, 2), torch.zeros(4, 256, 256), torch.zeros(4, 256, 128), None, None)
+    sampling = torch.zeros(50), ints(50), torch.zeros(50), torch.zeros(50), ints(50), torch.zeros(50, dtype=torch.bool)
+    for q in (None, torch.zeros(50, 3, 1000)):
+        accept(torch.zeros(count, 4, 1000), ints(count, 3), ints(count), None, None, ints(count), ints(50), *sampling, q, 3)
+
+
+def variant(launch: Launch) -> tuple[str, str]:
+    """→ kernel and constants, and everything by which Triton would find the compiled kernel again."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    kernel, args, kwargs = launch
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
+    bound, specialisation, options = binder(*args, **kwargs)
+    constants = {parameter.name: bound[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
+    absent = [name for name, value in bound.items() if value is None]
+    return f"{kernel.__name__} {constants} without {absent}", f"{specialisation} {options}"
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    variants: defaultdict[str, set[str]] = defaultdict(set)
+    with writing_down(hip=False) as launches:
+        for count in COUNTS:
+            step(count)
+    for launch in launches:
+        kernel, key = variant(launch)
+        variants[kernel].add(key)
+    print(json.dumps({kernel: len(keys) for kernel, keys in variants.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
