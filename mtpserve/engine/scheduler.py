@@ -133,9 +133,7 @@ class Scheduler:
             seq.drafts = seq.proposals if span.drafts_next and want > 0 else 0
         pages = [new for seq, _ in planned for new in _new_pages(seq)]
         if self._pages.windowed:
-            for seq, _ in planned:
-                # Only steps after this one write to what is released now, and the device works in their order.
-                self._pages.advance(seq.held, seq.launched)
+            self._leave([seq for seq, _ in planned])
         return Planned(StepPlan([span for _, span in planned], want, admissions, pages), [seq for seq, _ in planned])
 
     def _decoding(self) -> list[tuple[Sequence, SpanPlan]]:
@@ -185,6 +183,18 @@ class Scheduler:
         admission took the others."""
         tokens = len(seq.tokens) + _useful_drafts(seq) if _decodes(seq) else _to_compute(seq)
         return self._pages.missing(seq.held, seq.launched, tokens, seq.lookahead)
+
+    def _leave(self, seqs: Seq[Sequence]) -> None:
+        """Release the pages that the windows of these requests have left. Only steps after the one that was just planned write to them,
+        and the device works in their order. The end of a prompt is kept for those that wait to share it, for a chunk's length of tokens.
+        """
+        awaited = {id(seq.shares) for seq in self.waiting if seq.shares is not None}
+        for seq in seqs:
+            start = seq.launched
+            if id(seq) in awaited:
+                whole = seq.prompt_len - seq.prompt_len % self._pages.page_size
+                start = min(start, max(min(whole, seq.prompt_len - 1), start - self._token_budget))
+            self._pages.advance(seq.held, start)
 
     def _start(self, seq: Sequence, columns: int) -> int:
         """The first token that is computed where so many columns are shared. The last one always is: what follows it is unknown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -103,7 +103,9 @@ def plan_memory(
     penalty or a bias. Raises ConfigError where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
+    boundary = 0 if arch.mtp is None else arch.hidden * fixed.itemsize  # one row per page, see cache/boundary
     shares = page_shares(arch, stored, page_size, scheduler.chunked_prefill_size + lookahead)
+    shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
     token, ahead = sum(share.token for share in shares), lookahead
     # More requests than fit into one step would take turns.
     most = scheduler.max_running_requests or max(1, scheduler.chunked_prefill_size // (spec.nodes + 1))
@@ -140,7 +142,8 @@ def plan_memory(
         ("draft head, reduced", fixed.reduced),
         *working(running),
         *kv_rows(arch, stored, page_size, pages, running, ahead),
-        ("KV, the page that pads batches", page_size * token),
+        ("KV, the page that pads batches", page_size * sum(kind.kv.numbers * stored.itemsize for kind in arch.layers)),
+        ("the hidden row at the end of each page", (pages[0] + 1) * boundary),
     ]
     return MemoryPlan([row for row in rows if row[1]], pages, running, context)
 

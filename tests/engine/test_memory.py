@@ -14,8 +14,9 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.planning import fixed, lookahead_of, plan, state_of
-from mtpserve.runtime.memory import ESTIMATE, plan_memory, usable_memory
+from mtpserve.runtime.memory import ESTIMATE, PageShare, largest, plan_memory, usable_memory
 from mtpserve.weights.quantise import quantise
+from tests.models.checkpoints import mimo
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=4, speculative_num_draft_tokens=17)
@@ -90,3 +91,40 @@ def test_quantised_weights_count_as_they_lie(tmp_path: Path) -> None:
     assert kept["weights"] < 0.8 * expanded["weights"]
     pools = [sum(size for what, size in rows.items() if what.startswith("KV")) for rows in (kept, expanded)]
     assert 4 * pools[0] == pytest.approx(pools[1], rel=0.001)
+
+
+@pytest.mark.parametrize("tokens", [4000, None])
+def test_a_window_has_pages_of_its_own(tmp_path: Path, tokens: int | None) -> None:
+    """Its group has what all requests' windows need at most, the other group the rest; the table is what torch holds."""
+    options = {"max_position_embeddings": 2048, "num_hidden_layers": 4, "sliding_window": 48, "max_window_layers": 1}
+    mimo(tmp_path, use_sliding_window=True, **options)
+    config = EngineConfig(
+        model=ModelConfig(model=str(tmp_path), dtype="float32"),
+        cache=CacheConfig(max_total_tokens=tokens, mem_fraction_static=0.01, page_size=16),
+        scheduler=SchedulerConfig(max_running_requests=3, chunked_prefill_size=64),
+        spec=CHAIN,
+    )
+    planned = plan(config).memory
+    rows, size = dict(planned.rows), 2 * 2 * 12 * 4  # a token in one layer: keys and values of two heads of 12, in float32
+    all_tokens, most = planned.pages[0] * 16, -(-(48 + 64 + 24) // 16) + 1
+    assert all_tokens == (4000 if tokens else 3 * (2048 + 24 + 16) // 16 * 16) and planned.pages[1] == 3 * most
+    assert rows[f"KV, {all_tokens - 72:,} tokens in 2 layers (2 heads x 12)"] == (all_tokens - 72) * 2 * size
+    assert rows[f"KV, {3 * most * 16} tokens in 3 layers (2 heads x 12, window 48)"] == 3 * most * 16 * 3 * size
+    before = set(allocated())
+    engine = build_engine(config)
+    engine.add(Request("0", list(range(20)) * 40, SamplingParams(max_tokens=8, repetition_penalty=1.1, logit_bias={4: 1.0})))
+    while engine.has_work:
+        assert all(event.error is None for event in engine.step())
+    held = sum(size for address, size in allocated().items() if address not in before)
+    counted = sum(size for what, size in planned.rows if not what.endswith(ESTIMATE))
+    assert abs(held - counted) < 0.02 * counted, f"{held} bytes held, {counted} planned"
+
+
+def test_what_windows_do_not_need_goes_to_the_others() -> None:
+    all_, small, large = PageShare(None, 10, None), PageShare(8, 20, 64), PageShare(4000, 5, 4096)
+    assert largest([all_], 1000, 2, 10**9) == 100
+    assert largest([all_, small], 3000, 2, 10**9) == 100  # both have them
+    assert largest([all_, small], 3840 + 1280, 2, 10**9) == 128 + 128
+    assert largest([all_, small, large], 2 * 64 * 20 + 15 * 1000, 2, 10**9) == 1000
+    assert largest([all_, small, large], 2 * 64 * 20 + 2 * 4096 * 5 + 10 * 9000, 2, 10**9) == 9000
+    assert largest([all_, small], 10**9, 2, 500) == 500 and largest([small], 10**9, 2, 500) == 500

@@ -1,0 +1,74 @@
+"""Pages of requests, group by group: full attention keeps all columns, a window those that a later row sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.pages import PageError
+from mtpserve.core.arch import Attention, KVLayout, page_groups
+from mtpserve.core.sequence import Held
+
+PAGE, CHUNK, AHEAD = 4, 8, 3
+
+
+def made(full: int = 40, window: int = 8) -> PageGroups:
+    """A window of 6 tokens: a request holds at most ⌈(6 + 8 + 3) / 4⌉ + 1 = 6 pages of it."""
+    return PageGroups([None, 6], [full, window], PAGE, CHUNK)
+
+
+def test_the_windows_of_layers_are_the_groups() -> None:
+    kv, other = KVLayout("gqa", 2, 8, 8), KVLayout("gqa", 1, 8, 8)
+    layers = [Attention(kv, 8), Attention(kv), Attention(other, 8), Attention(kv, 3)]
+    assert page_groups(layers) == (None, 3, 8)
+    assert page_groups(layers[2:]) == (3, 8)
+
+
+def test_a_long_request_moves_through_a_window() -> None:
+    groups = made()
+    held = groups.seat([], 0, 100, AHEAD)
+    assert held is not None and [len(each.pages) for each in held] == [26, 6]
+    for start in range(0, 100, CHUNK):
+        end = min(start + CHUNK, 100)
+        assert held[1].end * PAGE >= min(end + AHEAD, 100) and held[1].first * PAGE <= max(start - 5, 0)
+        groups.advance(held, end)
+        assert len(held[1].pages) <= 6 and held[1].first == max(end - 5, 0) // PAGE
+        missing = groups.missing(held, end, 100, AHEAD)
+        assert missing[0] == 0 and groups.are_free(missing)
+        groups.extend(held, missing)
+        groups.check_integrity([held])
+    assert held[0].first == 0 and len(held[0].pages) == 26
+    groups.release(held)
+    groups.check_integrity([[]])
+    assert groups.used == 0
+
+
+def test_nothing_is_taken_where_one_group_lacks_pages() -> None:
+    for groups in (made(full=25), made(window=5)):
+        assert groups.seat([], 0, 100, AHEAD) is None and groups.used == 0
+
+
+def test_what_is_shared_is_held_by_both() -> None:
+    groups = made()
+    first = groups.seat([], 0, 22, AHEAD)
+    assert first is not None
+    groups.advance(first, 16)
+    shared = groups.shareable(first, 20, 5)
+    assert shared is not None and [(each.first, len(each.pages)) for each in shared] == [(0, 5), (3, 2)]
+    second = groups.seat(shared, 20, 22, AHEAD)
+    assert second is not None and second[1].pages[:2] == first[1].pages[1:3]
+    groups.check_integrity([first, second])
+    groups.advance(first, 40)
+    groups.check_integrity([first, second])
+    assert groups.shareable(first, 20, 5) is None, "the window has left it"
+    groups.release(second)
+    with pytest.raises(PageError):
+        groups.check_integrity([first, second])
+
+
+def test_how_much_one_request_may_have() -> None:
+    assert made().capacity(AHEAD) == 40 * PAGE - AHEAD
+    assert made(window=6).capacity(AHEAD) == 40 * PAGE - AHEAD
+    assert made(window=5).capacity(AHEAD) == 5 * PAGE - AHEAD, "the window's pages do not come round"
+    assert PageGroups([6], [6], PAGE, CHUNK).capacity(AHEAD) > 1 << 40
+    assert Held(3, [7, 8]).end == 5

@@ -1,0 +1,95 @@
+"""Pages that the windows of a real model have left are given again, full of NaN: the text stays what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtpserve.cache.pages import PageAllocator
+from mtpserve.config import SpecConfig
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.engine import Engine
+from mtpserve.layers.decoder import DecoderModel
+from tests.runtime.recorders import Again, runner_of
+from tests.spec.test_trees import tree
+from tests.tiny import prompts, run, tiny_engine, tiny_model
+
+WINDOW, PAGE, BUDGET = 10, 4, 14
+SHAPES: list[int | SpecConfig] = [0, 3, tree(3, 3, 9)]
+ASKED = [*prompts(2), *prompts(3, seed=4, longest=90)]
+GREEDY = SamplingParams(max_tokens=40, temperature=0)
+
+
+@pytest.fixture(scope="module", params=["deepseek", "mimo"])
+def model(request: pytest.FixtureRequest) -> DecoderModel:
+    return tiny_model(request.param, layers=3, window=WINDOW)
+
+
+def engine_with(model: DecoderModel, shape: int | SpecConfig, window_pages: int = 200, **options: object) -> Engine:
+    """Pages are poisoned when they are given, which the steps before have all read by then."""
+    engine = tiny_engine(model, shape, page_size=PAGE, budget=BUDGET, window_pages=window_pages, **options)  # type: ignore[arg-type]
+    stores = runner_of(engine).step.stores.stores
+    for number, group in enumerate(engine._pages.groups):
+        group.allocator.allocate = poisoning(group.allocator, [part for _, pool, g in stores if g == number for part in pool.parts])  # type: ignore[method-assign]
+    return engine
+
+
+def poisoning(allocator: PageAllocator, parts: list[torch.Tensor]) -> object:
+    allocate = allocator.allocate
+
+    def poisoned(count: int) -> list[int]:
+        pages = allocate(count)
+        for part in parts:
+            part.unflatten(1, (-1, PAGE))[:, pages] = torch.nan
+        return pages
+
+    return poisoned
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["plain", "chain", "tree"])
+def test_texts_are_those_of_a_pool_without_end(model: DecoderModel, shape: int | SpecConfig) -> None:
+    wanted = [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in ASKED]
+    for window_pages, overlap in ((200, 0), (60, 0), (60, 1)):
+        assert run(engine_with(model, shape, window_pages, overlap=overlap), ASKED, GREEDY) == wanted
+    replayed = engine_with(model, shape, 60, overlap=1, recorder=Again(), seats=4)
+    assert run(replayed, ASKED, GREEDY) == wanted
+
+
+def test_a_long_text_holds_a_bounded_number_of_pages(model: DecoderModel) -> None:
+    """Its group of the window could not hold the prompt."""
+    prompt = prompts(1, seed=9)[0] * 20
+    engine, most = engine_with(model, 3, 22), 0
+    ahead = runner_of(engine).sizes.lookahead(0)
+    engine.add(Request("0", prompt[:80], SamplingParams(max_tokens=70, temperature=0)))
+    tokens: list[int] = []
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            tokens += event.tokens
+        most = max([most, *(len(seq.held[1].pages) for seq in engine._scheduler.running)])
+    assert most <= -(-(WINDOW + BUDGET + ahead) // PAGE) + 1 <= 22 < 150 // PAGE
+    assert tokens == run(tiny_engine(model, 0), [prompt[:80]], SamplingParams(max_tokens=70, temperature=0))[0]
+
+
+@pytest.mark.parametrize("length", [23, 24, 25, 41])
+@pytest.mark.parametrize("shape", SHAPES, ids=["plain", "chain", "tree"])
+def test_requests_with_one_prompt(model: DecoderModel, shape: int | SpecConfig, length: int) -> None:
+    """They share pages where the windows still have them, and compute the prompt again where not."""
+    prompt = (prompts(1, seed=2)[0] * 30)[:length]
+    params = [SamplingParams(max_tokens=12, temperature=0.7 * (i > 0), seed=i) for i in range(4)]
+    wanted = [run(tiny_engine(model, shape), [prompt], each)[0] for each in params]
+    shared = 0
+    for seats, overlap in ((4, 0), (2, 0), (4, 1)):
+        engine = engine_with(model, shape, 80, seats=seats, overlap=overlap)
+        tokens: list[list[int]] = [[] for _ in params]
+        for i, each in enumerate(params):
+            engine.add(Request(str(i), prompt, each, same_prompt_as="0" if i else None))
+        while engine.has_work:
+            for event in engine.step():
+                assert event.error is None
+                tokens[int(event.id)] += event.tokens
+                shared += sum(seq.shared > 0 for seq in engine._scheduler.running)
+            engine.check_integrity()
+        assert tokens == wanted and engine.stats.pages_used == 0
+    assert shared > 0
