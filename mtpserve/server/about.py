@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.core.request import EngineStats
-from mtpserve.server.errors import JSON
+from mtpserve.server.http.errors import JSON
 from mtpserve.server.service import Service
 
 

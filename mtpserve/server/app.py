@@ -15,21 +15,22 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.protocols import EngineClient
-from mtpserve.server import described, described_state, responses
+from mtpserve.server import described, described_state
 from mtpserve.server.about import health, model, model_info, models, server_info, version
-from mtpserve.server.access import Keys, RequestLog
-from mtpserve.server.chat import chat
-from mtpserve.server.completions import completions
-from mtpserve.server.control import abort_request, flush_cache, health_generate
-from mtpserve.server.errors import JSON, ErrorAnswer, add_error_handlers
-from mtpserve.server.generate import generate
-from mtpserve.server.limits import BodyLimit
-from mtpserve.server.messages import count_tokens, messages
-from mtpserve.server.metrics import Metrics
-from mtpserve.server.page import page, stats
-from mtpserve.server.parsing import parse_function_call, separate_reasoning
-from mtpserve.server.response_store import ResponseStore
+from mtpserve.server.anthropic.messages import count_tokens, messages
+from mtpserve.server.http.access import Keys, RequestLog
+from mtpserve.server.http.errors import JSON, ErrorAnswer, add_error_handlers
+from mtpserve.server.http.limits import BodyLimit
+from mtpserve.server.observe.metrics import Metrics
+from mtpserve.server.observe.page import page, stats
+from mtpserve.server.openai.chat import chat
+from mtpserve.server.openai.completions import completions
+from mtpserve.server.openai.responses import routes as responses
+from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Service
+from mtpserve.server.sglang.control import abort_request, flush_cache, health_generate
+from mtpserve.server.sglang.generate import generate
+from mtpserve.server.sglang.parsing import parse_function_call, separate_reasoning
 from mtpserve.server.tokens import detokenize, tokenize
 from mtpserve.server.tools import default_variables
 from mtpserve.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.errors import Unsupported
 from mtpserve.server.fields import either, refuse_constant
+from mtpserve.server.http.errors import Unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT = "a string or a list of parts like {'type': 'text', 'text': ...}"

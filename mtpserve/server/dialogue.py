@@ -11,7 +11,7 @@ from typing import Any
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.conversation import for_template, in_turns, size_of
-from mtpserve.server.openai import ChatRequest
+from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
 from mtpserve.server.tools import OutputPlan, ToolUse, call_format, output_plan, planned, template_variables, tool_use
 from mtpserve.text.control import RenderedChat

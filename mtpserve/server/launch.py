@@ -33,11 +33,11 @@ from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
 from mtpserve.engine.client import ProcessClient
 from mtpserve.engine.process import DEFAULT_FACTORY
-from mtpserve.server.access import with_keys
-from mtpserve.server.errors import error_response
-from mtpserve.server.limits import BoundedHTTP
-from mtpserve.server.page import page_response
-from mtpserve.server.report import report
+from mtpserve.server.http.access import with_keys
+from mtpserve.server.http.errors import error_response
+from mtpserve.server.http.limits import BoundedHTTP
+from mtpserve.server.observe.page import page_response
+from mtpserve.server.observe.report import report
 
 if TYPE_CHECKING:
     from mtpserve.server.service import Service

@@ -17,9 +17,9 @@ from mtpserve.core.protocols import EngineClient
 from mtpserve.core.request import Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
-from mtpserve.server.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
-from mtpserve.server.metrics import Metrics
-from mtpserve.server.observed import RequestClock
+from mtpserve.server.http.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
+from mtpserve.server.observe.metrics import Metrics
+from mtpserve.server.observe.observed import RequestClock
 from mtpserve.server.template_needs import Needs, needs_of
 from mtpserve.server.tools import Formats
 from mtpserve.text.control import RenderedChat

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.sampling import MAX_GRAMMAR_BYTES, GrammarSpec, SamplingParams
-from mtpserve.server.errors import SHORT
+from mtpserve.server.http.errors import SHORT
 from mtpserve.server.schemas import check_enforceable, check_parameters
 from mtpserve.text.parsers.grammar import spelled_by
 from mtpserve.text.parsers.json_calls import Listed

@@ -13,7 +13,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sequence import Finish
 from mtpserve.server.dialogue import prepared
 from mtpserve.server.fields import refuse_constant
-from mtpserve.server.openai import ChatRequest
+from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.output import Output
 from mtpserve.server.service import Service
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from mtpserve.config import ModelConfig
 from mtpserve.server.app import create_app
 from mtpserve.server.conversation import MAX_MESSAGES, ChatMessage
-from mtpserve.server.openai import UNSUPPORTED, CompletionRequest, GenerationRequest
+from mtpserve.server.openai.body import UNSUPPORTED, CompletionRequest, GenerationRequest
 from mtpserve.text.grammar import GrammarCompiler
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
@@ -171,7 +171,7 @@ def test_fields_out_of_bounds_are_named(http: httpx.AsyncClient, client: FakeCli
 
 
 def test_what_nobody_has_heard_of_is_left_out(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "mtpserve.server.openai"):
+    with caplog.at_level(logging.DEBUG, "mtpserve.server.openai.body"):
         response = send(http, "POST", COMPLETIONS, json={"prompt": "a", "unheard\nof": 1, "stream": True, "stream_options": {"new": 1}})
     assert response.status_code == 200
     assert [record.getMessage() for record in caplog.records if "unheard" in record.getMessage()] == [

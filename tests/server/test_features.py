@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.server.openai.usage import Trace
 from mtpserve.server.service import Piece
-from mtpserve.server.usage import Trace
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient

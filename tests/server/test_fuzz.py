@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import ROUTES, create_app
-from mtpserve.server.openai import UNSUPPORTED
+from mtpserve.server.openai.body import UNSUPPORTED
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import VOCAB

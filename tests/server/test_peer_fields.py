@@ -9,8 +9,11 @@ import pytest
 
 from mtpserve.config import EngineConfig, SchedulerConfig
 from mtpserve.core.sampling import SamplingParams, Speculation
-from mtpserve.server import message_body, native, openai, response_body
+from mtpserve.server.anthropic import body as messages_body
 from mtpserve.server.app import create_app
+from mtpserve.server.openai import body as openai
+from mtpserve.server.openai.responses import body as responses_body
+from mtpserve.server.sglang import body as native
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.test_errors import error, send
@@ -87,8 +90,8 @@ PEERS = """
 ROUTES = {
     "/v1/completions": (openai.CompletionRequest, openai.UNSUPPORTED),
     "/v1/chat/completions": (openai.ChatRequest, openai.UNSUPPORTED),
-    "/v1/responses": (response_body.ResponsesRequest, openai.UNSUPPORTED | response_body.UNSUPPORTED),
-    "/v1/messages": (message_body.MessagesRequest, openai.UNSUPPORTED | message_body.UNSUPPORTED),
+    "/v1/responses": (responses_body.ResponsesRequest, openai.UNSUPPORTED | responses_body.UNSUPPORTED),
+    "/v1/messages": (messages_body.MessagesRequest, openai.UNSUPPORTED | messages_body.UNSUPPORTED),
     "/generate": (native.NativeRequest, native.UNSUPPORTED),
 }
 
@@ -141,7 +144,7 @@ def test_a_schema_for_the_answer(http: httpx.AsyncClient, client: FakeClient, ro
 
 
 def test_output_config_of_messages(http: httpx.AsyncClient) -> None:
-    body = message_body.MessagesRequest(
+    body = messages_body.MessagesRequest(
         messages=USER, max_tokens=1, output_config={"effort": "high"}, chat_template_kwargs={"thinking": True}
     )
     chat = body.chat(body.offer())

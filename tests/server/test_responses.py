@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.server.conversation import ChatMessage
-from mtpserve.server.response_store import MAX_CHARACTERS, MAX_RESPONSES, ResponseStore, Stored
+from mtpserve.server.openai.responses.store import MAX_CHARACTERS, MAX_RESPONSES, ResponseStore, Stored
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import FIRST_TOKEN

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from mtpserve.config import EngineConfig, ServerConfig, SpecConfig
 from mtpserve.server.app import ROUTES, create_app
-from mtpserve.server.native import UNSUPPORTED, UNSUPPORTED_SAMPLING
+from mtpserve.server.sglang.body import UNSUPPORTED, UNSUPPORTED_SAMPLING
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
-from mtpserve.server.errors import JSON, renamed, renaming
-from mtpserve.server.logprobs import finite
-from mtpserve.server.native import DEFAULT_MAX_TOKENS, NativeRequest, NativeSampling
+from mtpserve.server.http.errors import JSON, renamed, renaming
+from mtpserve.server.http.sse import EventStream, unless_gone
+from mtpserve.server.openai.logprobs import finite
+from mtpserve.server.openai.usage import kept_nodes
 from mtpserve.server.service import Piece, Service, merge
-from mtpserve.server.sse import EventStream, unless_gone
-from mtpserve.server.usage import kept_nodes
+from mtpserve.server.sglang.body import DEFAULT_MAX_TOKENS, NativeRequest, NativeSampling
 from mtpserve.text.requests import Spelling, request_of
 
 RENAMED = {

@@ -15,13 +15,13 @@ from starlette.responses import Response
 
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
-from mtpserve.server.choice import Choice, Shape, Wanted
-from mtpserve.server.errors import JSON
-from mtpserve.server.logprobs import ById, Offsets
-from mtpserve.server.openai import GenerationRequest
+from mtpserve.server.http.errors import JSON
+from mtpserve.server.http.sse import EventStream, unless_gone
+from mtpserve.server.openai.body import GenerationRequest
+from mtpserve.server.openai.choice import Choice, Shape, Wanted
+from mtpserve.server.openai.logprobs import ById, Offsets
+from mtpserve.server.openai.usage import Usage
 from mtpserve.server.service import Piece, Service, merge
-from mtpserve.server.sse import EventStream, unless_gone
-from mtpserve.server.usage import Usage
 from mtpserve.text.requests import Spelling, request_of
 
 

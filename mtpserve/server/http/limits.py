@@ -16,7 +16,7 @@ from fastapi.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from mtpserve.server.errors import STATUS_CODES, Refusal, error_body
+from mtpserve.server.http.errors import STATUS_CODES, Refusal, error_body
 
 log = logging.getLogger(__name__)
 

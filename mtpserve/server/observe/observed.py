@@ -9,7 +9,7 @@ from typing import Protocol
 
 from mtpserve.core.protocols import EngineClient
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request
-from mtpserve.server.recent import Rates, Recent
+from mtpserve.server.observe.recent import Rates, Recent
 
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
 FINISHED = ("stop", "length")

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from mtpserve.core.errors import RequestFailed
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sequence import Finish
-from mtpserve.server.logprobs import Offsets, Spelling, prompt_scores
+from mtpserve.server.openai.logprobs import Offsets, Spelling, prompt_scores
+from mtpserve.server.openai.usage import Trace
 from mtpserve.server.service import MATCHED_TOKENS, Piece
-from mtpserve.server.usage import Trace
 from mtpserve.text.tokenizer import Tokenizer
 
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve import __version__
-from mtpserve.server.errors import JSON
+from mtpserve.server.http.errors import JSON
 
 if TYPE_CHECKING:
     from mtpserve.core.request import ModelCard

@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall
-from mtpserve.server.errors import NoThreads, Unsupported
 from mtpserve.server.fields import either
+from mtpserve.server.http.errors import NoThreads, Unsupported
 from mtpserve.server.offers import Offer
-from mtpserve.server.openai import ChatRequest, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
+from mtpserve.server.openai.body import ChatRequest, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
 from mtpserve.text.requests import check_text
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {"compaction": (None,), "container": (None,), "mcp_servers": (None, [])}

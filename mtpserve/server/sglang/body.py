@@ -10,7 +10,7 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.constraints import constraint
 from mtpserve.server.fields import custom, either, texts
-from mtpserve.server.openai import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Strict, Texts, Timeout, Tokens, refuse
+from mtpserve.server.openai.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Strict, Texts, Timeout, Tokens, refuse
 
 DEFAULT_MAX_TOKENS = 128  # SGLang's
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mtpserve.server.observed import Engine, Observed, Observer, Scrape
+from mtpserve.server.observe.observed import Engine, Observed, Observer, Scrape
 
 Row = tuple[str, str, float | None]  # name, help, value; None: not known yet
 SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)

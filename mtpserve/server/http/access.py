@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.server.errors import Refusal, error_body, printable
+from mtpserve.server.http.errors import Refusal, error_body, printable
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.server.errors import JSON, NotStored, renamed, renaming
-from mtpserve.server.response_answer import Answer, events
-from mtpserve.server.response_body import ResponsesRequest, messages_of
-from mtpserve.server.response_store import ResponseStore
+from mtpserve.server.http.errors import JSON, NotStored, renamed, renaming
+from mtpserve.server.http.sse import NamedEventStream, unless_gone
+from mtpserve.server.openai.responses.answer import Answer, events
+from mtpserve.server.openai.responses.body import ResponsesRequest, messages_of
+from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Service
-from mtpserve.server.sse import NamedEventStream, unless_gone
 from mtpserve.server.turn import turn_of
 
 RENAMED = {

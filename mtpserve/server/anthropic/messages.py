@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sequence import Finish
+from mtpserve.server.anthropic.body import CountRequest, MessagesRequest
 from mtpserve.server.dialogue import asked_tools, rendered
-from mtpserve.server.errors import JSON, renamed
-from mtpserve.server.message_body import CountRequest, MessagesRequest
+from mtpserve.server.http.errors import JSON, renamed
+from mtpserve.server.http.sse import NamedEventStream, unless_gone
 from mtpserve.server.service import Service
-from mtpserve.server.sse import NamedEventStream, unless_gone
 from mtpserve.server.turn import Block, Turn, turn_of
 
 RENAMED = {

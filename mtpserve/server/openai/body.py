@@ -16,8 +16,8 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import MAX_LOGPROBS, SamplingParams, Speculation
 from mtpserve.server.constraints import NATIVE, constraint
 from mtpserve.server.conversation import Messages
-from mtpserve.server.errors import Unsupported
 from mtpserve.server.fields import biases, custom, either, predicted, texts
+from mtpserve.server.http.errors import Unsupported
 
 log = logging.getLogger(__name__)
 

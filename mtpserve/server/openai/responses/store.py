@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtpserve.server.conversation import ChatMessage
-from mtpserve.server.errors import NotStored
+from mtpserve.server.http.errors import NotStored
 
 MAX_RESPONSES = 1024
 MAX_CHARACTERS = 32 << 20  # of all conversations together

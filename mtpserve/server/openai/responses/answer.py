@@ -11,9 +11,9 @@ from typing import Any
 from mtpserve.core.errors import MTPServeError
 from mtpserve.core.sequence import Finish
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
-from mtpserve.server.errors import describe
-from mtpserve.server.response_body import ResponsesRequest
-from mtpserve.server.response_store import ResponseStore, Stored
+from mtpserve.server.http.errors import describe
+from mtpserve.server.openai.responses.body import ResponsesRequest
+from mtpserve.server.openai.responses.store import ResponseStore, Stored
 from mtpserve.server.turn import Block, Turn
 
 PARTS = {"text": "output_text", "reasoning": "reasoning_text"}

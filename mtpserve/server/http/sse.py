@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.server.errors import ClientGone, anthropics, describe, error_response
+from mtpserve.server.http.errors import ClientGone, anthropics, describe, error_response
 
 T = TypeVar("T")
 COMMENT = b": waiting\n\n"  # event streams begin comments with a colon; clients skip them

@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, called
-from mtpserve.server.errors import SHORT, Unsupported
 from mtpserve.server.fields import either
+from mtpserve.server.http.errors import SHORT, Unsupported
 from mtpserve.server.offers import Offer
-from mtpserve.server.openai import ChatRequest, Effort, Label, Metadata, SamplingFields, Strict, Timeout, refuse, say_once, unsupported
+from mtpserve.server.openai.body import ChatRequest, Effort, Label, Metadata, SamplingFields, Strict, Timeout, refuse, say_once, unsupported
 from mtpserve.text.requests import check_text
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
-from mtpserve.server.answer import Answer, Prompt
-from mtpserve.server.logprobs import Spelling, completion_logprobs
-from mtpserve.server.openai import CompletionRequest
+from mtpserve.server.openai.answer import Answer, Prompt
+from mtpserve.server.openai.body import CompletionRequest
+from mtpserve.server.openai.logprobs import Spelling, completion_logprobs
 from mtpserve.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

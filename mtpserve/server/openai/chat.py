@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sequence import Finish
-from mtpserve.server.answer import Answer, Prompt
 from mtpserve.server.dialogue import prepared
-from mtpserve.server.errors import renamed
-from mtpserve.server.logprobs import Spelling, chat_logprobs
-from mtpserve.server.openai import ChatRequest
+from mtpserve.server.http.errors import renamed
+from mtpserve.server.openai.answer import Answer, Prompt
+from mtpserve.server.openai.body import ChatRequest
+from mtpserve.server.openai.logprobs import Spelling, chat_logprobs
 from mtpserve.server.output import Output
 from mtpserve.server.service import Service
 from mtpserve.server.tools import OutputPlan
