@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mtpserve.server.body import say_once
 from mtpserve.server.http.errors import SHORT, Unsupported
-from mtpserve.server.openai.body import say_once
 
 
 @dataclass(slots=True)

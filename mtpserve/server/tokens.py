@@ -9,11 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.body import MAX_PROMPTS, Strict, Texts, Tokens
 from mtpserve.server.conversation import Messages
 from mtpserve.server.dialogue import asked_tools, rendered
 from mtpserve.server.fields import either
 from mtpserve.server.http.errors import JSON
-from mtpserve.server.openai.body import MAX_PROMPTS, ChatRequest, Strict, Texts, Tokens
+from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.service import Service
 
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from mtpserve.config import EngineConfig, ModelConfig
+from mtpserve.server import body as bodies
 from mtpserve.server.app import create_app
-from mtpserve.server.openai import body as bodies
 from mtpserve.server.openai.responses.body import Item, messages_of
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.body import Label, RequestId, Strict, Texts, Timeout
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.fields import either
 from mtpserve.server.http.errors import NoThreads, Unsupported
 from mtpserve.server.offers import Offer
-from mtpserve.server.openai.body import ChatRequest, Label, RequestId, SamplingFields, Strict, Texts, Timeout, refuse, unsupported
+from mtpserve.server.openai.body import ChatRequest, SamplingFields
 from mtpserve.text.requests import check_text
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {"compaction": (None,), "container": (None,), "mcp_servers": (None, [])}
 CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # in OpenAI's words
 
@@ -98,6 +98,8 @@ class ToolChoice(Strict):
 
 
 class CountRequest(Strict):
+    column = "messages"
+
     model: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     system: Annotated[str | TextBlocks | None, either(CONTENT)] = None
@@ -110,10 +112,10 @@ class CountRequest(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse_by_name(cls, body: Any) -> Any:
+    def refuse_threads(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("thread") is not None:
             raise NoThreads("thread is not supported: this server keeps no messages, send all of them", "thread")
-        return refuse(body, {name: neutral for name, neutral in unsupported(cls).items() if name != "service_tier"} | UNSUPPORTED)
+        return body
 
     def offer(self) -> Offer:
         found = Offer()

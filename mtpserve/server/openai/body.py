@@ -1,130 +1,18 @@
-"""OpenAI's request bodies: what is understood, what is refused by name, and the way to SamplingParams. No responses here.
-
-Three kinds of fields. Supported ones are declared. Those that other servers know and this one does not are in UNSUPPORTED with
-the values that ask for nothing; those pass, any other value is refused: a field ignored in silence gives wrong answers. All the
-rest is unknown and left out with a line in the debug log, since OpenAI's clients send fields that servers have not heard of yet.
-"""
+"""The bodies of /v1/completions and /v1/chat/completions, and their way to SamplingParams. Other APIs are converted to a ChatRequest."""
 
 from __future__ import annotations
 
-import logging
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import MAX_LOGPROBS, SamplingParams, Speculation
+from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, Effort, Label, Metadata, RequestId, Strict, Texts, Timeout, Tokens
 from mtpserve.server.constraints import NATIVE, constraint
 from mtpserve.server.conversation import Messages
 from mtpserve.server.fields import biases, custom, either, predicted, texts
 from mtpserve.server.http.errors import Unsupported
-
-log = logging.getLogger(__name__)
-
-MAX_PROMPTS = 128
-MAX_CHOICES = 128
-MAX_SEQUENCES = 1024  # prompts times choices
-
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None, False),
-    "audio": (None,),
-    "bootstrap_host": (None,),
-    "bootstrap_port": (None,),
-    "bootstrap_room": (None,),
-    "chat_template": (None,),
-    "custom_logit_processor": (None,),
-    "data_parallel_rank": (None, 0),
-    "disagg_prefill_dp_rank": (None,),
-    "documents": (None, []),
-    "echo": (None, False),
-    "function_call": (None, "none", "auto"),
-    "functions": (None, []),
-    "guided_whitespace_pattern": (None,),
-    "input_embeds": (None,),
-    "kv_transfer_params": (None,),
-    "length_penalty": (None, 1),
-    "logits_processors": (None, []),
-    "logprob_token_ids": (None, []),
-    "lora_path": (None,),
-    "media_io_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),
-    "modalities": (None, ["text"]),
-    "prompt_embeds": (None,),
-    "repetition_detection": (None,),
-    "return_cached_tokens_details": (None, False),
-    "return_hidden_states": (None, False),
-    "return_meta_info": (None, False),
-    "return_prompt_token_ids": (None, False),
-    "return_routed_experts": (None, False),
-    "return_spec_tokens_details": (None, False),
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
-    "routed_dp_rank": (None, 0),
-    "service_tier": (None, "auto", "default"),
-    "session_params": (None,),
-    "spaces_between_special_tokens": (None, True),
-    "stop_regex": (None, []),
-    "store": (None, False),
-    "stream_reasoning": (None, True),
-    "thinking_token_budget": (None,),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
-    "verbosity": (None, "low", "medium", "high"),  # a wish that no template passes on
-    "vllm_xargs": (None, {}),
-    "web_search_options": (None,),
-}
-
-Tokens = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-Label = Annotated[str, Field(max_length=512)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
-Timeout = Annotated[float, Field(gt=0, le=86400)]  # seconds; the server's own limit may be shorter
-RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
-
-
-def same(value: Any, neutral: Any) -> bool:
-    """Equal, and False is not 0."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
-
-
-class Strict(BaseModel):
-    """Types as given: no text that looks like a number. Unknown fields are left out."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def say_what_is_left_out(cls, body: Any) -> Any:
-        if isinstance(body, dict) and log.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - cls.model_fields.keys()):
-            log.debug("%s: fields left out: %s", cls.__name__, ", ".join(ascii(name[:50]) for name in sorted(unknown)[:20]))
-        return body
-
-
-SAID: set[str] = set()
-MAX_SAID = 256  # clients choose the words
-
-
-def say_once(what: str) -> None:
-    """For what clients send with every request and what only allows something: leaving it out gives no wrong answer."""
-    if what not in SAID and len(SAID) < MAX_SAID:
-        SAID.add(what)
-        log.info("left out of requests from now on: %s", ascii(what)[1:-1])
-
-
-def refuse(body: Any, unsupported: dict[str, tuple[Any, ...]]) -> Any:
-    """The body without the fields that ask for nothing; raises InvalidRequest for those that ask for something."""
-    if not isinstance(body, dict):
-        return body
-    for name in sorted(body.keys() & unsupported.keys()):
-        if not any(same(body[name], neutral) for neutral in unsupported[name]):
-            raise Unsupported(f"{name} is not supported: leave it out", name)
-    return {name: value for name, value in body.items() if name not in unsupported}
-
-
-def unsupported(cls: type[Strict]) -> dict[str, tuple[Any, ...]]:
-    """Of the fields that not every route does, those that this body does not have."""
-    return {name: neutral for name, neutral in UNSUPPORTED.items() if name not in cls.model_fields}
 
 
 class StreamOptions(Strict):
@@ -199,12 +87,7 @@ class GenerationRequest(SamplingFields):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     metadata: Metadata | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None  # kept apart anyway: requests share no pages
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_by_name(cls, body: Any) -> Any:
-        return refuse(body, unsupported(cls))
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 
     def check(self) -> None:
         if not 1 <= self.choices <= MAX_CHOICES:
@@ -280,6 +163,8 @@ GIVEN = (
 
 
 class CompletionRequest(GenerationRequest):
+    column = "completions"
+
     prompt: Annotated[
         str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)],
         either("a string, a list of strings, a list of token ids, or a list of such lists"),
@@ -329,6 +214,8 @@ class ReasoningOptions(Strict):
 
 
 class ChatRequest(GenerationRequest):
+    column = "chat"
+
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

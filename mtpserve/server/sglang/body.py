@@ -4,46 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Strict, Texts, Timeout, Tokens
 from mtpserve.server.constraints import constraint
 from mtpserve.server.fields import custom, either, texts
-from mtpserve.server.openai.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Strict, Texts, Timeout, Tokens, refuse
 
 DEFAULT_MAX_TOKENS = 128  # SGLang's
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio_data": (None,),
-    "background": (None, False),
-    "bootstrap_host": (None,),
-    "bootstrap_port": (None,),
-    "bootstrap_room": (None,),
-    "custom_logit_processor": (None,),
-    "data_parallel_rank": (None, 0),
-    "image_data": (None,),
-    "input_embeds": (None,),
-    "lora_id": (None,),
-    "lora_path": (None,),
-    "modalities": (None, []),
-    "multi_item_delimiter_indices": (None, []),
-    "return_bytes": (None, False),
-    "return_entropy": (None, False),
-    "return_hidden_states": (None, False),
-    "return_prompt_token_ids": (None, False),
-    "return_routed_experts": (None, False),
-    "routed_dp_rank": (None, 0),
-    "session_params": (None,),
-    "token_ids_logprob": (None, []),
-    "video_data": (None,),
-}
-UNSUPPORTED_SAMPLING: dict[str, tuple[Any, ...]] = {"spaces_between_special_tokens": (None, True), "stop_regex": (None, [])}
 
 
 class NativeSampling(Strict):
     """SGLang's names. None: not given. Unknown ones are refused, there as here."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    column = "sampling_params"
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -66,11 +42,6 @@ class NativeSampling(Strict):
     ebnf: str | None = None
     structural_tag: str | None = None
     custom_params: dict[str, Any] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_by_name(cls, body: Any) -> Any:
-        return refuse(body, UNSUPPORTED_SAMPLING)
 
     def params(self, defaults: dict[str, float | int]) -> SamplingParams:
         """Raises InvalidRequest with the names of SamplingParams, which are SGLang's but for three."""
@@ -97,6 +68,8 @@ class NativeSampling(Strict):
 class NativeRequest(Strict):
     """Exactly one of `text` and `input_ids`; a list of either is answered by a list."""
 
+    column = "generate"
+
     text: Annotated[str | Texts | None, either("a string or a list of strings")] = None
     input_ids: Annotated[
         Tokens | Annotated[list[Tokens], Field(fail_fast=True)] | None, either("a list of token ids, or a list of such lists")
@@ -110,11 +83,6 @@ class NativeRequest(Strict):
     return_text_in_logprobs: bool | None = None
     priority: int | None = None
     timeout: Timeout | None = None  # ours
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_by_name(cls, body: Any) -> Any:
-        return refuse(body, UNSUPPORTED)
 
     def check(self) -> None:
         if (self.text is None) == (self.input_ids is None):

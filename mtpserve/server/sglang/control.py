@@ -13,8 +13,8 @@ from starlette.responses import Response
 from mtpserve.core.errors import EngineBusy, InvalidRequest
 from mtpserve.core.request import Request as EngineRequest
 from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.server.body import RequestId, Strict
 from mtpserve.server.http.errors import JSON
-from mtpserve.server.openai.body import RequestId, Strict
 from mtpserve.server.service import Service
 
 TRIAL_S = 20.0  # as long as SGLang waits

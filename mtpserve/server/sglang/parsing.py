@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.body import Strict
 from mtpserve.server.http.errors import JSON, ContextLengthExceeded
-from mtpserve.server.openai.body import Strict
 from mtpserve.server.service import MAX_BYTES_PER_TOKEN, Service
 from mtpserve.server.tools import Formats, call_format, tool_use
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.body import Effort, Label, Metadata, Strict, Timeout, say_once
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, called
 from mtpserve.server.fields import either
 from mtpserve.server.http.errors import SHORT, Unsupported
 from mtpserve.server.offers import Offer
-from mtpserve.server.openai.body import ChatRequest, Effort, Label, Metadata, SamplingFields, Strict, Timeout, refuse, say_once, unsupported
+from mtpserve.server.openai.body import ChatRequest, SamplingFields
 from mtpserve.text.requests import check_text
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "conversation": (None,),
-    "max_tool_calls": (None,),
-    "prompt": (None,),
-    "request_id": (None,),
-    "rid": (None,),
-    "service_tier": (None, "auto", "default"),
-    "top_logprobs": (None, 0),
-    "truncation": (None, "disabled"),
-}
 # What may be included, and never is there: nobody encrypts reasoning here, and the others are of tools that other servers run.
 NOTHING_TO_INCLUDE = frozenset(
     {
@@ -72,6 +62,8 @@ class TextOptions(Strict):
 
 
 class ResponsesRequest(SamplingFields):
+    column = "responses"
+
     input: Annotated[
         str | Annotated[list[Item], Field(fail_fast=True, max_length=MAX_MESSAGES)],
         either(f"a string or a list of at most {MAX_MESSAGES} items"),
@@ -96,11 +88,6 @@ class ResponsesRequest(SamplingFields):
     timeout: Timeout | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_by_name(cls, body: Any) -> Any:
-        return refuse(body, unsupported(cls) | UNSUPPORTED)
 
     def check(self) -> None:
         if not self.input:
