@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +14,7 @@ from mtpserve.server.body import MAX_PROMPTS, Strict, Texts, Tokens
 from mtpserve.server.conversation import Messages
 from mtpserve.server.dialogue import asked_tools, rendered
 from mtpserve.server.fields import either
-from mtpserve.server.http.errors import JSON
+from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.service import Service
 
@@ -36,6 +37,22 @@ class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: Annotated[Tokens | list[Tokens], either("a list of token ids, or a list of such lists")]
     skip_special_tokens: bool | None = None
+
+
+class Tokenized(Rendered):
+    """Lists of each for a list of texts."""
+
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: list[str | list[str]] | UnsetType = UNSET
+
+
+class Detokenized(Rendered):
+    """The text under vLLM's name and under SGLang's; lists for a list of lists."""
+
+    prompt: str | list[str]
+    text: str | list[str]
 
 
 def one_or_many(found: list[Any], several: bool) -> Any:
@@ -67,14 +84,11 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         check_count(len(texts), "prompt")
         found = [await service.encode(text, "prompt", special=body.add_special_tokens is not False) for text in texts]
     several = isinstance(body.prompt, list)
-    answer = {
-        "tokens": one_or_many(found, several),
-        "count": one_or_many([len(ids) for ids in found], several),
-        "max_model_len": service.client.card.context_length,
-    }
+    counts = one_or_many([len(ids) for ids in found], several)
+    answer = Tokenized(one_or_many(found, several), counts, service.client.card.context_length)
     if body.return_token_strs:
         strings = [[service.tokenizer.token_text(id) for id in ids] for ids in found]
-        answer["token_strs"] = one_or_many(strings, several)
+        answer.token_strs = one_or_many(strings, several)
     return JSON(answer)
 
 
@@ -90,4 +104,4 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     skip = body.skip_special_tokens is not False
     texts = [await asyncio.to_thread(service.tokenizer.decode, ids, skip_special_tokens=skip) for ids in lists]
     text = one_or_many(texts, several)
-    return JSON({"prompt": text, "text": text})
+    return JSON(Detokenized(text, text))

@@ -174,6 +174,8 @@ def test_requests_end_by_their_id(http: httpx.AsyncClient, app: FastAPI, client:
             asyncio.create_task(http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 4000}})),
         ]
         await running(4)
+        while not all(done for _, done in client.engine.live.values()):
+            await asyncio.sleep(0.005)
         again = await http.post("/v1/completions", json=long | {"rid": "one"})
         counts = [await abort({"rid": "nobody"}), await abort({"rid": "one"})]
         await running(2)

@@ -11,7 +11,7 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Label, RequestId, Strict, Texts, Timeout
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.fields import either
-from mtpserve.server.http.errors import NoThreads, Unsupported
+from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.offers import Offer
 from mtpserve.server.openai.body import ChatRequest, SamplingFields
 from mtpserve.text.requests import check_text
@@ -20,15 +20,15 @@ CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # in OpenAI's words
 
 
-class TextBlock(Strict):
+class TextContent(Strict):
     type: str
     text: str | None = None
 
 
-TextBlocks = Annotated[list[TextBlock], Field(fail_fast=True)]
+TextContents = Annotated[list[TextContent], Field(fail_fast=True)]
 
 
-class Block(TextBlock):
+class ContentBlock(TextContent):
     """`thinking` is of a block of reasoning; `id`, `name`, `input` of a tool_use; the others of a tool_result."""
 
     thinking: str | None = None
@@ -36,27 +36,27 @@ class Block(TextBlock):
     name: Label | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Label | None = None
-    content: Annotated[str | TextBlocks | None, either(CONTENT)] = None
+    content: Annotated[str | TextContents | None, either(CONTENT)] = None
     is_error: bool | None = None
 
 
-class Message(Strict):
+class InputMessage(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[str | Annotated[list[Block], Field(fail_fast=True)], either(CONTENT)]
+    content: Annotated[str | Annotated[list[ContentBlock], Field(fail_fast=True)], either(CONTENT)]
 
 
-class Metadata(Strict):
+class UserMetadata(Strict):
     user_id: Label | None = None
 
 
-class Thinking(Strict):
+class ThinkingOptions(Strict):
     """Told to the chat template, as `thinking` and `enable_thinking`; the budget is not enforced."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
-class Format(Strict):
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
@@ -64,7 +64,7 @@ class Format(Strict):
 class OutputConfig(Strict):
     """The output's form, and how much to think, which the chat template is told as `reasoning_effort`."""
 
-    format: Format | None = None
+    format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -101,11 +101,11 @@ class CountRequest(Strict):
     column = "messages"
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
-    system: Annotated[str | TextBlocks | None, either(CONTENT)] = None
-    thinking: Thinking | None = None
+    messages: Annotated[list[InputMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    system: Annotated[str | TextContents | None, either(CONTENT)] = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-    output_format: Format | None = None  # where output_config.format stood in the API's beta
+    output_format: OutputFormat | None = None  # where output_config.format stood in the API's beta
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -114,7 +114,7 @@ class CountRequest(Strict):
     @classmethod
     def refuse_threads(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("thread") is not None:
-            raise NoThreads("thread is not supported: this server keeps no messages, send all of them", "thread")
+            raise Unsupported("thread is not supported: this server keeps no messages, send all of them", "thread")
         return body
 
     def offer(self) -> Offer:
@@ -166,7 +166,7 @@ class MessagesRequest(CountRequest, SamplingFields):
     max_tokens: int
     stop_sequences: Texts | None = None
     stream: bool | None = None
-    metadata: Metadata | None = None
+    metadata: UserMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     rid: RequestId | None = None
     timeout: Timeout | None = None
@@ -180,7 +180,7 @@ class MessagesRequest(CountRequest, SamplingFields):
         return CountRequest.chat(self, offer).model_copy(update=given)
 
 
-def spoken(message: Message) -> list[ChatMessage]:
+def spoken(message: InputMessage) -> list[ChatMessage]:
     """Results of tools are messages of their own, in the blocks' order."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
@@ -195,20 +195,20 @@ def spoken(message: Message) -> list[ChatMessage]:
     return found or [ChatMessage(role=message.role, content="")]
 
 
-def answered(blocks: list[Block]) -> ChatMessage:
+def answered(blocks: list[ContentBlock]) -> ChatMessage:
     texts = [block for block in blocks if block.type not in ("thinking", "redacted_thinking", "tool_use")]
     reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
     calls = [used(block) for block in blocks if block.type == "tool_use"]
     return ChatMessage(role="assistant", content=text_of(texts, "messages"), reasoning_content=reasoning or None, tool_calls=calls or None)
 
 
-def used(block: Block) -> MessageToolCall:
+def used(block: ContentBlock) -> MessageToolCall:
     if block.id is None or block.name is None or block.input is None:
         raise InvalidRequest("messages: a tool_use block needs id, name and input", "messages")
     return MessageToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input))
 
 
-def result(block: Block) -> ChatMessage:
+def result(block: ContentBlock) -> ChatMessage:
     """Templates know of no errors: the text says that it is one."""
     if block.tool_use_id is None:
         raise InvalidRequest("messages: a tool_result block needs tool_use_id", "messages")
@@ -216,7 +216,7 @@ def result(block: Block) -> ChatMessage:
     return ChatMessage(role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
 
 
-def text_of(content: str | list[TextBlock] | list[Block], field: str) -> str:
+def text_of(content: str | list[TextContent] | list[ContentBlock], field: str) -> str:
     if isinstance(content, str):
         return content
     for block in content:

@@ -6,8 +6,9 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +16,8 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sequence import Finish
 from mtpserve.server.anthropic.body import CountRequest, MessagesRequest
 from mtpserve.server.dialogue import asked_tools, rendered
-from mtpserve.server.http.errors import JSON, renamed
+from mtpserve.server.http.errors import renamed
+from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
 from mtpserve.server.service import Service
 from mtpserve.server.turn import Block, Turn, turn_of
@@ -24,22 +26,90 @@ RENAMED = {
     "stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": "", "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }  # fmt: skip
-STOP_REASONS = {Finish.LENGTH: "max_tokens", Finish.ABORT: "end_turn"}
-DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json")}
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+STOP_REASONS: dict[Finish, StopReason] = {Finish.LENGTH: "max_tokens", Finish.ABORT: "end_turn"}
 
 
-def shown(block: Block) -> dict[str, Any]:
+class TextBlock(Rendered, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(Rendered, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Rendered, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnyBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(Rendered):
+    input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(Rendered):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnyBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountedTokens(Rendered):
+    input_tokens: int
+
+
+class MessageDelta(Rendered):
+    """What a block's text adds, by its type; or, without one, how the message ended."""
+
+    type: Literal["text_delta", "thinking_delta", "input_json_delta"] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: str | UnsetType | None = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessageEvent(Rendered):
+    type: str
+    message: MessageObject | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: AnyBlock | UnsetType = UNSET
+    delta: MessageDelta | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+
+
+def shown(block: Block) -> AnyBlock:
     """The input of a call that was cut off is empty: `stop_reason` then says why it must not be run."""
     match block.kind:
         case "text":
-            return {"type": "text", "text": block.text}
+            return TextBlock(block.text)
         case "reasoning":
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
+            return ThinkingBlock(block.text)
         case "call":
-            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments() or {}}
+            return ToolUseBlock(block.call_id, block.name, block.arguments() or {})
 
 
-def stop_reason(turn: Turn) -> str | None:
+def delta(block: Block, text: str) -> MessageDelta:
+    match block.kind:
+        case "text":
+            return MessageDelta("text_delta", text=text)
+        case "reasoning":
+            return MessageDelta("thinking_delta", thinking=text)
+        case "call":
+            return MessageDelta("input_json_delta", partial_json=text)
+
+
+def stop_reason(turn: Turn) -> StopReason | None:
     if turn.finish is None:
         return None
     if turn.called:
@@ -49,43 +119,37 @@ def stop_reason(turn: Turn) -> str | None:
     return "stop_sequence" if turn.stop_string is not None else STOP_REASONS.get(turn.finish, "end_turn")
 
 
-def message_object(id: str, turn: Turn) -> dict[str, Any]:
-    return {
-        "id": id,
-        "type": "message",
-        "role": "assistant",
-        "model": turn.service.model,
-        "content": [shown(block) for block in turn.blocks],
-        "stop_reason": stop_reason(turn),
-        "stop_sequence": turn.stop_string,
-        "usage": {"input_tokens": len(turn.request.prompt), "output_tokens": len(turn.tokens)},
-    }
+def message_object(id: str, turn: Turn) -> MessageObject:
+    usage = MessageUsage(len(turn.request.prompt), len(turn.tokens))
+    blocks = [shown(block) for block in turn.blocks]
+    return MessageObject(id, "message", "assistant", turn.service.model, blocks, stop_reason(turn), turn.stop_string, usage)
 
 
-async def events(id: str, turn: Turn) -> AsyncGenerator[dict[str, Any], None]:
+async def events(id: str, turn: Turn) -> AsyncGenerator[MessageEvent, None]:
     """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with what ended it."""
-    begun, opened = False, 0
+    started, opened = False, 0
     async with contextlib.aclosing(turn.steps()) as steps:
         async for added in steps:
-            if not begun:
-                begun = True
-                start = message_object(id, turn) | {"content": [], "stop_reason": None, "stop_sequence": None}
-                yield {"type": "message_start", "message": start | {"usage": start["usage"] | {"output_tokens": 0}}}
+            if not started:
+                started = True
+                usage = MessageUsage(len(turn.request.prompt), 0)
+                empty = MessageObject(id, "message", "assistant", turn.service.model, [], None, None, usage)
+                yield MessageEvent("message_start", message=empty)
             for index, text in added:
                 block = turn.blocks[index]
                 if index == opened:
                     if opened:
-                        yield {"type": "content_block_stop", "index": opened - 1}
+                        yield MessageEvent("content_block_stop", index=opened - 1)
                     opened += 1
-                    empty = Block(block.kind, call_id=block.call_id, name=block.name)
-                    yield {"type": "content_block_start", "index": index, "content_block": shown(empty)}
+                    begun = Block(block.kind, call_id=block.call_id, name=block.name)
+                    yield MessageEvent("content_block_start", index=index, content_block=shown(begun))
                 if text:
-                    kind, field = DELTAS[block.kind]
-                    yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: text}}
-    yield {"type": "content_block_stop", "index": opened - 1}
+                    yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
+    yield MessageEvent("content_block_stop", index=opened - 1)
     done = message_object(id, turn)
-    yield {"type": "message_delta", "delta": {name: done[name] for name in ("stop_reason", "stop_sequence")}, "usage": done["usage"]}
-    yield {"type": "message_stop"}
+    end = MessageDelta(stop_reason=done.stop_reason, stop_sequence=done.stop_sequence)
+    yield MessageEvent("message_delta", delta=end, usage=done.usage)
+    yield MessageEvent("message_stop")
 
 
 async def messages(request: Request, body: MessagesRequest) -> Response:
@@ -112,4 +176,4 @@ async def count_tokens(request: Request, body: CountRequest) -> Response:
     with renamed(RENAMED | offer.places):
         chat = body.chat(offer)
         tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat)))
-    return JSON({"input_tokens": len(tokens)})
+    return JSON(CountedTokens(len(tokens)))

@@ -10,17 +10,17 @@ import contextlib
 import re
 import reprlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, QueueFull, RequestFailed
+from mtpserve.server.http.rendering import JSON, Rendered
 
 T = TypeVar("T")
 MAX_ERRORS = 10
@@ -40,6 +40,8 @@ STATUS_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 ANTHROPICS = "/v1/messages"
 ANTHROPICS_KINDS = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+# By the field that is refused: with these, Anthropic's clients send the whole conversation instead of a thread's next message.
+ANTHROPICS_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 RETRY_AFTER = {"Retry-After": "1"}
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would ask twice again for what took too long already
 
@@ -60,10 +62,6 @@ class Unsupported(InvalidRequest):
     """→ 400 with the code that OpenAI has for it"""
 
 
-class NoThreads(Unsupported):
-    """→ 400 with the details on which Anthropic's clients send the whole conversation instead of a thread's next message"""
-
-
 class DeadlineExceeded(RequestFailed):
     """→ 408"""
 
@@ -72,41 +70,43 @@ class ClientGone(Exception):
     """The client closed its connection; nobody reads the answer."""
 
 
-class ErrorObject(BaseModel):
+class ErrorObject(Rendered):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorAnswer(BaseModel):
-    """For the OpenAPI document: what `error_body` makes."""
-
+class ErrorAnswer(Rendered):
     error: ErrorObject
 
 
-class JSON(JSONResponse):
-    def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
+class AnthropicErrorObject(ErrorObject):
+    details: dict[str, Any] | UnsetType = UNSET
+
+
+class AnthropicError(Rendered):
+    type: Literal["error"]
+    error: AnthropicErrorObject
 
 
 class Refusal(JSON):
-    """`body` is what `error_body` makes."""
-
-    def __init__(self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, status: int, body: ErrorAnswer, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(body, status, headers)
-        self._told = body
+        self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not scope["path"].startswith(ANTHROPICS):
             await super().__call__(scope, receive, send)
             return
         headers = {name: value for name, value in self.headers.items() if name != "content-length"}
-        await JSON(anthropics(self.status_code, self._told), self.status_code, headers)(scope, receive, send)
+        await JSON(anthropics(self.status_code, self._body), self.status_code, headers)(scope, receive, send)
 
 
-def anthropics(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "error", "error": body["error"] | {"type": ANTHROPICS_KINDS.get(status, body["error"]["type"])}}
+def anthropics(status: int, body: ErrorAnswer) -> AnthropicError:
+    error = body.error
+    kind, details = ANTHROPICS_KINDS.get(status, error.type), ANTHROPICS_DETAILS.get(error.param or "", UNSET)
+    return AnthropicError("error", AnthropicErrorObject(error.message, kind, error.param, error.code, details))
 
 
 @contextlib.contextmanager
@@ -137,13 +137,13 @@ def printable(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorAnswer:
     kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")
     param = None if param is None else printable(param, MAX_INPUT)
-    return {"error": {"message": printable(message, MAX_MESSAGE), "type": kind, "param": param, "code": code}}
+    return ErrorAnswer(ErrorObject(printable(message, MAX_MESSAGE), kind, param, code))
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+def describe(error: Exception) -> tuple[int, ErrorAnswer]:
     """Status and body. Only errors that mtpserve raises on purpose carry their own text."""
     match error:
         case ModelNotFound():
@@ -152,10 +152,6 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 400, error_body(400, str(error), param=error.param, code="context_length_exceeded")
         case NotStored():
             return 404, error_body(404, str(error), param=error.param, code="response_not_found")
-        case NoThreads():
-            body = error_body(400, str(error), param=error.param, code="unsupported_parameter")
-            body["error"]["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-            return 400, body
         case Unsupported():
             return 400, error_body(400, str(error), param=error.param, code="unsupported_parameter")
         case InvalidRequest():

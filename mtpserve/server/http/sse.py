@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mtpserve.core.errors import MTPServeError
 from mtpserve.server.http.errors import ClientGone, anthropics, describe, error_response
+from mtpserve.server.http.rendering import Rendered
 
 T = TypeVar("T")
 COMMENT = b": waiting\n\n"  # event streams begin comments with a colon; clients skip them
@@ -30,7 +31,7 @@ class Pause:
 PAUSE = Pause()
 
 
-def event(data: Any) -> bytes:
+def event(data: Rendered) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
@@ -91,7 +92,7 @@ class EventStream(Response):
     def encoded(self, each: Any) -> bytes:
         return event(each)
 
-    def failed(self, error: MTPServeError) -> Any:
+    def failed(self, error: MTPServeError) -> Rendered:
         return describe(error)[1]
 
     def __init__(self, objects: AsyncGenerator[Any, None], keep_alive: float = 0) -> None:
@@ -132,9 +133,9 @@ class NamedEventStream(EventStream):
 
     last = b""
 
-    def failed(self, error: MTPServeError) -> Any:
+    def failed(self, error: MTPServeError) -> Rendered:
         """Anthropic's: in OpenAI's streams of this kind a failure is an event of its own."""
         return anthropics(*describe(error))
 
     def encoded(self, each: Any) -> bytes:
-        return f"event: {each['type']}\n".encode() + event(each)
+        return f"event: {each.type}\n".encode() + event(each)

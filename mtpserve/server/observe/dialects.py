@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mtpserve.server.observe.observed import Engine, Observed, Observer, Scrape
+from mtpserve.server.observe.observed import EngineView, Observed, Observer, Scrape
 
 Row = tuple[str, str, float | None]  # name, help, value; None: not known yet
 SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
@@ -32,7 +32,7 @@ VLLM_FINISHED = ("stop", "length", "abort", "error")
 LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
 
-def observer_of(dialect: str, registry: CollectorRegistry, engine: Engine) -> Observer:
+def observer_of(dialect: str, registry: CollectorRegistry, engine: EngineView) -> Observer:
     """Registers the dialect's names; what it counts itself comes through the observer."""
     made: dict[str, type[SGLang] | type[VLLM]] = {"sglang": SGLang, "vllm": VLLM}
     return made[dialect](registry, engine)
@@ -75,7 +75,7 @@ class Named:
 class Scraped(Collector):
     """Metrics that are read from the engine when somebody scrapes."""
 
-    def __init__(self, engine: Engine, families: Callable[[Scrape], Iterable[Metric]]) -> None:
+    def __init__(self, engine: EngineView, families: Callable[[Scrape], Iterable[Metric]]) -> None:
         self._engine, self._families = engine, families
 
     def collect(self) -> Iterable[Metric]:
@@ -85,7 +85,7 @@ class Scraped(Collector):
 class SGLang(Observer):
     """Its inter-token latency is per token: tokens that came together share the wait."""
 
-    def __init__(self, registry: CollectorRegistry, engine: Engine) -> None:
+    def __init__(self, registry: CollectorRegistry, engine: EngineView) -> None:
         labels = {"model_name": engine.card.name, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
         self._named = named = Named(registry, "sglang:", labels)
         registry.register(Scraped(engine, self._families))
@@ -159,7 +159,7 @@ class VLLM(Observer):
     """Its inter-token latency is per step: one observation, however many tokens came. Positions of drafts count from 0. Two facts are
     there under their older names too: the boards that people have read those."""
 
-    def __init__(self, registry: CollectorRegistry, engine: Engine) -> None:
+    def __init__(self, registry: CollectorRegistry, engine: EngineView) -> None:
         self._named = named = Named(registry, "vllm:", {"model_name": engine.card.name, "engine": "0"})
         registry.register(Scraped(engine, self._families))
         self._success = named.counter("request_success", "Ended requests by why.", "finished_reason", VLLM_FINISHED)

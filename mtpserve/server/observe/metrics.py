@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from mtpserve.core.protocols import EngineClient
 from mtpserve.server.observe.dialects import observer_of
-from mtpserve.server.observe.observed import OUTCOMES, Engine, Observed, Observer, Scrape
+from mtpserve.server.observe.observed import OUTCOMES, EngineView, Observed, Observer, Scrape
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120, 300)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -25,7 +25,7 @@ LENGTH_BUCKETS = tuple(4**power for power in range(10))  # tokens: 1 … 262144
 
 
 class EngineCollector(Collector):
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineView) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
@@ -161,7 +161,7 @@ class Metrics:
         # The library's only switch is global: without it each histogram brings a gauge of its creation time.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        engine = Engine(client)
+        engine = EngineView(client)
         self.registry.register(EngineCollector(engine))
         ProcessCollector(registry=self.registry)
         self.observers: list[Observer] = [Requests(self.registry), *(observer_of(name, self.registry, engine) for name in dialects)]

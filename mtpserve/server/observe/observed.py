@@ -92,7 +92,7 @@ class Scrape:
         return self.stats.pages_used / max(1, self.stats.pages_total)
 
 
-class Engine:
+class EngineView:
     """The engine as its collectors read it."""
 
     def __init__(self, client: EngineClient) -> None:

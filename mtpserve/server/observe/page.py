@@ -16,11 +16,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve import __version__
-from mtpserve.server.http.errors import JSON
+from mtpserve.core.request import EngineStats, ModelCard
+from mtpserve.server.http.rendering import JSON, Rendered
 
 if TYPE_CHECKING:
-    from mtpserve.core.request import ModelCard
     from mtpserve.server.service import Service
+
+
+class Stats(Rendered):
+    """The engine's counters and gauges as they are, and what is needed to read them. `dead` says why the engine is gone."""
+
+    model: str
+    version: str
+    dead: str | None
+    draining: bool
+    warnings: list[str]
+    speculative_steps: int
+    context_length: int
+    page_size: int
+    stats: EngineStats
+
 
 HTML = (Path(__file__).parent / "page.html").read_bytes()
 SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot. The output means nothing."
@@ -67,18 +82,18 @@ def warnings(card: ModelCard) -> list[str]:
 
 
 async def stats(request: Request) -> Response:
-    """The engine's counters and gauges as they are, and what is needed to read them. `dead` says why the engine is gone."""
+    """The engine's counters and gauges."""
     service: Service = request.app.state.service
     card = service.client.card
-    body = {
-        "model": card.name,
-        "version": __version__,
-        "dead": service.client.dead,
-        "draining": service.draining,
-        "warnings": warnings(card),
-        "speculative_steps": card.speculative_steps,
-        "context_length": card.context_length,
-        "page_size": card.page_size,
-        "stats": service.client.stats(),
-    }
+    body = Stats(
+        model=card.name,
+        version=__version__,
+        dead=service.client.dead,
+        draining=service.draining,
+        warnings=warnings(card),
+        speculative_steps=card.speculative_steps,
+        context_length=card.context_length,
+        page_size=card.page_size,
+        stats=service.client.stats(),
+    )
     return JSON(body, headers={"Cache-Control": "no-store"})

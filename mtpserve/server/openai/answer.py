@@ -10,16 +10,18 @@ from functools import partial
 from time import time
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
-from mtpserve.server.http.errors import JSON
+from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import EventStream, unless_gone
 from mtpserve.server.openai.body import GenerationRequest
 from mtpserve.server.openai.choice import Choice, Shape, Wanted
 from mtpserve.server.openai.logprobs import ById, Offsets
+from mtpserve.server.openai.objects import ChatObject, Chunk, ChunkChoice, CompletionObject
 from mtpserve.server.openai.usage import Usage
 from mtpserve.server.service import Piece, Service, merge
 from mtpserve.text.requests import Spelling, request_of
@@ -83,8 +85,8 @@ class Answer:
     def _usage(self) -> Usage:
         return Usage(sum(len(prompt.tokens) for prompt in self.prompts))
 
-    def _head(self, object: str) -> dict[str, Any]:
-        return {"id": self.id, "object": object, "created": self.created, "model": self.service.model}
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "created": self.created, "model": self.service.model}
 
     def _prompt_ids(self) -> dict[str, Any]:
         """Where they do not stand in the choices."""
@@ -95,24 +97,27 @@ class Answer:
             return piece
         return Piece("", [], piece.finish and Finish.LENGTH, prompt_logprobs=piece.prompt_logprobs)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> CompletionObject | ChatObject:
         choices, usage = self._choices(), self._usage()
         async with contextlib.aclosing(self._pieces()) as pieces:
             async for index, piece in pieces:
                 piece = self._shown(piece)
                 usage.add(piece, choices[index].add(piece))
-        listed = [{"index": index, **choice.whole()} for index, choice in enumerate(choices)]
-        return {**self._head(self.shape.object), **self._prompt_ids(), "choices": listed, "usage": usage.body()}
+        listed = [self.shape.choice(index=index, **choice.whole()) for index, choice in enumerate(choices)]
+        fields = self._head() | self._prompt_ids() | {"object": self.shape.object}
+        answer: CompletionObject | ChatObject = self.shape.whole(choices=listed, usage=usage.object(), **fields)
+        return answer
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
-        head, body = self._head(self.shape.chunk_object), self.body
+        head, body = self._head() | {"object": self.shape.chunk_object}, self.body
         choices, usage = self._choices(), self._usage()
 
-        def chunk(index: int, content: dict[str, Any]) -> dict[str, Any]:
-            tail = {"usage": usage.body() if body.usage_in_every_chunk else None}
-            tail = tail if body.include_usage or body.usage_in_every_chunk else {}
-            return {**head, "choices": [{"index": index, "logprobs": None, "finish_reason": None, **content}], **tail}
+        def chunk(index: int, content: dict[str, Any]) -> Chunk:
+            made = Chunk(**head, choices=[ChunkChoice(index, **content)])
+            if body.include_usage or body.usage_in_every_chunk:
+                made.usage = usage.object() if body.usage_in_every_chunk else None
+            return made
 
         async with contextlib.aclosing(self._pieces()) as pieces:
             async for index, piece in pieces:
@@ -122,11 +127,12 @@ class Answer:
                 if not choice.opened:
                     choice.opened = True
                     if (opening := self.shape.opening()) is not None:
-                        yield {**chunk(index, opening), **(self._prompt_ids() if index == 0 else {})}
+                        begun = chunk(index, opening)
+                        yield replace(begun, **self._prompt_ids()) if index == 0 else begun
                 for content in contents:
                     yield chunk(index, content)
         if body.include_usage:
-            yield {**head, "choices": [], "usage": usage.body()}
+            yield Chunk(**head, choices=[], usage=usage.object())
 
     async def respond(self, request: Request) -> Response:
         if self.body.stream:

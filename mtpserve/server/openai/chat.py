@@ -16,7 +16,18 @@ from mtpserve.server.dialogue import prepared
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.openai.answer import Answer, Prompt
 from mtpserve.server.openai.body import ChatRequest
-from mtpserve.server.openai.logprobs import Spelling, chat_logprobs
+from mtpserve.server.openai.logprobs import TokenNames, chat_logprobs
+from mtpserve.server.openai.objects import (
+    AnswerMessage,
+    ChatChoice,
+    ChatLogprobs,
+    ChatObject,
+    Delta,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
 from mtpserve.server.output import Output
 from mtpserve.server.service import Service
 from mtpserve.server.tools import OutputPlan
@@ -33,17 +44,19 @@ class ChatShape:
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    choice = ChatChoice
+    whole = ChatObject
     one_prompt = True
 
     def voice(self) -> ChatVoice:
         return ChatVoice(Output(self.plan, self.tokenizer, self.include_reasoning))
 
     def opening(self) -> dict[str, Any] | None:
-        return {"delta": {"role": "assistant", "content": ""}}
+        return {"delta": Delta("assistant", "")}
 
     def logprobs(
-        self, tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
-    ) -> dict[str, Any]:
+        self, tokenizer: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> ChatLogprobs:
         return chat_logprobs(tokenizer, tokens, [score for score in scores if score is not None], top)
 
 
@@ -55,14 +68,14 @@ class ChatVoice:
         return self.output.count(tokens)
 
     def deltas(self, text: str, last: bool) -> list[dict[str, Any]]:
-        return [{"delta": fields(event)} for event in self.output.read(text, last)]
+        return [{"delta": delta(event)} for event in self.output.read(text, last)]
 
     def silent(self) -> dict[str, Any]:
-        return {"delta": {}}
+        return {"delta": Delta()}
 
     def whole(self, text: str) -> dict[str, Any]:
         content, reasoning = "", ""
-        calls: list[dict[str, Any]] = []
+        calls: list[ToolCall] = []
         for event in self.output.read(text, last=True):
             match event:
                 case Content(piece):
@@ -70,32 +83,32 @@ class ChatVoice:
                 case Reasoning(piece):
                     reasoning += piece
                 case CallBegin(_, id, name):
-                    calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": ""}})
+                    calls.append(ToolCall(id, "function", FunctionCall(name, "")))
                 case Arguments(index, piece):
-                    calls[index]["function"]["arguments"] += piece
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or reasoning else ""), "refusal": None}
+                    calls[index].function.arguments += piece
+        message = AnswerMessage("assistant", content or (None if calls or reasoning else ""))
         if self.output.plan.thinking is not None and self.output.include_reasoning:
-            message |= {"reasoning_content": reasoning or None, "reasoning": reasoning or None}
+            message.reasoning_content = message.reasoning = reasoning or None
         if calls:
-            message["tool_calls"] = calls
+            message.tool_calls = calls
         return {"message": message}
 
     def finish(self, finish: Finish | None) -> str | None:
         return "tool_calls" if self.output.called and finish is Finish.STOP else finish
 
 
-def fields(event: Event) -> dict[str, Any]:
+def delta(event: Event) -> Delta:
     """An event as OpenAI's delta. Reasoning is spelled as DeepSeek, SGLang and older vLLMs do, and as newer vLLMs do."""
     match event:
         case Content(text):
-            return {"content": text}
+            return Delta(content=text)
         case Reasoning(text):
-            return {"reasoning_content": text, "reasoning": text}
+            return Delta(reasoning_content=text, reasoning=text)
         case CallBegin(index, id, name):
-            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}]}
+            return Delta(tool_calls=[ToolCallDelta(index=index, id=id, type="function", function=FunctionDelta(name=name, arguments=""))])
         case Arguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-    return {}
+            return Delta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])
+    return Delta()
 
 
 async def chat(request: Request, body: ChatRequest) -> Response:

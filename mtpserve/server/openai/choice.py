@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from mtpserve.core.errors import RequestFailed
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sequence import Finish
-from mtpserve.server.openai.logprobs import Offsets, Spelling, prompt_scores
+from mtpserve.server.openai.logprobs import Offsets, TokenNames, prompt_scores
+from mtpserve.server.openai.objects import ChatLogprobs, CompletionLogprobs
 from mtpserve.server.openai.usage import Trace
 from mtpserve.server.service import MATCHED_TOKENS, Piece
 from mtpserve.text.tokenizer import Tokenizer
@@ -38,8 +39,10 @@ class Shape(Protocol):
     """How one endpoint spells a choice."""
 
     id_prefix: str
-    object: str
-    chunk_object: str
+    object: Any
+    chunk_object: Any
+    choice: Any
+    whole: Any
     one_prompt: bool  # whose tokens stand beside the choices, if they are asked for, not in them
 
     def voice(self) -> Voice: ...
@@ -48,8 +51,8 @@ class Shape(Protocol):
         ...
 
     def logprobs(
-        self, tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
-    ) -> dict[str, Any]: ...
+        self, tokenizer: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> CompletionLogprobs | ChatLogprobs: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Choice:
     prompt: list[int]
     wanted: Wanted
     offsets: Offsets
-    spelling: Spelling  # of the tokens beside their log-probabilities
+    spelling: TokenNames  # of the tokens beside their log-probabilities
     stopped: Callable[[Sequence[int]], dict[str, Any]]  # of the last tokens: what ended the text
     echo: str | None = None
     opened: bool = False
@@ -109,16 +112,15 @@ class Choice:
         parts = self.voice.deltas(text, finish is not None)
         if not parts and (finish or beside):
             parts = [self.voice.silent()]
-        contents = [{**part, "finish_reason": None} for part in parts]
-        if contents:
-            contents[0] |= beside
-            contents[-1] |= {"finish_reason": self.voice.finish(finish)} | (self._ended(finish) if finish is not None else {})
-        return contents
+        if parts:
+            parts[0] |= beside
+            parts[-1] |= {"finish_reason": self.voice.finish(finish)} | (self._ended(finish) if finish is not None else {})
+        return parts
 
     def whole(self) -> dict[str, Any]:
         finish = self._pieces[-1].finish if self._pieces else None
         text, beside = self._take()
-        return {**self.voice.whole(text), "logprobs": None, **beside, "finish_reason": self.voice.finish(finish), **self._ended(finish)}
+        return {**self.voice.whole(text), **beside, "finish_reason": self.voice.finish(finish), **self._ended(finish)}
 
     def _ended(self, finish: Finish | None) -> dict[str, Any]:
         return self.stopped(self._last if finish is Finish.STOP else ())

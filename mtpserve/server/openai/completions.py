@@ -15,7 +15,8 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
 from mtpserve.server.openai.answer import Answer, Prompt
 from mtpserve.server.openai.body import CompletionRequest
-from mtpserve.server.openai.logprobs import Spelling, completion_logprobs
+from mtpserve.server.openai.logprobs import TokenNames, completion_logprobs
+from mtpserve.server.openai.objects import CompletionChoice, CompletionLogprobs, CompletionObject
 from mtpserve.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -42,6 +43,8 @@ class CompletionShape:
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
+    choice = CompletionChoice
+    whole = CompletionObject
     one_prompt = False
 
     def voice(self) -> CompletionVoice:
@@ -51,8 +54,8 @@ class CompletionShape:
         return None
 
     def logprobs(
-        self, tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
-    ) -> dict[str, Any]:
+        self, tokenizer: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> CompletionLogprobs:
         return completion_logprobs(tokenizer, tokens, scores, offsets, top)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mtpserve.core.request import TokenLogprob
+from mtpserve.server.openai.objects import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, ScoredToken, TokenScore
 from mtpserve.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity
@@ -17,7 +18,7 @@ def finite(value: float) -> float:
     return max(value, LEAST)
 
 
-class Spelling(Protocol):
+class TokenNames(Protocol):
     """How tokens are shown; a Tokenizer shows them as their text."""
 
     def token_text(self, token: int) -> str: ...
@@ -40,7 +41,7 @@ class ById:
 class Offsets:
     """Where in a choice's text its tokens begin, one after the other; a token inside a character begins where the character does.
 
-    `front` is the text that stands before the output, its tokens being taken first. Special tokens have no place in a text that
+    `front` is the text before the output, its tokens being taken first. Special tokens have no place in a text that
     leaves them out.
     """
 
@@ -66,48 +67,42 @@ class Offsets:
 
 
 def completion_logprobs(
-    tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
-) -> dict[str, Any]:
+    names: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+) -> CompletionLogprobs:
     """A prompt's first token has no score."""
-    return {
-        "tokens": [tokenizer.token_text(token) for token in tokens],
-        "token_logprobs": [None if score is None else finite(score.logprob) for score in scores],
-        "top_logprobs": [
-            None if score is None or top == 0 else by_text(tokenizer, token, score, top)
-            for token, score in zip(tokens, scores, strict=True)
-        ],
-        "text_offset": offsets,
-    }
+    scored = list(zip(tokens, scores, strict=True))
+    return CompletionLogprobs(
+        [names.token_text(token) for token in tokens],
+        [None if score is None else finite(score.logprob) for score in scores],
+        [None if score is None or top == 0 else by_text(names, token, score, top) for token, score in scored],
+        offsets,
+    )
 
 
-def by_text(tokenizer: Spelling, token: int, score: TokenLogprob, top: int) -> dict[str, float]:
-    """The likeliest, and always the token that stands in the text. Of tokens with the same text the likeliest counts."""
-    found: dict[str, float] = {}
+def by_text(names: TokenNames, token: int, score: TokenLogprob, top: int) -> dict[str, float]:
+    """The likeliest, and always the token that is in the text. Of tokens with the same text the likeliest counts."""
+    scores: dict[str, float] = {}
     for id, logprob in [*score.top[:top], (token, score.logprob)]:
-        found.setdefault(tokenizer.token_text(id), finite(logprob))
-    return found
+        scores.setdefault(names.token_text(id), finite(logprob))
+    return scores
 
 
-def chat_logprobs(tokenizer: Spelling, tokens: Sequence[int], scores: Sequence[TokenLogprob], top: int) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": tokenizer.token_text(token), "logprob": finite(logprob), "bytes": list(tokenizer.token_bytes(token))}
+def chat_logprobs(names: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob], top: int) -> ChatLogprobs:
+    def shown(token: int, logprob: float) -> tuple[str, float, list[int]]:
+        return names.token_text(token), finite(logprob), list(names.token_bytes(token))
 
-    content = [
-        {**entry(token, score.logprob), "top_logprobs": [entry(id, logprob) for id, logprob in score.top[:top]]}
-        for token, score in zip(tokens, scores, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+    return ChatLogprobs(
+        [
+            ScoredToken(*shown(token, score.logprob), [TokenScore(*shown(id, logprob)) for id, logprob in score.top[:top]])
+            for token, score in zip(tokens, scores, strict=True)
+        ]
+    )
 
 
-def prompt_scores(tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[TokenLogprob], top: int) -> list[dict[str, Any] | None]:
+def prompt_scores(tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[TokenLogprob], top: int) -> PromptLogprobs:
     """vLLM's `prompt_logprobs`: by token id, the prompt's own token among them."""
-    found: list[dict[str, Any] | None] = [None]
+    listed: PromptLogprobs = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
         ranked = {id: (logprob, rank) for rank, (id, logprob) in enumerate(score.top[:top], 1)} | {token: (score.logprob, score.rank)}
-        found.append(
-            {
-                str(id): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(id)}
-                for id, (logprob, rank) in ranked.items()
-            }
-        )
-    return found
+        listed.append({str(id): PromptLogprob(finite(logprob), rank, tokenizer.token_text(id)) for id, (logprob, rank) in ranked.items()})
+    return listed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import codecs
 from dataclasses import dataclass
-from typing import Any
 
 from mtpserve.core.request import Proposal
+from mtpserve.server.openai.objects import Proposed, SpeculativeUsage, TokenDetails, TraceStep, UsageObject
 from mtpserve.server.service import Piece
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -38,19 +38,14 @@ class Usage:
         self.predicted += proposal.sources.count(PREDICTION)
         self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in kept)
 
-    def body(self) -> dict[str, Any]:
-        """`speculative` is ours; the rest is OpenAI's."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": self.predicted_accepted,
-                "rejected_prediction_tokens": self.predicted - self.predicted_accepted,
-                "reasoning_tokens": self.reasoning_tokens,
-            },
-            "speculative": {"steps": self.steps, "draft_tokens": self.draft_tokens, "accepted_tokens": self.accepted_tokens},
-        }
+    def object(self) -> UsageObject:
+        return UsageObject(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.prompt_tokens + self.completion_tokens,
+            TokenDetails(self.predicted_accepted, self.predicted - self.predicted_accepted, self.reasoning_tokens),
+            SpeculativeUsage(self.steps, self.draft_tokens, self.accepted_tokens),
+        )
 
 
 def kept_nodes(piece: Piece) -> list[int]:
@@ -59,7 +54,7 @@ def kept_nodes(piece: Piece) -> list[int]:
 
 
 class Trace:
-    """One choice's steps: what each committed, what had been proposed, by whom, and what of that was accepted.
+    """One choice's steps.
 
     Where a character is made of several tokens, the one that completes it has it in `texts`. Special tokens are spelled out.
     """
@@ -68,14 +63,12 @@ class Trace:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def step(self, piece: Piece) -> dict[str, Any]:
+    def step(self, piece: Piece) -> TraceStep:
         proposal: Proposal = piece.proposal
         kept, tokenizer = set(kept_nodes(piece)), self._tokenizer
-        return {
-            "tokens": piece.tokens,
-            "texts": [self._decoder.decode(tokenizer.token_bytes(token)) for token in piece.tokens],
-            "proposed": [
-                {"token": token, "text": tokenizer.token_text(token), "parent": parent, "source": source, "accepted": node in kept}
-                for node, (token, parent, source) in enumerate(zip(proposal.tokens, proposal.parents, proposal.sources, strict=True), 1)
-            ],
-        }
+        nodes = enumerate(zip(proposal.tokens, proposal.parents, proposal.sources, strict=True), 1)
+        return TraceStep(
+            piece.tokens,
+            [self._decoder.decode(tokenizer.token_bytes(token)) for token in piece.tokens],
+            [Proposed(token, tokenizer.token_text(token), parent, source, node in kept) for node, (token, parent, source) in nodes],
+        )

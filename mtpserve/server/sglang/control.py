@@ -13,11 +13,21 @@ from starlette.responses import Response
 from mtpserve.core.errors import EngineBusy, InvalidRequest
 from mtpserve.core.request import Request as EngineRequest
 from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.server.about import Healthy
 from mtpserve.server.body import RequestId, Strict
-from mtpserve.server.http.errors import JSON
+from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Service
 
 TRIAL_S = 20.0  # as long as SGLang waits
+
+
+class Flushed(Rendered):
+    success: bool
+    message: str
+
+
+class Aborted(Rendered):
+    aborted: int  # choices that were running or waiting
 
 
 class AbortRequest(Strict):
@@ -39,14 +49,14 @@ async def health_generate(request: Request) -> Response:
                 pass
     except TimeoutError:
         raise EngineBusy(f"the engine computed no token within {TRIAL_S:g} s") from None
-    return JSON({"status": "ok"})
+    return JSON(Healthy("ok"))
 
 
 async def flush_cache(request: Request) -> Response:
     """Always done: a request's pages are freed when it ends, and nothing is kept for the next one."""
     service: Service = request.app.state.service
     service.check_alive()
-    return JSON({"success": True, "message": "nothing is cached between requests"})
+    return JSON(Flushed(True, "nothing is cached between requests"))
 
 
 async def abort_request(request: Request, body: AbortRequest) -> Response:
@@ -54,4 +64,4 @@ async def abort_request(request: Request, body: AbortRequest) -> Response:
     service: Service = request.app.state.service
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("give either rid or abort_all: true", "rid")
-    return JSON({"aborted": service.abort(body.rid)})
+    return JSON(Aborted(service.abort(body.rid)))

@@ -7,15 +7,16 @@ import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
-from mtpserve.server.http.errors import JSON, renamed, renaming
+from mtpserve.server.http.errors import renamed, renaming
+from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.http.sse import EventStream, unless_gone
 from mtpserve.server.openai.logprobs import finite
 from mtpserve.server.openai.usage import kept_nodes
@@ -27,6 +28,45 @@ RENAMED = {
     "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed", "logprobs": "top_logprobs_num",
     "structured_outputs": "structural_tag",
 }  # fmt: skip
+
+
+class FinishReason(Rendered):
+    """`length` is of the type length, `matched` of the type stop."""
+
+    type: str
+    length: int | UnsetType = UNSET
+    matched: int | str | UnsetType | None = UNSET
+
+
+Triple = tuple[float | None, int, str | None]  # a log-probability, a token, and its text where that is asked for
+
+
+class MetaInfo(Rendered, kw_only=True):
+    """`spec_…` is there once anything was drafted; the log-probabilities come with `return_logprob`."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float
+    spec_verify_ct: int | UnsetType = UNSET
+    spec_accept_length: float | UnsetType = UNSET
+    spec_accept_rate: float | UnsetType = UNSET
+    spec_num_correct_drafts: int | UnsetType = UNSET
+    spec_num_proposed_drafts: int | UnsetType = UNSET
+    spec_correct_drafts_histogram: list[int] | UnsetType = UNSET
+    input_token_logprobs: list[Triple] | UnsetType = UNSET
+    output_token_logprobs: list[Triple] | UnsetType = UNSET
+    input_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
+    output_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
+
+
+class Generated(Rendered):
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET  # in the chunks of several
 
 
 @dataclass(slots=True)
@@ -57,59 +97,55 @@ class Output:
             self.proposed += len(piece.proposal.tokens)
             self.correct.append(len(kept_nodes(piece)))
 
-    def object(self) -> dict[str, Any]:
-        meta = {
-            "id": self.id,
-            "finish_reason": None if self.finish is None else self._reason(self.finish),
-            "prompt_tokens": len(self.prompt),
-            "completion_tokens": len(self.tokens),
-            "cached_tokens": 0,
-            "e2e_latency": perf_counter() - self.arrival,
-        }
-        return {"text": self.text, "output_ids": self.tokens, "meta_info": {**meta, **self._speculation(), **self._logprobs()}}
+    def object(self) -> Generated:
+        meta = MetaInfo(
+            id=self.id,
+            finish_reason=None if self.finish is None else self._reason(self.finish),
+            prompt_tokens=len(self.prompt),
+            completion_tokens=len(self.tokens),
+            cached_tokens=0,
+            e2e_latency=perf_counter() - self.arrival,
+        )
+        self._add_speculation(meta)
+        self._add_logprobs(meta)
+        return Generated(self.text, self.tokens, meta)
 
-    def _reason(self, finish: Finish) -> dict[str, Any]:
+    def _reason(self, finish: Finish) -> FinishReason:
         if finish is Finish.LENGTH:
-            return {"type": "length", "length": len(self.tokens)}
+            return FinishReason("length", length=len(self.tokens))
         if finish is Finish.STOP:
-            return {"type": "stop", "matched": self.service.matched(self.sampling, self.tokens)}
-        return {"type": finish.value}
+            return FinishReason("stop", matched=self.service.matched(self.sampling, self.tokens))
+        return FinishReason(finish.value)
 
-    def _speculation(self) -> dict[str, Any]:
+    def _add_speculation(self, meta: MetaInfo) -> None:
         """Of the verifications that had drafts; nothing where none had."""
         if not self.correct:
-            return {}
-        histogram = [self.correct.count(count) for count in range(max(self.correct) + 1)]
-        return {
-            "spec_verify_ct": len(self.correct),
-            "spec_accept_length": len(self.tokens) / len(self.correct),
-            "spec_accept_rate": sum(self.correct) / self.proposed,
-            "spec_num_correct_drafts": sum(self.correct),
-            "spec_num_proposed_drafts": self.proposed,
-            "spec_correct_drafts_histogram": histogram,
-        }
+            return
+        meta.spec_verify_ct = len(self.correct)
+        meta.spec_accept_length = len(self.tokens) / len(self.correct)
+        meta.spec_accept_rate = sum(self.correct) / self.proposed
+        meta.spec_num_correct_drafts = sum(self.correct)
+        meta.spec_num_proposed_drafts = self.proposed
+        meta.spec_correct_drafts_histogram = [self.correct.count(count) for count in range(max(self.correct) + 1)]
 
-    def _logprobs(self) -> dict[str, Any]:
-        """SGLang's triples of log-probability, token, and its text where that is asked for."""
+    def _add_logprobs(self, meta: MetaInfo) -> None:
         body = self.body
         if not body.return_logprob:
-            return {}
+            return
         start = scored_from(body, self.prompt)
         asked = None if start is None else slice(start, len(self.prompt))
         of_prompt = [] if asked is None else list(zip(self.prompt[asked], self.prompt_scores[asked], strict=False))
         of_output = list(zip(self.tokens, self.scores, strict=False))
-        found: dict[str, Any] = {
-            "input_token_logprobs": [self._triple(token, None if score is None else score.logprob) for token, score in of_prompt],
-            "output_token_logprobs": [self._triple(token, score.logprob) for token, score in of_output],
-        }
+        meta.input_token_logprobs = [self._triple(token, None if score is None else score.logprob) for token, score in of_prompt]
+        meta.output_token_logprobs = [self._triple(token, score.logprob) for token, score in of_output]
         if top := body.top_logprobs_num:
-            for name, scored in (("input_top_logprobs", of_prompt), ("output_top_logprobs", of_output)):
-                found[name] = [
-                    None if score is None else [self._triple(id, logprob) for id, logprob in score.top[:top]] for _, score in scored
-                ]
-        return found
+            meta.input_top_logprobs = [self._top(score, top) for _, score in of_prompt]
+            meta.output_top_logprobs = [self._top(score, top) for _, score in of_output]
 
-    def _triple(self, token: int, logprob: float | None) -> tuple[float | None, int, str | None]:
+    def _top(self, score: TokenLogprob | None, top: int) -> list[Triple] | None:
+        return None if score is None else [self._triple(id, logprob) for id, logprob in score.top[:top]]
+
+    def _triple(self, token: int, logprob: float | None) -> Triple:
         text = self.service.tokenizer.token_text(token) if self.body.return_text_in_logprobs else None
         return None if logprob is None else finite(logprob), token, text
 
@@ -169,13 +205,15 @@ async def generate(request: Request, body: NativeRequest) -> Response:
     pieces = pieces_of(service, made, spelling)
     several = body.listed or body.choices > 1
 
-    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks() -> AsyncGenerator[Generated, None]:
         async with contextlib.aclosing(pieces):
             async for index, piece in pieces:
                 made[index].add(piece)
-                yield {**made[index].object(), **({"index": index} if several else {})}
+                chunk = made[index].object()
+                chunk.index = index if several else UNSET
+                yield chunk
 
-    async def whole() -> list[dict[str, Any]]:
+    async def whole() -> list[Generated]:
         async with contextlib.aclosing(pieces):
             async for index, piece in pieces:
                 made[index].add(piece)

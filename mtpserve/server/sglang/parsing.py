@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Strict
-from mtpserve.server.http.errors import JSON, ContextLengthExceeded
+from mtpserve.server.http.errors import ContextLengthExceeded
+from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import MAX_BYTES_PER_TOKEN, Service
 from mtpserve.server.tools import Formats, call_format, tool_use
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
@@ -35,6 +36,22 @@ class SeparateReasoning(Strict):
     reasoning_parser: str | None = None
 
 
+class ParsedCall(Rendered):
+    tool_index: int  # -1: none of the tools
+    name: str
+    parameters: str
+
+
+class ParsedCalls(Rendered):
+    normal_text: str
+    calls: list[ParsedCall]
+
+
+class SeparatedReasoning(Rendered):
+    reasoning_text: str
+    text: str
+
+
 async def parse_function_call(request: Request, body: ParseFunctionCall) -> Response:
     """The calls in a text, and the text without them."""
     service: Service = request.app.state.service
@@ -43,14 +60,14 @@ async def parse_function_call(request: Request, body: ParseFunctionCall) -> Resp
     use = tool_use(body.tools, None, None, formats)
     events = await taken_apart(service, body.text, OutputParser(calls=call_format(use, formats)))
     names = [tool.name for tool in use.tools]
-    calls: list[dict[str, Any]] = []
+    calls: list[ParsedCall] = []
     for event in events:
         match event:
             case CallBegin(_, _, name):
-                calls.append({"tool_index": names.index(name) if name in names else -1, "name": name, "parameters": ""})
+                calls.append(ParsedCall(names.index(name) if name in names else -1, name, ""))
             case Arguments(_, text):
-                calls[-1]["parameters"] += text
-    return JSON({"normal_text": "".join(event.text for event in events if isinstance(event, Content)), "calls": calls})
+                calls[-1].parameters += text
+    return JSON(ParsedCalls("".join(event.text for event in events if isinstance(event, Content)), calls))
 
 
 async def separate_reasoning(request: Request, body: SeparateReasoning) -> Response:
@@ -60,7 +77,7 @@ async def separate_reasoning(request: Request, body: SeparateReasoning) -> Respo
     thinking: Thinking = REASONINGS.get(name)()
     events = await taken_apart(service, body.text, OutputParser(thinking, Opening.INSIDE if thinking.always else Opening.MAYBE))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-    return JSON({"reasoning_text": reasoning, "text": "".join(event.text for event in events if isinstance(event, Content))})
+    return JSON(SeparatedReasoning(reasoning, "".join(event.text for event in events if isinstance(event, Content))))
 
 
 def known(name: str | None, names: list[str], field: str) -> str:

@@ -1,4 +1,4 @@
-"""What /v1/responses answers: the response's object, what of it is kept, and its stream of events."""
+"""The answer of /v1/responses while it grows: the response, what of it is stored, and its stream of events."""
 
 from __future__ import annotations
 
@@ -8,21 +8,40 @@ from itertools import count
 from time import time
 from typing import Any
 
+from msgspec import UNSET
+
 from mtpserve.core.errors import MTPServeError
 from mtpserve.core.sequence import Finish
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.http.errors import describe
 from mtpserve.server.openai.responses.body import ResponsesRequest
+from mtpserve.server.openai.responses.objects import (
+    AnyItem,
+    CallItem,
+    EffortUsed,
+    Incomplete,
+    InputDetails,
+    MessageItem,
+    OutputDetails,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponseError,
+    ResponseEvent,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+    TextFormat,
+)
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
 from mtpserve.server.turn import Block, Turn
 
-PARTS = {"text": "output_text", "reasoning": "reasoning_text"}
-EVENTS = PARTS | {"call": "function_call_arguments"}
+EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 
 Members = dict[str, tuple[str, str]]  # as Offer has them
 
 
-class Answer:
+class ResponseAnswer:
     """One response while it comes to be."""
 
     def __init__(
@@ -31,8 +50,8 @@ class Answer:
         self.body, self.turn, self.id = body, turn, id
         self.members = members
         self.created = int(time())  # a date, not a duration
-        self.status = "in_progress"
-        self.error: dict[str, Any] | None = None
+        self.status: Status = "in_progress"
+        self.error: ResponseError | None = None
         self._store = store if body.store is not False else None
         self._conversation = conversation
         self.keep()
@@ -43,53 +62,53 @@ class Answer:
             self._store.put(self.id, Stored(self.object(), [*self._conversation, *said]))
 
     def finished(self) -> None:
-        endings = {Finish.LENGTH: "incomplete", Finish.ABORT: "cancelled", None: "cancelled"}  # None: the client left
+        # None: the client left.
+        endings: dict[Finish | None, Status] = {Finish.LENGTH: "incomplete", Finish.ABORT: "cancelled", None: "cancelled"}
         self.status = endings.get(self.turn.finish, "completed")
         self.keep()
 
     def failed(self, error: MTPServeError) -> None:
-        told = describe(error)[1]["error"]
-        self.status, self.error = "failed", {"code": told["code"], "message": told["message"]}
+        told = describe(error)[1].error
+        self.status, self.error = "failed", ResponseError(told.code, told.message)
         self.keep()
 
-    def item(self, index: int) -> dict[str, Any]:
+    def item(self, index: int) -> AnyItem:
         """Only the last one can have been cut off."""
         whole = self.status in ("completed", "in_progress") or index < len(self.turn.blocks) - 1
         return item(self.turn.blocks[index], "completed" if whole else "incomplete", self.members)
 
-    def object(self) -> dict[str, Any]:
-        body, turn = self.body, self.turn
-        prompt, output = len(turn.request.prompt), len(turn.tokens)
-        usage = {
-            "input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": turn.reasoning_tokens}, "total_tokens": prompt + output,
-        }  # fmt: skip
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created,
-            "status": self.status,
-            "background": False,
-            "error": self.error,
-            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "model": turn.service.model,
-            "output": [] if self.status == "in_progress" else [self.item(index) for index in range(len(turn.blocks))],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "store": body.store is not False,
-            "temperature": turn.request.sampling.temperature,
-            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_p": turn.request.sampling.top_p,
-            "truncation": "disabled",
-            "usage": None if self.status == "in_progress" else usage,
-            "user": body.user,
-            "metadata": body.metadata or {},
-        }
+    def object(self) -> ResponseObject:
+        body, turn, going_on = self.body, self.turn, self.status == "in_progress"
+        return ResponseObject(
+            id=self.id,
+            object="response",
+            created_at=self.created,
+            status=self.status,
+            background=False,
+            error=self.error,
+            incomplete_details=Incomplete("max_output_tokens") if self.status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=turn.service.model,
+            output=[] if going_on else [self.item(index) for index in range(len(turn.blocks))],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=EffortUsed(None if body.reasoning is None else body.reasoning.effort, None),
+            store=body.store is not False,
+            temperature=turn.request.sampling.temperature,
+            text=TextFormat((body.text and body.text.format) or {"type": "text"}),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=turn.request.sampling.top_p,
+            truncation="disabled",
+            usage=None if going_on else self.usage(),
+            user=body.user,
+            metadata=body.metadata or {},
+        )
+
+    def usage(self) -> ResponseUsage:
+        prompt, output = len(self.turn.request.prompt), len(self.turn.tokens)
+        return ResponseUsage(prompt, InputDetails(0), output, OutputDetails(self.turn.reasoning_tokens), prompt + output)
 
 
 def spoken(turn: Turn) -> ChatMessage:
@@ -103,57 +122,51 @@ def spoken(turn: Turn) -> ChatMessage:
     return ChatMessage(role="assistant", content=turn.text("text"), reasoning_content=reasoning, tool_calls=calls or None)
 
 
-def part(block: Block) -> dict[str, Any]:
-    more: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
-    return {"type": PARTS[block.kind], "text": block.text, **more}
+def part(block: Block) -> OutputText | ReasoningText:
+    return OutputText(block.text) if block.kind == "text" else ReasoningText(block.text)
 
 
-def item(block: Block, status: str, members: Members) -> dict[str, Any]:
+def item(block: Block, status: Status, members: Members) -> AnyItem:
+    id = item_id(block)
     match block.kind:
         case "text":
-            return {"type": "message", "id": item_id(block), "status": status, "role": "assistant", "content": [part(block)]}
+            return MessageItem(id, status, "assistant", [OutputText(block.text)])
         case "reasoning":
-            return {"type": "reasoning", "id": item_id(block), "status": status, "summary": [], "content": [part(block)]}
+            return ReasoningItem(id, status, [], [ReasoningText(block.text)])
         case "call":
-            said = {"call_id": block.call_id, **names(block, members), "arguments": block.text}
-            return {"type": "function_call", "id": item_id(block), "status": status, **said}
-
-
-def names(block: Block, members: Members) -> dict[str, str]:
-    """Of a call, as the client's list of tools has them."""
-    if block.name not in members:
-        return {"name": block.name}
-    around, name = members[block.name]
-    return {"namespace": around, "name": name}
+            around, name = members.get(block.name, (UNSET, block.name))
+            return CallItem(id=id, status=status, call_id=block.call_id, namespace=around, name=name, arguments=block.text)
 
 
 def item_id(block: Block) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
 
 
-def begun(block: Block, members: Members) -> dict[str, Any]:
+def begun(block: Block, members: Members) -> AnyItem:
     """The item before it has any text."""
     empty = item(Block(block.kind, call_id=block.call_id, name=block.name, id=block.id), "in_progress", members)
-    return empty | ({} if block.kind == "call" else {"content": []})
+    if not isinstance(empty, CallItem):
+        empty.content = []
+    return empty
 
 
-class Events:
+class EventWriter:
     """OpenAI's events, numbered. Items open and close one after the other."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ResponseAnswer) -> None:
         self.answer = answer
         self.opened = 0
         self._numbers = count()
 
-    def event(self, kind: str, **more: Any) -> dict[str, Any]:
-        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **more}
+    def event(self, kind: str, **more: Any) -> ResponseEvent:
+        return ResponseEvent(f"response.{kind}", next(self._numbers), **more)
 
     def place(self, index: int) -> dict[str, Any]:
         block = self.answer.turn.blocks[index]
         where = {"item_id": item_id(block), "output_index": index}
         return where if block.kind == "call" else where | {"content_index": 0}
 
-    def grown(self, index: int, text: str) -> Iterator[dict[str, Any]]:
+    def grown(self, index: int, text: str) -> Iterator[ResponseEvent]:
         block = self.answer.turn.blocks[index]
         if index == self.opened:
             yield from self.closed()
@@ -166,7 +179,7 @@ class Events:
             more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
             yield self.event(f"{EVENTS[block.kind]}.delta", **self.place(index), delta=text, **more)
 
-    def closed(self) -> Iterator[dict[str, Any]]:
+    def closed(self) -> Iterator[ResponseEvent]:
         """What ends the item that is open, if one is."""
         if not self.opened:
             return
@@ -174,9 +187,8 @@ class Events:
         block, place = self.answer.turn.blocks[index], self.place(index)
         match block.kind:
             case "call":
-                yield self.event(
-                    "function_call_arguments.done", **place, name=names(block, self.answer.members)["name"], arguments=block.text
-                )
+                _, name = self.answer.members.get(block.name, ("", block.name))
+                yield self.event("function_call_arguments.done", **place, name=name, arguments=block.text)
             case "text":
                 yield self.event("output_text.done", **place, text=block.text, logprobs=[])
             case "reasoning":
@@ -186,9 +198,9 @@ class Events:
         yield self.event("output_item.done", output_index=index, item=self.answer.item(index))
 
 
-async def events(answer: Answer) -> AsyncGenerator[dict[str, Any], None]:
+async def events(answer: ResponseAnswer) -> AsyncGenerator[ResponseEvent, None]:
     """A request that is refused before its first token gets a status code instead."""
-    told, started = Events(answer), False
+    told, started = EventWriter(answer), False
     try:
         async with contextlib.aclosing(answer.turn.steps()) as steps:
             async for added in steps:

@@ -26,28 +26,28 @@ CONTENT = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
 TEXTS = ("input_text", "output_text", "text")
 
 
-class Part(Strict):
+class InputPart(Strict):
     type: str
     text: str | None = None
 
 
-Parts = Annotated[list[Part], Field(fail_fast=True)]
+InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
-class Item(Strict):
+class InputItem(Strict):
     """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what came of it."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Annotated[str | Parts | None, either(CONTENT)] = None
+    content: Annotated[str | InputParts | None, either(CONTENT)] = None
     call_id: Label | None = None
     name: Label | None = None
     namespace: Label | None = None
     arguments: str | None = None
-    output: Annotated[str | Parts | None, either(CONTENT)] = None
+    output: Annotated[str | InputParts | None, either(CONTENT)] = None
 
 
-class Reasoning(Strict):
+class EffortOptions(Strict):
     """`summary` allows one; there is none, since reasoning is told in full."""
 
     effort: Effort | None = None
@@ -65,7 +65,7 @@ class ResponsesRequest(SamplingFields):
     column = "responses"
 
     input: Annotated[
-        str | Annotated[list[Item], Field(fail_fast=True, max_length=MAX_MESSAGES)],
+        str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)],
         either(f"a string or a list of at most {MAX_MESSAGES} items"),
     ]
     model: str | None = None
@@ -76,7 +76,7 @@ class ResponsesRequest(SamplingFields):
     include: Annotated[list[str], Field(fail_fast=True)] | None = None
     store: bool | None = None
     previous_response_id: Label | None = None
-    reasoning: Reasoning | None = None
+    reasoning: EffortOptions | None = None
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[str | dict[str, Any] | None, either("a string or an object")] = None
@@ -162,7 +162,7 @@ def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
             offer.leave_out(kind, place)
 
 
-def messages_of(given: str | list[Item]) -> list[ChatMessage]:
+def messages_of(given: str | list[InputItem]) -> list[ChatMessage]:
     if isinstance(given, str):
         return [ChatMessage(role="user", content=given)]
     messages: list[ChatMessage] = []
@@ -183,7 +183,7 @@ def messages_of(given: str | list[Item]) -> list[ChatMessage]:
     return messages
 
 
-def message_of(item: Item, place: str) -> ChatMessage:
+def message_of(item: InputItem, place: str) -> ChatMessage:
     match item.type:
         case "message":
             if item.role is None or item.content is None:
@@ -203,7 +203,7 @@ def message_of(item: Item, place: str) -> ChatMessage:
     raise Unsupported(f"{place}: items of type {item.type[:50]!r} are not supported here", "input")
 
 
-def text_of(content: str | list[Part] | None, kinds: tuple[str, ...]) -> str:
+def text_of(content: str | list[InputPart] | None, kinds: tuple[str, ...]) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     for part in content:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import uuid
 from time import perf_counter
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.server.http.errors import JSON, NotStored, renamed, renaming
+from mtpserve.server.http.errors import NotStored, renamed, renaming
+from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
-from mtpserve.server.openai.responses.answer import Answer, events
+from mtpserve.server.openai.responses.answer import ResponseAnswer, events
 from mtpserve.server.openai.responses.body import ResponsesRequest, messages_of
+from mtpserve.server.openai.responses.objects import DeletedResponse
 from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Service
 from mtpserve.server.turn import turn_of
@@ -39,7 +42,7 @@ async def create(request: Request, body: ResponsesRequest) -> Response:
     with renamed(RENAMED | offer.places):
         conversation = [*([] if before is None else before.conversation), *messages_of(body.input)]
         turn = await turn_of(service, body.chat(conversation, offer), id, arrival)
-    answer = Answer(body, turn, id, store_of(request), conversation, offer.members)
+    answer = ResponseAnswer(body, turn, id, store_of(request), conversation, offer.members)
     if body.stream:
         return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
     try:
@@ -62,13 +65,13 @@ async def retrieve(request: Request, id: str) -> Response:
 async def cancel(request: Request, id: str) -> Response:
     """End a response that is being written: it answers with what it has. 404 for one that is not."""
     service: Service = request.app.state.service
-    found = store_of(request).get(id, "response_id")
+    stored = store_of(request).get(id, "response_id")
     if not service.abort(id):
         raise NotStored(f"the response {id[:50]!r} is not being written", "response_id")
-    return JSON(found.object | {"status": "cancelled"})
+    return JSON(replace(stored.object, status="cancelled"))
 
 
 async def delete(request: Request, id: str) -> Response:
     """Forget a response."""
     store_of(request).delete(id)
-    return JSON({"id": id, "object": "response", "deleted": True})
+    return JSON(DeletedResponse(id, "response", True))

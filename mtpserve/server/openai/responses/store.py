@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 from mtpserve.server.conversation import ChatMessage
 from mtpserve.server.http.errors import NotStored
+from mtpserve.server.openai.responses.objects import ResponseObject
 
 MAX_RESPONSES = 1024
 MAX_CHARACTERS = 32 << 20  # of all conversations together
@@ -17,7 +17,7 @@ MAX_CHARACTERS = 32 << 20  # of all conversations together
 class Stored:
     """A response's object, and the conversation up to its end, instructions left out: they are not inherited."""
 
-    object: dict[str, Any]
+    object: ResponseObject
     conversation: list[ChatMessage]
 
     @property
