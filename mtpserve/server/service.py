@@ -1,9 +1,8 @@
-"""What the routes share: admission, prompts to tokens, and one prompt's generation as pieces of text. No HTTP and no JSON here."""
+"""What the routes share: admission, prompts to tokens, and one choice's generation, step by step. No HTTP and no JSON here."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,14 +30,13 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
 INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
-MERGED_PIECES = 64  # of several prompts' streams, waiting to be written
 MATCHED_TOKENS = 256  # the last ones, in which the stop string is looked for: no token is shorter than a byte
 LOGGED_TOKENS = 256  # of a prompt, where prompts are logged
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one step added to one prompt's text. The last piece has `finish`."""
+class StepOutput:
+    """What one step added to one choice's text. The last one has `finish`."""
 
     text: str
     tokens: list[int]  # those that count: up to the one that completed a stop string
@@ -47,6 +45,11 @@ class Piece:
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
     proposal: Proposal = field(default_factory=Proposal)
     accepted: int = 0  # drafts that the step accepted, before any stop string
+
+    @property
+    def kept(self) -> list[int]:
+        """The accepted drafts that are in the text, as nodes of the proposal."""
+        return self.proposal.path[: min(self.accepted, len(self.tokens))]
 
 
 @dataclass(slots=True)
@@ -195,8 +198,8 @@ class Service:
 
     async def generate(
         self, request: Request, arrival: float, timeout: float | None = None, *, streaming: bool = False
-    ) -> AsyncGenerator[Piece, None]:
-        """Pieces until one has `finish`. Closing it early, a stop string and any error all end the request in the engine.
+    ) -> AsyncGenerator[StepOutput, None]:
+        """StepOutputs until one has `finish`. Closing it early, a stop string and any error all end the request in the engine.
 
         `arrival` is perf_counter's; `timeout` is in seconds from there, and the server's own may be shorter.
         """
@@ -206,10 +209,10 @@ class Service:
         clock = RequestClock(self.metrics.observers, request, arrival, streaming)
         outcome = "abort"
         try:
-            async for piece in self._pieces(request, clock, arrival, timeout):
-                if piece.finish is not None:
-                    outcome = piece.finish.value
-                yield piece
+            async for step in self._steps(request, clock, arrival, timeout):
+                if step.finish is not None:
+                    outcome = step.finish.value
+                yield step
         except (InvalidRequest, EngineBusy):
             outcome = "rejected"
             raise
@@ -222,7 +225,9 @@ class Service:
             self._aborted.discard(request.id)
             clock.end(outcome)
 
-    async def _pieces(self, request: Request, clock: RequestClock, arrival: float, timeout: float | None) -> AsyncGenerator[Piece, None]:
+    async def _steps(
+        self, request: Request, clock: RequestClock, arrival: float, timeout: float | None
+    ) -> AsyncGenerator[StepOutput, None]:
         if self.server_config.log_requests:
             text = self.tokenizer.decode(request.prompt[:LOGGED_TOKENS], skip_special_tokens=False)
             log.info("request %s: %d prompt tokens, %r, %r", request.id, len(request.prompt), text, request.sampling)
@@ -241,7 +246,7 @@ class Service:
             except RequestFailed:
                 if request.id not in self._aborted:
                     raise
-                yield Piece(detokenizer.finish(), [], Finish.ABORT)
+                yield StepOutput(detokenizer.finish(), [], Finish.ABORT)
                 return
             if event.finish in (Finish.ERROR, Finish.ABORT):
                 raise RequestFailed(event.error or "the request was aborted")
@@ -249,10 +254,10 @@ class Service:
             delta = detokenizer.push(event.tokens)
             clock.tokens(delta.tokens_used, event.times)
             if delta.stopped:
-                yield piece_of(event, delta.text, delta.tokens_used, Finish.STOP)
+                yield output_of(event, delta.text, delta.tokens_used, Finish.STOP)
                 return
             rest = detokenizer.finish() if event.finish is not None else ""
-            yield piece_of(event, delta.text + rest, delta.tokens_used, event.finish)
+            yield output_of(event, delta.text + rest, delta.tokens_used, event.finish)
             if event.finish is not None:
                 return
 
@@ -283,36 +288,6 @@ def shorter(one: float | None, other: float | None) -> float | None:
     return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
-def piece_of(event: TokenEvent, text: str, used: int, finish: Finish | None) -> Piece:
+def output_of(event: TokenEvent, text: str, used: int, finish: Finish | None) -> StepOutput:
     logprobs = None if event.logprobs is None else event.logprobs[:used]
-    return Piece(text, event.tokens[:used], finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)
-
-
-async def merge(streams: list[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all streams as they come, each with its stream's index. The first error ends them all."""
-    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(MERGED_PIECES)
-
-    async def pump(index: int, stream: AsyncGenerator[Piece, None]) -> None:
-        try:
-            async with contextlib.aclosing(stream):
-                async for piece in stream:
-                    await queue.put((index, piece))
-            await queue.put((index, None))
-        except Exception as error:
-            await queue.put((index, error))
-
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    running = len(tasks)
-    try:
-        while running:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return StepOutput(text, event.tokens[:used], finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
 
@@ -16,18 +17,17 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sequence import Finish
 from mtpserve.server.anthropic.body import CountRequest, MessagesRequest
 from mtpserve.server.dialogue import asked_tools, rendered
+from mtpserve.server.generation import Block, Choice, Generation, continued
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
 from mtpserve.server.service import Service
-from mtpserve.server.turn import Block, Turn, turn_of
 
 RENAMED = {
     "stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": "", "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }  # fmt: skip
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-STOP_REASONS: dict[Finish, StopReason] = {Finish.LENGTH: "max_tokens", Finish.ABORT: "end_turn"}
 
 
 class TextBlock(Rendered, tag_field="type", tag="text"):
@@ -109,47 +109,57 @@ def delta(block: Block, text: str) -> MessageDelta:
             return MessageDelta("input_json_delta", partial_json=text)
 
 
-def stop_reason(turn: Turn) -> StopReason | None:
-    if turn.finish is None:
-        return None
-    if turn.called:
-        return "tool_use"
-    if turn.cut_short:
-        return "model_context_window_exceeded"
-    return "stop_sequence" if turn.stop_string is not None else STOP_REASONS.get(turn.finish, "end_turn")
+@dataclass(slots=True)
+class MessageAnswer:
+    id: str
+    generation: Generation
+    at_most: int  # tokens that were asked for
 
+    @property
+    def choice(self) -> Choice:
+        return self.generation.choices[0]
 
-def message_object(id: str, turn: Turn) -> MessageObject:
-    usage = MessageUsage(len(turn.request.prompt), len(turn.tokens))
-    blocks = [shown(block) for block in turn.blocks]
-    return MessageObject(id, "message", "assistant", turn.service.model, blocks, stop_reason(turn), turn.stop_string, usage)
+    def object(self) -> MessageObject:
+        choice = self.choice
+        usage = MessageUsage(len(choice.request.prompt), len(choice.tokens))
+        blocks, matched = [shown(block) for block in choice.blocks], choice.matched
+        stop = matched if isinstance(matched, str) else None
+        return MessageObject(self.id, "message", "assistant", choice.service.model, blocks, self.stop_reason(stop), stop, usage)
 
+    def stop_reason(self, stop: str | None) -> StopReason | None:
+        """`stop` is the stop string that ended the answer."""
+        choice = self.choice
+        match choice.finish:
+            case None:
+                return None
+            case Finish.LENGTH:
+                return "max_tokens" if len(choice.tokens) >= self.at_most else "model_context_window_exceeded"
+        return "tool_use" if choice.called else "end_turn" if stop is None else "stop_sequence"
 
-async def events(id: str, turn: Turn) -> AsyncGenerator[MessageEvent, None]:
-    """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with what ended it."""
-    started, opened = False, 0
-    async with contextlib.aclosing(turn.steps()) as steps:
-        async for added in steps:
-            if not started:
-                started = True
-                usage = MessageUsage(len(turn.request.prompt), 0)
-                empty = MessageObject(id, "message", "assistant", turn.service.model, [], None, None, usage)
-                yield MessageEvent("message_start", message=empty)
-            for index, text in added:
-                block = turn.blocks[index]
-                if index == opened:
-                    if opened:
-                        yield MessageEvent("content_block_stop", index=opened - 1)
-                    opened += 1
-                    begun = Block(block.kind, call_id=block.call_id, name=block.name)
-                    yield MessageEvent("content_block_start", index=index, content_block=shown(begun))
-                if text:
-                    yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
-    yield MessageEvent("content_block_stop", index=opened - 1)
-    done = message_object(id, turn)
-    end = MessageDelta(stop_reason=done.stop_reason, stop_sequence=done.stop_sequence)
-    yield MessageEvent("message_delta", delta=end, usage=done.usage)
-    yield MessageEvent("message_stop")
+    async def events(self) -> AsyncGenerator[MessageEvent, None]:
+        """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with what ended it."""
+        opened = 0
+        empty: MessageObject | None = self.object()
+        async with contextlib.aclosing(self.generation.steps()) as steps:
+            async for _, _, added in steps:
+                if empty is not None:
+                    yield MessageEvent("message_start", message=empty)
+                    empty = None
+                for index, text in added:
+                    block = self.choice.blocks[index]
+                    if index == opened:
+                        if opened:
+                            yield MessageEvent("content_block_stop", index=opened - 1)
+                        opened += 1
+                        begun = Block(block.kind, call_id=block.call_id, name=block.name)
+                        yield MessageEvent("content_block_start", index=index, content_block=shown(begun))
+                    if text:
+                        yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
+        yield MessageEvent("content_block_stop", index=opened - 1)
+        done = self.object()
+        end = MessageDelta(stop_reason=done.stop_reason, stop_sequence=done.stop_sequence)
+        yield MessageEvent("message_delta", delta=end, usage=done.usage)
+        yield MessageEvent("message_stop")
 
 
 async def messages(request: Request, body: MessagesRequest) -> Response:
@@ -159,11 +169,11 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     id = body.rid or f"msg_{uuid.uuid4().hex}"
     offer = body.offer()
     with renamed(RENAMED | offer.places):
-        turn = await turn_of(service, body.chat(offer), id, arrival, at_most=body.max_tokens)
+        answer = MessageAnswer(id, await continued(service, body.chat(offer), id, arrival, at_most=body.max_tokens), body.max_tokens)
     if body.stream:
-        return NamedEventStream(events(id, turn), service.server_config.sse_keep_alive_interval)
-    await unless_gone(request.receive, turn.whole())
-    return JSON(message_object(id, turn))
+        return NamedEventStream(answer.events(), service.server_config.sse_keep_alive_interval)
+    await unless_gone(request.receive, answer.generation.whole())
+    return JSON(answer.object())
 
 
 async def count_tokens(request: Request, body: CountRequest) -> Response:

@@ -11,6 +11,14 @@ from starlette.responses import JSONResponse
 REFERENCE = "#/components/schemas/{name}"
 
 
+LEAST = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, LEAST)
+
+
 class Rendered(msgspec.Struct):
     """An answer, or a part of one. A field that is UNSET is left out; every other field is in every answer."""
 

@@ -1,140 +1,231 @@
-"""The answer to a generation request, whole or in chunks, in OpenAI's layout."""
+"""The answers of completions and chat completions, whole or in chunks. What differs between the two is in their own modules."""
 
 from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import time
-from typing import Any
+from typing import Any, ClassVar
 
-from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
+from mtpserve.core.errors import RequestFailed
+from mtpserve.core.request import TokenLogprob
+from mtpserve.server.generation import Added, Choice, Generation
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import EventStream, unless_gone
 from mtpserve.server.openai.body import GenerationRequest
-from mtpserve.server.openai.choice import Choice, Shape, Wanted
-from mtpserve.server.openai.logprobs import ById, Offsets
-from mtpserve.server.openai.objects import ChatObject, Chunk, ChunkChoice, CompletionObject
-from mtpserve.server.openai.usage import Usage
-from mtpserve.server.service import Piece, Service, merge
-from mtpserve.text.requests import Spelling, request_of
+from mtpserve.server.openai.logprobs import ById, Offsets, TokenNames, prompt_scores
+from mtpserve.server.openai.objects import (
+    ChatChoice,
+    ChatLogprobs,
+    ChatObject,
+    Chunk,
+    ChunkChoice,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionObject,
+)
+from mtpserve.server.openai.usage import Trace, Usage
+from mtpserve.server.service import StepOutput
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: list[int]
-    sampling: SamplingParams
-    echo: str | None = None  # the text that goes in front of every choice
+Fields = dict[str, Any]  # of a choice's Struct
 
 
 @dataclass(slots=True)
-class Answer:
-    """`prompts`, `n` times each, become the choices 0, 1, …: first all of the first prompt's."""
+class ChoiceWriter:
+    """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `whole` all of it; it is asked for one of the two.
 
-    service: Service
-    shape: Shape
-    prompts: list[Prompt]
-    spelling: Spelling
+    `echo` is the prompt's text where it goes in front of the output, with the prompt's scores if log-probabilities are wanted.
+    """
+
+    index: int
+    choice: Choice
     body: GenerationRequest
-    arrival: float  # perf_counter's
-    scores_only: bool = False  # max_tokens 0: the one token that the engine needs to score a prompt is thrown away
-    id: str = field(init=False)
-    created: int = field(init=False)
+    echo: str | None = None
+    opened: int = 0  # blocks, in chunks
+    started: bool = False  # in chunks: the choice's first one is written
+    names: TokenNames = field(init=False)
+    _offsets: Offsets = field(init=False)
+    _trace: Trace = field(init=False)
+    _steps: list[StepOutput] = field(default_factory=list)  # not shown yet
+    _added: Added = field(default_factory=list)  # by these steps
+    _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
+    _begun: bool = False  # the prompt's part was shown
+
+    prefix: ClassVar[str]  # of the answer's id
+    chunk_object: ClassVar[str]
+    one_prompt: ClassVar[bool]  # whose token ids, if they are asked for, are beside the choices, not in them
+    choice_type: ClassVar[type[CompletionChoice] | type[ChatChoice]]
+    answer_type: ClassVar[type[CompletionObject] | type[ChatObject]]
 
     def __post_init__(self) -> None:
-        self.id = self.body.rid or self.body.request_id or f"{self.shape.id_prefix}-{uuid.uuid4().hex}"
-        self.created = int(time())  # a date, not a duration
+        tokenizer = self.choice.service.tokenizer
+        self.names = ById(tokenizer) if self.body.return_tokens_as_token_ids else tokenizer
+        self._offsets = Offsets(tokenizer, self.echo or "", self.choice.request.sampling.skip_special_tokens)
+        self._trace = Trace(tokenizer)
 
-    def _pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        streams = []
-        for number, prompt in enumerate(self.prompts):
-            first = None
-            for choice in range(self.body.choices):
-                id = f"{self.id}-{number * self.body.choices + choice}"
-                sampling = self.service.for_choice(prompt.sampling, choice)
-                request = request_of(self.spelling, id, prompt.tokens, sampling, same_prompt_as=first)
-                streams.append(self.service.generate(request, self.arrival, self.body.timeout, streaming=bool(self.body.stream)))
-                first = first or id
-        return merge(streams)
+    # -- what the endpoints differ in ---------------------------------------------------------------------------------------------
 
-    def _choices(self) -> list[Choice]:
-        tokenizer, body = self.service.tokenizer, self.body
-        wanted = Wanted(body.top_logprobs_wanted, body.prompt_logprobs, bool(body.return_spec_trace), bool(body.return_token_ids))
-        spelling = ById(tokenizer) if body.return_tokens_as_token_ids else tokenizer
-        choices = []
-        for prompt in self.prompts:
-            for _ in range(body.choices):
-                offsets = Offsets(tokenizer, prompt.echo or "", prompt.sampling.skip_special_tokens)
-                stopped = partial(self._stopped, prompt.sampling)
-                choices.append(Choice(self.shape, tokenizer, prompt.tokens, wanted, offsets, spelling, stopped, prompt.echo))
-        return choices
+    def opening(self) -> Fields | None:
+        """What a choice's first chunk holds before any text."""
+        return None
 
-    def _stopped(self, sampling: SamplingParams, tokens: Sequence[int]) -> dict[str, Any]:
+    def output(self) -> Fields:
+        """All of the output."""
+        raise NotImplementedError
+
+    def parts(self, added: Added) -> Iterable[Fields]:
+        """What was added, in parts that each become a chunk."""
+        raise NotImplementedError
+
+    def silent(self) -> Fields:
+        """The part for a chunk without text."""
+        raise NotImplementedError
+
+    def logprobs(
+        self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> CompletionLogprobs | ChatLogprobs:
+        raise NotImplementedError
+
+    # -----------------------------------------------------------------------------------------------------------------------------
+
+    def add(self, step: StepOutput, added: Added) -> None:
+        self._steps.append(step)
+        self._added += added
+        self._scored += step.prompt_logprobs or []
+
+    def chunks(self) -> list[ChunkChoice]:
+        """The last one has the finish_reason. Empty while there is nothing to show: scores of the prompt alone, tokens that end inside
+        a character, or text that may become something else than text."""
+        body, steps, finish = self.body, self._steps, self.choice.finish
+        shown = any(step.text or step.logprobs for step in steps)
+        told = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
+        fronted = self._begins() and (self.echo is not None or body.prompt_logprobs is not None)
+        if not (finish or shown or told or fronted):
+            return []
+        added, beside = self._take()
+        parts = list(self.parts(added))
+        if not parts and (finish or beside):
+            parts = [self.silent()]
+        if parts:
+            parts[0] |= beside
+            parts[-1] |= {"finish_reason": self._finish_reason()} | (self._ended() if finish is not None else {})
+        return [ChunkChoice(self.index, **part) for part in parts]
+
+    def whole(self) -> CompletionChoice | ChatChoice:
+        _, beside = self._take()
+        fields = self.output() | beside | self._ended()
+        return self.choice_type(index=self.index, finish_reason=self._finish_reason(), **fields)
+
+    def _finish_reason(self) -> str | None:
+        return "tool_calls" if self.choice.called else self.choice.finish
+
+    def _ended(self) -> Fields:
         """What ended an output that stopped, in vLLM's word, for which the model's own end is nothing, and in SGLang's."""
-        matched = self.service.matched(sampling, tokens)
-        asked = isinstance(matched, str) or matched in sampling.stop_token_ids
+        matched = self.choice.matched
+        asked = isinstance(matched, str) or matched in self.choice.request.sampling.stop_token_ids
         return {"stop_reason": matched if asked else None, "matched_stop": matched}
 
-    def _usage(self) -> Usage:
-        return Usage(sum(len(prompt.tokens) for prompt in self.prompts))
+    def _begins(self) -> bool:
+        """The prompt's part goes with the first tokens: its scores are complete by then."""
+        return not self._begun and any(step.tokens or step.finish is not None for step in self._steps)
 
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "created": self.created, "model": self.service.model}
+    def _take(self) -> tuple[Added, Fields]:
+        begins, body, prompt = self._begins(), self.body, self.choice.request.prompt
+        steps, added = self._steps, self._added
+        self._steps, self._added, self._begun = [], [], self._begun or begins
+        beside: Fields = {}
+        if (top := body.top_logprobs_wanted) is not None:
+            tokens = [token for step in steps for token in step.tokens]
+            scores: list[TokenLogprob | None] = [score for step in steps for score in step.logprobs or []]
+            if begins and self.echo is not None:
+                tokens, scores = [*prompt, *tokens], [None, *self._prompt_scored(), *scores]
+            if tokens:
+                beside["logprobs"] = self.logprobs(tokens, scores, self._offsets.take(tokens), top)
+        if body.prompt_logprobs is not None and begins:
+            tokenizer = self.choice.service.tokenizer
+            beside["prompt_logprobs"] = prompt_scores(tokenizer, prompt, self._prompt_scored(), body.prompt_logprobs)
+        if body.return_token_ids:
+            beside["token_ids"] = [token for step in steps for token in step.tokens]
+            if begins and not self.one_prompt:
+                beside["prompt_token_ids"] = prompt
+        if body.return_spec_trace:
+            beside["spec_trace"] = [self._trace.step(step) for step in steps if step.tokens]
+        return [*([(0, self.echo)] if begins and self.echo else []), *added], beside
 
-    def _prompt_ids(self) -> dict[str, Any]:
-        """Where they do not stand in the choices."""
-        return {"prompt_token_ids": self.prompts[0].tokens} if self.body.return_token_ids and self.shape.one_prompt else {}
+    def _prompt_scored(self) -> list[TokenLogprob]:
+        prompt = self.choice.request.prompt
+        if len(self._scored) != len(prompt) - 1:
+            raise RequestFailed(f"the engine scored {len(self._scored)} of {len(prompt) - 1} tokens of the prompt")
+        return self._scored
 
-    def _shown(self, piece: Piece) -> Piece:
-        if not self.scores_only:
-            return piece
-        return Piece("", [], piece.finish and Finish.LENGTH, prompt_logprobs=piece.prompt_logprobs)
+
+def id_of(body: GenerationRequest, writer: type[ChoiceWriter]) -> str:
+    return body.rid or body.request_id or f"{writer.prefix}-{uuid.uuid4().hex}"
+
+
+class Answer:
+    """`echoes` are the prompts' texts, one for each choice, where they go in front of the outputs."""
+
+    def __init__(
+        self, id: str, body: GenerationRequest, generation: Generation, writer: type[ChoiceWriter], echoes: Sequence[str | None] = ()
+    ) -> None:
+        self.body, self.generation, self.writer = body, generation, writer
+        texts = echoes or [None] * len(generation.choices)
+        self.writers = [
+            writer(index, choice, body, echo) for index, (choice, echo) in enumerate(zip(generation.choices, texts, strict=True))
+        ]
+        prompts = [choice.request.prompt for choice in generation.choices[:: body.choices]]
+        self.usage = Usage(sum(map(len, prompts)))
+        self._head: Fields = {"id": id, "created": int(time()), "model": generation.service.model}  # a date, not a duration
+        # Where they are not in the choices.
+        self._prompt_ids: Fields = {"prompt_token_ids": prompts[0]} if body.return_token_ids and writer.one_prompt else {}
+
+    async def _steps(self) -> AsyncGenerator[ChoiceWriter, None]:
+        async with contextlib.aclosing(self.generation.steps()) as steps:
+            async for index, step, added in steps:
+                self.usage.add(step)
+                self.writers[index].add(step, added)
+                yield self.writers[index]
 
     async def whole(self) -> CompletionObject | ChatObject:
-        choices, usage = self._choices(), self._usage()
-        async with contextlib.aclosing(self._pieces()) as pieces:
-            async for index, piece in pieces:
-                piece = self._shown(piece)
-                usage.add(piece, choices[index].add(piece))
-        listed = [self.shape.choice(index=index, **choice.whole()) for index, choice in enumerate(choices)]
-        fields = self._head() | self._prompt_ids() | {"object": self.shape.object}
-        answer: CompletionObject | ChatObject = self.shape.whole(choices=listed, usage=usage.object(), **fields)
-        return answer
+        async for _ in self._steps():
+            pass
+        choices: Any = [writer.whole() for writer in self.writers]
+        fields = self._head | self._prompt_ids
+        return self.writer.answer_type(choices=choices, usage=self.usage.object(self._reasoning), **fields)
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
-        head, body = self._head() | {"object": self.shape.chunk_object}, self.body
-        choices, usage = self._choices(), self._usage()
-
-        def chunk(index: int, content: dict[str, Any]) -> Chunk:
-            made = Chunk(**head, choices=[ChunkChoice(index, **content)])
-            if body.include_usage or body.usage_in_every_chunk:
-                made.usage = usage.object() if body.usage_in_every_chunk else None
-            return made
-
-        async with contextlib.aclosing(self._pieces()) as pieces:
-            async for index, piece in pieces:
-                piece, choice = self._shown(piece), choices[index]
-                usage.add(piece, choice.add(piece))
-                contents = choice.deltas()
-                if not choice.opened:
-                    choice.opened = True
-                    if (opening := self.shape.opening()) is not None:
-                        begun = chunk(index, opening)
-                        yield replace(begun, **self._prompt_ids()) if index == 0 else begun
+        body = self.body
+        async with contextlib.aclosing(self._steps()) as steps:
+            async for writer in steps:
+                contents = writer.chunks()
+                if not writer.started:
+                    writer.started = True
+                    if (opening := writer.opening()) is not None:
+                        yield self._chunk(ChunkChoice(writer.index, **opening), **(self._prompt_ids if writer.index == 0 else {}))
                 for content in contents:
-                    yield chunk(index, content)
+                    yield self._chunk(content)
         if body.include_usage:
-            yield Chunk(**head, choices=[], usage=usage.object())
+            yield Chunk(**self._head, object=self.writer.chunk_object, choices=[], usage=self.usage.object(self._reasoning))
+
+    def _chunk(self, content: ChunkChoice, **more: Any) -> Chunk:
+        if self.body.usage_in_every_chunk:
+            more["usage"] = self.usage.object(self._reasoning)
+        elif self.body.include_usage:
+            more["usage"] = None
+        return Chunk(**self._head, object=self.writer.chunk_object, choices=[content], **more)
+
+    @property
+    def _reasoning(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self.generation.choices)
 
     async def respond(self, request: Request) -> Response:
         if self.body.stream:
-            return EventStream(self.chunks(), self.service.server_config.sse_keep_alive_interval)
+            return EventStream(self.chunks(), self.generation.service.server_config.sse_keep_alive_interval)
         return JSON(await unless_gone(request.receive, self.whole()))

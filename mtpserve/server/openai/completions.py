@@ -3,60 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
-from mtpserve.server.openai.answer import Answer, Prompt
+from mtpserve.server.generation import Added, Choice, Generation, requests_of
+from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
 from mtpserve.server.openai.body import CompletionRequest
-from mtpserve.server.openai.logprobs import TokenNames, completion_logprobs
+from mtpserve.server.openai.logprobs import completion_logprobs
 from mtpserve.server.openai.objects import CompletionChoice, CompletionLogprobs, CompletionObject
 from mtpserve.server.service import Service
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class CompletionVoice:
-    def count(self, tokens: Sequence[int]) -> int:
-        return 0
+@dataclass(slots=True)
+class CompletionWriter(ChoiceWriter):
+    prefix = "cmpl"
+    chunk_object = "text_completion"
+    one_prompt = False
+    choice_type = CompletionChoice
+    answer_type = CompletionObject
 
-    def deltas(self, text: str, last: bool) -> list[dict[str, Any]]:
+    def output(self) -> Fields:
+        return {"text": (self.echo or "") + self.choice.text()}
+
+    def parts(self, added: Added) -> list[Fields]:
+        text = "".join(text for _, text in added)
         return [{"text": text}] if text else []
 
-    def silent(self) -> dict[str, Any]:
+    def silent(self) -> Fields:
         return {"text": ""}
 
-    def whole(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def finish(self, finish: Finish | None) -> str | None:
-        return finish
+    def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> CompletionLogprobs:
+        return completion_logprobs(self.names, tokens, scores, offsets, top)
 
 
-class CompletionShape:
-    id_prefix = "cmpl"
-    object = "text_completion"
-    chunk_object = "text_completion"
-    choice = CompletionChoice
-    whole = CompletionObject
-    one_prompt = False
-
-    def voice(self) -> CompletionVoice:
-        return CompletionVoice()
-
-    def opening(self) -> dict[str, Any] | None:
-        return None
-
-    def logprobs(
-        self, tokenizer: TokenNames, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
-    ) -> CompletionLogprobs:
-        return completion_logprobs(tokenizer, tokens, scores, offsets, top)
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: list[int]
+    sampling: SamplingParams
+    echo: str | None  # the text that goes in front of every choice
 
 
 async def prompts_of(service: Service, body: CompletionRequest, sampling: SamplingParams) -> list[Prompt]:
@@ -92,5 +83,13 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     service.check_sampling(sampling)
     spelling = await service.spelling(sampling)
-    prompts = await prompts_of(service, body, sampling)
-    return await Answer(service, CompletionShape(), prompts, spelling, body, arrival, scores_only=body.max_tokens == 0).respond(request)
+    prompts, id = await prompts_of(service, body, sampling), id_of(body, CompletionWriter)
+    requests = [
+        each
+        for number, prompt in enumerate(prompts)
+        for each in requests_of(service, spelling, id, prompt.tokens, prompt.sampling, body.choices, number * body.choices)
+    ]
+    choices = [Choice(service, each) for each in requests]
+    generation = Generation(service, choices, arrival, body.timeout, bool(body.stream), scores_only=body.max_tokens == 0)
+    echoes = [prompt.echo for prompt in prompts for _ in range(body.choices)]
+    return await Answer(id, body, generation, CompletionWriter, echoes).respond(request)

@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mtpserve.core.request import TokenLogprob
+from mtpserve.server.http.rendering import finite
 from mtpserve.server.openai.objects import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs, ScoredToken, TokenScore
 from mtpserve.text.tokenizer import Tokenizer
-
-LEAST = -9999.0  # JSON has no infinity
-
-
-def finite(value: float) -> float:
-    return max(value, LEAST)
 
 
 class TokenNames(Protocol):

@@ -100,9 +100,9 @@ class CompletionChoice(Rendered, kw_only=True):
     matched_stop: int | str | None = None
 
 
-class CompletionObject(Rendered):
+class CompletionObject(Rendered, kw_only=True):
     id: str
-    object: Literal["text_completion"]
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
@@ -147,7 +147,7 @@ class ChatChoice(Rendered, kw_only=True):
 
 class ChatObject(Rendered, kw_only=True):
     id: str
-    object: Literal["chat.completion"]
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -196,7 +196,7 @@ class ChunkChoice(Rendered):
 
 class Chunk(Rendered):
     id: str
-    object: Literal["text_completion", "chat.completion.chunk"]
+    object: str
     created: int
     model: str
     choices: list[ChunkChoice]

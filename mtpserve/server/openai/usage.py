@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mtpserve.core.request import Proposal
 from mtpserve.server.openai.objects import Proposed, SpeculativeUsage, TokenDetails, TraceStep, UsageObject
-from mtpserve.server.service import Piece
+from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 
 PREDICTION = "prediction"  # the source of drafts that came from the client's predicted output
@@ -24,33 +24,26 @@ class Usage:
     accepted_tokens: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
-    reasoning_tokens: int = 0
 
-    def add(self, piece: Piece, reasoning_tokens: int = 0) -> None:
-        self.completion_tokens += len(piece.tokens)
-        self.reasoning_tokens += reasoning_tokens
-        if not piece.tokens:
+    def add(self, step: StepOutput) -> None:
+        self.completion_tokens += len(step.tokens)
+        if not step.tokens:
             return
         self.steps += 1
-        proposal, kept = piece.proposal, kept_nodes(piece)
+        proposal, kept = step.proposal, step.kept
         self.draft_tokens += len(proposal.tokens)
         self.accepted_tokens += len(kept)
         self.predicted += proposal.sources.count(PREDICTION)
         self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in kept)
 
-    def object(self) -> UsageObject:
+    def object(self, reasoning_tokens: int) -> UsageObject:
         return UsageObject(
             self.prompt_tokens,
             self.completion_tokens,
             self.prompt_tokens + self.completion_tokens,
-            TokenDetails(self.predicted_accepted, self.predicted - self.predicted_accepted, self.reasoning_tokens),
+            TokenDetails(self.predicted_accepted, self.predicted - self.predicted_accepted, reasoning_tokens),
             SpeculativeUsage(self.steps, self.draft_tokens, self.accepted_tokens),
         )
-
-
-def kept_nodes(piece: Piece) -> list[int]:
-    """Drafts that stand in the text; a stop string may have cut some that were accepted."""
-    return piece.proposal.path[: min(piece.accepted, len(piece.tokens))]
 
 
 class Trace:
@@ -63,12 +56,12 @@ class Trace:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def step(self, piece: Piece) -> TraceStep:
-        proposal: Proposal = piece.proposal
-        kept, tokenizer = set(kept_nodes(piece)), self._tokenizer
+    def step(self, step: StepOutput) -> TraceStep:
+        proposal: Proposal = step.proposal
+        kept, tokenizer = set(step.kept), self._tokenizer
         nodes = enumerate(zip(proposal.tokens, proposal.parents, proposal.sources, strict=True), 1)
         return TraceStep(
-            piece.tokens,
-            [self._decoder.decode(tokenizer.token_bytes(token)) for token in piece.tokens],
+            step.tokens,
+            [self._decoder.decode(tokenizer.token_bytes(token)) for token in step.tokens],
             [Proposed(token, tokenizer.token_text(token), parent, source, node in kept) for node, (token, parent, source) in nodes],
         )

@@ -15,14 +15,13 @@ from starlette.responses import Response
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
+from mtpserve.server.generation import Choice, Generation, requests_of
 from mtpserve.server.http.errors import renamed, renaming
-from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.http.rendering import JSON, Rendered, finite
 from mtpserve.server.http.sse import EventStream, unless_gone
-from mtpserve.server.openai.logprobs import finite
-from mtpserve.server.openai.usage import kept_nodes
-from mtpserve.server.service import Piece, Service, merge
+from mtpserve.server.service import Service, StepOutput
 from mtpserve.server.sglang.body import DEFAULT_MAX_TOKENS, NativeRequest, NativeSampling
-from mtpserve.text.requests import Spelling, request_of
+from mtpserve.text.requests import Spelling
 
 RENAMED = {
     "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed", "logprobs": "top_logprobs_num",
@@ -70,51 +69,43 @@ class Generated(Rendered):
 
 
 @dataclass(slots=True)
-class Output:
-    """One choice while it grows."""
+class NativeChoice:
+    """One choice in SGLang's layout."""
 
-    service: Service
     id: str
-    prompt: list[int]
-    sampling: SamplingParams
+    choice: Choice
     body: NativeRequest
     arrival: float  # perf_counter's
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    finish: Finish | None = None
     scores: list[TokenLogprob] = field(default_factory=list)
     prompt_scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # a prompt's first token has none
     proposed: int = 0
     correct: list[int] = field(default_factory=list)  # drafts accepted, one number for each verification
 
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.finish = piece.finish
-        self.scores += piece.logprobs or []
-        self.prompt_scores += piece.prompt_logprobs or []
-        if piece.proposal.tokens:
-            self.proposed += len(piece.proposal.tokens)
-            self.correct.append(len(kept_nodes(piece)))
+    def add(self, step: StepOutput) -> None:
+        self.scores += step.logprobs or []
+        self.prompt_scores += step.prompt_logprobs or []
+        if step.proposal.tokens:
+            self.proposed += len(step.proposal.tokens)
+            self.correct.append(len(step.kept))
 
     def object(self) -> Generated:
         meta = MetaInfo(
             id=self.id,
-            finish_reason=None if self.finish is None else self._reason(self.finish),
-            prompt_tokens=len(self.prompt),
-            completion_tokens=len(self.tokens),
+            finish_reason=None if self.choice.finish is None else self._reason(self.choice.finish),
+            prompt_tokens=len(self.choice.request.prompt),
+            completion_tokens=len(self.choice.tokens),
             cached_tokens=0,
             e2e_latency=perf_counter() - self.arrival,
         )
         self._add_speculation(meta)
         self._add_logprobs(meta)
-        return Generated(self.text, self.tokens, meta)
+        return Generated(self.choice.text(), self.choice.tokens, meta)
 
     def _reason(self, finish: Finish) -> FinishReason:
         if finish is Finish.LENGTH:
-            return FinishReason("length", length=len(self.tokens))
+            return FinishReason("length", length=len(self.choice.tokens))
         if finish is Finish.STOP:
-            return FinishReason("stop", matched=self.service.matched(self.sampling, self.tokens))
+            return FinishReason("stop", matched=self.choice.matched)
         return FinishReason(finish.value)
 
     def _add_speculation(self, meta: MetaInfo) -> None:
@@ -122,7 +113,7 @@ class Output:
         if not self.correct:
             return
         meta.spec_verify_ct = len(self.correct)
-        meta.spec_accept_length = len(self.tokens) / len(self.correct)
+        meta.spec_accept_length = len(self.choice.tokens) / len(self.correct)
         meta.spec_accept_rate = sum(self.correct) / self.proposed
         meta.spec_num_correct_drafts = sum(self.correct)
         meta.spec_num_proposed_drafts = self.proposed
@@ -132,10 +123,10 @@ class Output:
         body = self.body
         if not body.return_logprob:
             return
-        start = scored_from(body, self.prompt)
-        asked = None if start is None else slice(start, len(self.prompt))
-        of_prompt = [] if asked is None else list(zip(self.prompt[asked], self.prompt_scores[asked], strict=False))
-        of_output = list(zip(self.tokens, self.scores, strict=False))
+        prompt = self.choice.request.prompt
+        start = scored_from(body, prompt)
+        of_prompt = [] if start is None else list(zip(prompt[start:], self.prompt_scores[start:], strict=False))
+        of_output = list(zip(self.choice.tokens, self.scores, strict=False))
         meta.input_token_logprobs = [self._triple(token, None if score is None else score.logprob) for token, score in of_prompt]
         meta.output_token_logprobs = [self._triple(token, score.logprob) for token, score in of_output]
         if top := body.top_logprobs_num:
@@ -146,7 +137,7 @@ class Output:
         return None if score is None else [self._triple(id, logprob) for id, logprob in score.top[:top]]
 
     def _triple(self, token: int, logprob: float | None) -> Triple:
-        text = self.service.tokenizer.token_text(token) if self.body.return_text_in_logprobs else None
+        text = self.choice.service.tokenizer.token_text(token) if self.body.return_text_in_logprobs else None
         return None if logprob is None else finite(logprob), token, text
 
 
@@ -156,9 +147,11 @@ def scored_from(body: NativeRequest, prompt: list[int]) -> int | None:
     return start if body.return_logprob and 0 <= start < len(prompt) else None
 
 
-async def outputs(service: Service, body: NativeRequest, sampling: SamplingParams, arrival: float) -> list[Output]:
+async def choices_of(
+    service: Service, body: NativeRequest, sampling: SamplingParams, spelling: Spelling, arrival: float
+) -> list[NativeChoice]:
     """One for each prompt and choice, in this order."""
-    found: list[Output] = []
+    choices: list[NativeChoice] = []
     context, asked = service.client.card.context_length, sampling.max_tokens
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
     for number, prompt in enumerate(body.prompts):
@@ -174,20 +167,9 @@ async def outputs(service: Service, body: NativeRequest, sampling: SamplingParam
         rid = body.rid[number] if isinstance(body.rid, list) else body.rid
         id = rid or uuid.uuid4().hex
         id = f"{id}-{number}" if rid is not None and body.listed and not isinstance(body.rid, list) else id
-        found += [Output(service, id, ids, one, body, arrival) for _ in range(body.choices)]
-    return found
-
-
-def pieces_of(service: Service, made: list[Output], spelling: Spelling) -> AsyncGenerator[tuple[int, Piece], None]:
-    streams, first = [], ""
-    for index, output in enumerate(made):
-        choice = index % output.body.choices
-        sampling = service.for_choice(output.sampling, choice)
-        request_id = f"{output.id}-{choice}"
-        first = request_id if choice == 0 else first
-        request = request_of(spelling, request_id, output.prompt, sampling, same_prompt_as=first if choice else None)
-        streams.append(service.generate(request, output.arrival, output.body.timeout, streaming=bool(output.body.stream)))
-    return merge(streams)
+        requests = requests_of(service, spelling, id, ids, one, body.choices)
+        choices += [NativeChoice(id, Choice(service, each), body, arrival) for each in requests]
+    return choices
 
 
 async def generate(request: Request, body: NativeRequest) -> Response:
@@ -201,26 +183,25 @@ async def generate(request: Request, body: NativeRequest) -> Response:
         params = replace(params, logprobs=body.top_logprobs_num if body.return_logprob else None, priority=body.priority or 0)
         service.check_sampling(params)
         spelling = await service.spelling(params)
-        made = await outputs(service, body, params, arrival)
-    pieces = pieces_of(service, made, spelling)
+        made = await choices_of(service, body, params, spelling, arrival)
+    generation = Generation(service, [each.choice for each in made], arrival, body.timeout, bool(body.stream))
     several = body.listed or body.choices > 1
 
     async def chunks() -> AsyncGenerator[Generated, None]:
-        async with contextlib.aclosing(pieces):
-            async for index, piece in pieces:
-                made[index].add(piece)
+        async with contextlib.aclosing(generation.steps()) as steps:
+            async for index, step, _ in steps:
+                made[index].add(step)
                 chunk = made[index].object()
                 chunk.index = index if several else UNSET
                 yield chunk
 
     async def whole() -> list[Generated]:
-        async with contextlib.aclosing(pieces):
-            async for index, piece in pieces:
-                made[index].add(piece)
-        return [output.object() for output in made]
+        async for index, step, _ in generation.steps():
+            made[index].add(step)
+        return [each.object() for each in made]
 
     if body.stream:
         return EventStream(renaming(chunks(), RENAMED), service.server_config.sse_keep_alive_interval)
     with renamed(RENAMED):
-        found = await unless_gone(request.receive, whole())
-    return JSON(found if several else found[0])
+        answers = await unless_gone(request.receive, whole())
+    return JSON(answers if several else answers[0])

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from mtpserve.core.errors import MTPServeError
 from mtpserve.core.sequence import Finish
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
+from mtpserve.server.generation import Block, Choice, Generation
 from mtpserve.server.http.errors import describe
 from mtpserve.server.openai.responses.body import ResponsesRequest
 from mtpserve.server.openai.responses.objects import (
@@ -34,7 +35,6 @@ from mtpserve.server.openai.responses.objects import (
     TextFormat,
 )
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
-from mtpserve.server.turn import Block, Turn
 
 EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 
@@ -45,9 +45,16 @@ class ResponseAnswer:
     """One response while it comes to be."""
 
     def __init__(
-        self, body: ResponsesRequest, turn: Turn, id: str, store: ResponseStore, conversation: list[ChatMessage], members: Members
+        self,
+        body: ResponsesRequest,
+        generation: Generation,
+        id: str,
+        store: ResponseStore,
+        conversation: list[ChatMessage],
+        members: Members,
     ) -> None:
-        self.body, self.turn, self.id = body, turn, id
+        self.body, self.generation, self.id = body, generation, id
+        (self.choice,) = generation.choices
         self.members = members
         self.created = int(time())  # a date, not a duration
         self.status: Status = "in_progress"
@@ -58,13 +65,13 @@ class ResponseAnswer:
 
     def keep(self) -> None:
         if self._store is not None:
-            said = [spoken(self.turn)] if any(block.text or block.kind == "call" for block in self.turn.blocks) else []
+            said = [spoken(self.choice)] if any(block.text or block.kind == "call" for block in self.choice.blocks) else []
             self._store.put(self.id, Stored(self.object(), [*self._conversation, *said]))
 
     def finished(self) -> None:
         # None: the client left.
         endings: dict[Finish | None, Status] = {Finish.LENGTH: "incomplete", Finish.ABORT: "cancelled", None: "cancelled"}
-        self.status = endings.get(self.turn.finish, "completed")
+        self.status = endings.get(self.choice.finish, "completed")
         self.keep()
 
     def failed(self, error: MTPServeError) -> None:
@@ -74,11 +81,11 @@ class ResponseAnswer:
 
     def item(self, index: int) -> AnyItem:
         """Only the last one can have been cut off."""
-        whole = self.status in ("completed", "in_progress") or index < len(self.turn.blocks) - 1
-        return item(self.turn.blocks[index], "completed" if whole else "incomplete", self.members)
+        whole = self.status in ("completed", "in_progress") or index < len(self.choice.blocks) - 1
+        return item(self.choice.blocks[index], "completed" if whole else "incomplete", self.members)
 
     def object(self) -> ResponseObject:
-        body, turn, going_on = self.body, self.turn, self.status == "in_progress"
+        body, choice, going_on = self.body, self.choice, self.status == "in_progress"
         return ResponseObject(
             id=self.id,
             object="response",
@@ -89,17 +96,17 @@ class ResponseAnswer:
             incomplete_details=Incomplete("max_output_tokens") if self.status == "incomplete" else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            model=turn.service.model,
-            output=[] if going_on else [self.item(index) for index in range(len(turn.blocks))],
+            model=choice.service.model,
+            output=[] if going_on else [self.item(index) for index in range(len(choice.blocks))],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning=EffortUsed(None if body.reasoning is None else body.reasoning.effort, None),
             store=body.store is not False,
-            temperature=turn.request.sampling.temperature,
+            temperature=choice.request.sampling.temperature,
             text=TextFormat((body.text and body.text.format) or {"type": "text"}),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
-            top_p=turn.request.sampling.top_p,
+            top_p=choice.request.sampling.top_p,
             truncation="disabled",
             usage=None if going_on else self.usage(),
             user=body.user,
@@ -107,19 +114,19 @@ class ResponseAnswer:
         )
 
     def usage(self) -> ResponseUsage:
-        prompt, output = len(self.turn.request.prompt), len(self.turn.tokens)
-        return ResponseUsage(prompt, InputDetails(0), output, OutputDetails(self.turn.reasoning_tokens), prompt + output)
+        prompt, output = len(self.choice.request.prompt), len(self.choice.tokens)
+        return ResponseUsage(prompt, InputDetails(0), output, OutputDetails(self.choice.reasoning_tokens), prompt + output)
 
 
-def spoken(turn: Turn) -> ChatMessage:
+def spoken(choice: Choice) -> ChatMessage:
     """The answer as the conversation goes on from it, without calls that were cut off: templates could not write them."""
     calls = [
         MessageToolCall(id=block.call_id, function=CalledFunction(name=block.name, arguments=block.text))
-        for block in turn.blocks
-        if block.kind == "call" and block.arguments() is not None
+        for block in choice.calls
+        if block.arguments() is not None
     ]
-    reasoning = turn.text("reasoning") or None
-    return ChatMessage(role="assistant", content=turn.text("text"), reasoning_content=reasoning, tool_calls=calls or None)
+    reasoning = choice.text("reasoning") or None
+    return ChatMessage(role="assistant", content=choice.text(), reasoning_content=reasoning, tool_calls=calls or None)
 
 
 def part(block: Block) -> OutputText | ReasoningText:
@@ -162,12 +169,12 @@ class EventWriter:
         return ResponseEvent(f"response.{kind}", next(self._numbers), **more)
 
     def place(self, index: int) -> dict[str, Any]:
-        block = self.answer.turn.blocks[index]
+        block = self.answer.choice.blocks[index]
         where = {"item_id": item_id(block), "output_index": index}
         return where if block.kind == "call" else where | {"content_index": 0}
 
     def grown(self, index: int, text: str) -> Iterator[ResponseEvent]:
-        block = self.answer.turn.blocks[index]
+        block = self.answer.choice.blocks[index]
         if index == self.opened:
             yield from self.closed()
             self.opened += 1
@@ -184,7 +191,7 @@ class EventWriter:
         if not self.opened:
             return
         index = self.opened - 1
-        block, place = self.answer.turn.blocks[index], self.place(index)
+        block, place = self.answer.choice.blocks[index], self.place(index)
         match block.kind:
             case "call":
                 _, name = self.answer.members.get(block.name, ("", block.name))
@@ -202,8 +209,8 @@ async def events(answer: ResponseAnswer) -> AsyncGenerator[ResponseEvent, None]:
     """A request that is refused before its first token gets a status code instead."""
     told, started = EventWriter(answer), False
     try:
-        async with contextlib.aclosing(answer.turn.steps()) as steps:
-            async for added in steps:
+        async with contextlib.aclosing(answer.generation.steps()) as steps:
+            async for _, _, added in steps:
                 if not started:
                     started, empty = True, answer.object()
                     yield told.event("created", response=empty)

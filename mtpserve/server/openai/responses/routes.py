@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import MTPServeError
+from mtpserve.server.generation import continued
 from mtpserve.server.http.errors import NotStored, renamed, renaming
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
@@ -18,7 +19,6 @@ from mtpserve.server.openai.responses.body import ResponsesRequest, messages_of
 from mtpserve.server.openai.responses.objects import DeletedResponse
 from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Service
-from mtpserve.server.turn import turn_of
 
 RENAMED = {
     "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text", "reasoning_effort": "reasoning", ".function": "",
@@ -41,13 +41,13 @@ async def create(request: Request, body: ResponsesRequest) -> Response:
     offer = body.offer()
     with renamed(RENAMED | offer.places):
         conversation = [*([] if before is None else before.conversation), *messages_of(body.input)]
-        turn = await turn_of(service, body.chat(conversation, offer), id, arrival)
-    answer = ResponseAnswer(body, turn, id, store_of(request), conversation, offer.members)
+        generation = await continued(service, body.chat(conversation, offer), id, arrival)
+    answer = ResponseAnswer(body, generation, id, store_of(request), conversation, offer.members)
     if body.stream:
         return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
     try:
         with renamed(RENAMED):
-            await unless_gone(request.receive, turn.whole())
+            await unless_gone(request.receive, generation.whole())
     except MTPServeError as error:
         answer.failed(error)
         raise
