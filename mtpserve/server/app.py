@@ -15,22 +15,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.protocols import EngineClient
-from mtpserve.server.about import (
-    AnthropicModel,
-    AnthropicModels,
-    Healthy,
-    ModelInfo,
-    ModelList,
-    ModelObject,
-    ServerInfo,
-    Version,
-    health,
-    model,
-    model_info,
-    models,
-    server_info,
-    version,
-)
+from mtpserve.server import about
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
 from mtpserve.server.http.access import Keys, RequestLog
 from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers
@@ -63,14 +48,14 @@ async def metrics_text(request: Request) -> Response:
 ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | type[Response]], ...] = (
     ("GET", ("/",), page, HTMLResponse),
     ("GET", ("/stats",), stats, (Stats,)),
-    ("GET", ("/health", "/ready", "/ping"), health, (Healthy,)),
-    ("GET", ("/health_generate",), health_generate, (Healthy,)),
-    ("GET", ("/version",), version, (Version,)),
+    ("GET", ("/health", "/ready", "/ping"), about.health, (about.Healthy,)),
+    ("GET", ("/health_generate",), health_generate, (about.Healthy,)),
+    ("GET", ("/version",), about.version, (about.Version,)),
     ("GET", ("/metrics",), metrics_text, PlainTextResponse),
-    ("GET", ("/v1/models",), models, (ModelList, AnthropicModels)),
-    ("GET", ("/v1/models/{id:path}",), model, (ModelObject, AnthropicModel)),
-    ("GET", ("/model_info", "/get_model_info"), model_info, (ModelInfo,)),
-    ("GET", ("/server_info", "/get_server_info"), server_info, (ServerInfo,)),
+    ("GET", ("/v1/models",), about.models, (about.ModelList, about.AnthropicModels)),
+    ("GET", ("/v1/models/{id:path}",), about.model, (about.ModelObject, about.AnthropicModel)),
+    ("GET", ("/model_info", "/get_model_info"), about.model_info, (about.ModelInfo,)),
+    ("GET", ("/server_info", "/get_server_info"), about.server_info, (about.ServerInfo,)),
     ("POST", ("/v1/completions",), completions, (CompletionObject,)),
     ("POST", ("/v1/chat/completions",), chat, (ChatObject,)),
     ("POST", ("/v1/responses",), responses.create, (ResponseObject,)),

@@ -16,11 +16,11 @@ from typing import Any, Literal
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Finish
-from mtpserve.server.dialogue import prepared
+from mtpserve.server.dialogue import asked_tools, rendered
 from mtpserve.server.fields import refuse_constant
 from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.service import Service, StepOutput
-from mtpserve.server.tools import OutputPlan
+from mtpserve.server.tools import OutputPlan, output_plan, planned
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
 from mtpserve.text.parsers.reasoning import ReasoningCount
 from mtpserve.text.requests import Spelling, request_of
@@ -185,16 +185,28 @@ def requests_of(
     return requests
 
 
-async def continued(service: Service, chat: ChatRequest, id: str, arrival: float, at_most: int | None = None) -> Generation:
-    """A conversation, validated and encoded; `id` is what /abort_request takes. `at_most` bounds an output that the context may bound
-    further."""
-    asked = await prepared(service, chat)
-    sampling, room = asked.sampling, service.client.card.context_length - len(asked.prompt)
+async def continued(service: Service, body: ChatRequest, id: str, arrival: float, at_most: int | None = None) -> Generation:
+    """A conversation, continued. Everything that can be wrong with a request is found here, before the engine gets it.
+
+    `id` is what /abort_request takes. `at_most` bounds the output where the context may bound it further.
+    """
+    service.admit(body.model)
+    body.check()
+    sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
+    service.check_sampling(sampling)
+    use = asked_tools(service, body)
+    chat = await rendered(service, body, use)
+    begun = body.messages[-1].text() if body.continue_final_message else None
+    plan = output_plan(use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
+    sampling = planned(plan, sampling, service.tokenizer)
+    spelling = await service.spelling(sampling)
+    prompt = service.truncated(await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens)
+    service.check_length(prompt, body.wanted_tokens, "messages")
     if at_most is not None:
-        sampling = replace(sampling, max_tokens=min(at_most, room))
-    requests = requests_of(service, asked.spelling, id, asked.prompt, sampling, chat.choices)
-    choices = [Choice(service, request, OutputReader(asked.plan, service.tokenizer, chat.shows_reasoning)) for request in requests]
-    return Generation(service, choices, arrival, chat.timeout, bool(chat.stream))
+        sampling = replace(sampling, max_tokens=min(at_most, service.client.card.context_length - len(prompt)))
+    requests = requests_of(service, spelling, id, prompt, sampling, body.choices)
+    choices = [Choice(service, request, OutputReader(plan, service.tokenizer, body.shows_reasoning)) for request in requests]
+    return Generation(service, choices, arrival, body.timeout, bool(body.stream))
 
 
 async def merge(streams: list[AsyncGenerator[StepOutput, None]]) -> AsyncGenerator[tuple[int, StepOutput], None]:

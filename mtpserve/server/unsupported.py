@@ -13,84 +13,47 @@ from mtpserve.server.http.errors import Unsupported
 Column = Literal["completions", "chat", "responses", "messages", "generate", "sampling_params"]
 
 # One letter for each column: /v1/completions, /v1/chat/completions (t), /v1/responses, /v1/messages, /generate and its sampling_params.
-# A dot: the route has the field, or has never heard of it. Last: the values that ask for nothing.
 LETTERS: dict[Column, str] = {"completions": "c", "chat": "t", "responses": "r", "messages": "m", "generate": "g", "sampling_params": "s"}
-TABLE: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("add_special_tokens", ".trm..", (None, False)),
-    ("audio", "ctrm..", (None,)),
-    ("audio_data", "....g.", (None,)),
-    ("background", "..r.g.", (None, False)),
-    ("bootstrap_host", "ctrmg.", (None,)),
-    ("bootstrap_port", "ctrmg.", (None,)),
-    ("bootstrap_room", "ctrmg.", (None,)),
-    ("chat_template", "ctrm..", (None,)),
-    ("compaction", "...m..", (None,)),
-    ("container", "...m..", (None,)),
-    ("conversation", "..r...", (None,)),
-    ("custom_logit_processor", "ctrmg.", (None,)),
-    ("data_parallel_rank", "ctrmg.", (None, 0)),
-    ("disagg_prefill_dp_rank", "ctrm..", (None,)),
-    ("documents", "ctrm..", (None, [])),
-    ("echo", ".trm..", (None, False)),
-    ("function_call", "ctrm..", (None, "none", "auto")),
-    ("functions", "ctrm..", (None, [])),
-    ("guided_whitespace_pattern", "ctrm..", (None,)),
-    ("image_data", "....g.", (None,)),
-    ("input_embeds", "ctrmg.", (None,)),
-    ("kv_transfer_params", "ctrm..", (None,)),
-    ("length_penalty", "ctrm..", (None, 1)),
-    ("logits_processors", "ctrm..", (None, [])),
-    ("logprob_token_ids", "ctrm..", (None, [])),
-    ("lora_id", "....g.", (None,)),
-    ("lora_path", "ctrmg.", (None,)),
-    ("max_tool_calls", "..r...", (None,)),
-    ("mcp_servers", "...m..", (None, [])),
-    ("media_io_kwargs", "ctrm..", (None, {})),
-    ("mm_processor_kwargs", "ctrm..", (None, {})),
-    ("modalities", "ctrm..", (None, ["text"])),
-    ("modalities", "....g.", (None, [])),
-    ("multi_item_delimiter_indices", "....g.", (None, [])),
-    ("prompt", "..r...", (None,)),
-    ("prompt_embeds", "ctrm..", (None,)),
-    ("repetition_detection", "ctrm..", (None,)),
-    ("request_id", "..r...", (None,)),
-    ("return_bytes", "....g.", (None, False)),
-    ("return_cached_tokens_details", "ctrm..", (None, False)),
-    ("return_entropy", "....g.", (None, False)),
-    ("return_hidden_states", "ctrmg.", (None, False)),
-    ("return_meta_info", "ctrm..", (None, False)),
-    ("return_prompt_token_ids", "ctrmg.", (None, False)),
-    ("return_routed_experts", "ctrmg.", (None, False)),
-    ("return_spec_tokens_details", "ctrm..", (None, False)),
-    ("return_token_ids", "..rm..", (None, False)),
-    ("return_tokens_as_token_ids", "..rm..", (None, False)),
-    ("rid", "..r...", (None,)),
-    ("routed_dp_rank", "ctrmg.", (None, 0)),
-    ("service_tier", "ctr...", (None, "auto", "default")),
-    ("session_params", "ctrmg.", (None,)),
-    ("spaces_between_special_tokens", "ctrm.s", (None, True)),
-    ("stop_regex", "ctrm.s", (None, [])),
-    ("store", "ct.m..", (None, False)),
-    ("stream_reasoning", "ctrm..", (None, True)),
-    ("thinking_token_budget", "ctrm..", (None,)),
-    ("token_ids_logprob", "....g.", (None, [])),
-    ("top_logprobs", "..r...", (None, 0)),
-    ("truncate_prompt_tokens", "..rm..", (None,)),
-    ("truncation", "..r...", (None, "disabled")),
-    ("use_beam_search", "ctrm..", (None, False)),
-    ("verbosity", "ctrm..", (None, "low", "medium", "high")),  # a wish that no template is told of
-    ("video_data", "....g.", (None,)),
-    ("vllm_xargs", "ctrm..", (None, {})),
-    ("web_search_options", "ctrm..", (None,)),
+# The columns that refuse the fields (a dot: the route has them, or does not know them), the values that pass, and the fields.
+TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("ctrmg.", (None, 0), "data_parallel_rank routed_dp_rank"),
+    ("ctrmg.", (None, False), "return_hidden_states return_prompt_token_ids return_routed_experts"),
+    ("ctrmg.", (None,), "bootstrap_host bootstrap_port bootstrap_room custom_logit_processor input_embeds lora_path session_params"),
+    ("ctrm.s", (None, True), "spaces_between_special_tokens"),
+    ("ctrm.s", (None, []), "stop_regex"),
+    ("ctrm..", (None, "low", "medium", "high"), "verbosity"),  # a wish that no template is told of
+    ("ctrm..", (None, "none", "auto"), "function_call"),
+    ("ctrm..", (None, 1), "length_penalty"),
+    ("ctrm..", (None, False), "return_cached_tokens_details return_meta_info return_spec_tokens_details use_beam_search"),
+    ("ctrm..", (None, True), "stream_reasoning"),
+    ("ctrm..", (None, ["text"]), "modalities"),
+    ("ctrm..", (None, []), "documents functions logits_processors logprob_token_ids"),
+    ("ctrm..", (None, {}), "media_io_kwargs mm_processor_kwargs vllm_xargs"),
+    ("ctrm..", (None,), "audio chat_template disagg_prefill_dp_rank guided_whitespace_pattern kv_transfer_params"),
+    ("ctrm..", (None,), "prompt_embeds repetition_detection thinking_token_budget web_search_options"),
+    ("ctr...", (None, "auto", "default"), "service_tier"),
+    ("ct.m..", (None, False), "store"),
+    (".trm..", (None, False), "add_special_tokens echo"),
+    ("..rm..", (None, False), "return_token_ids return_tokens_as_token_ids"),
+    ("..rm..", (None,), "truncate_prompt_tokens"),
+    ("..r.g.", (None, False), "background"),
+    ("..r...", (None, "disabled"), "truncation"),
+    ("..r...", (None, 0), "top_logprobs"),
+    ("..r...", (None,), "conversation max_tool_calls prompt request_id rid"),
+    ("...m..", (None, []), "mcp_servers"),
+    ("...m..", (None,), "compaction container"),
+    ("....g.", (None, False), "return_bytes return_entropy"),
+    ("....g.", (None, []), "modalities multi_item_delimiter_indices token_ids_logprob"),
+    ("....g.", (None,), "audio_data image_data lora_id video_data"),
 )
 
 
 def unsupported(column: Column) -> dict[str, tuple[Any, ...]]:
     """The fields that a route refuses, each with the values that pass."""
-    return {name: neutral for name, columns, neutral in TABLE if LETTERS[column] in columns}
+    return {name: neutral for columns, neutral, names in TABLE if LETTERS[column] in columns for name in names.split()}
 
 
-REFUSED = {column: unsupported(column) for column in LETTERS}
+REFUSED: dict[Column, dict[str, tuple[Any, ...]]] = {column: unsupported(column) for column in LETTERS}
 
 
 def refuse(body: dict[str, Any], column: Column) -> dict[str, Any]:

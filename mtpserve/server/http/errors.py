@@ -143,31 +143,27 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return ErrorAnswer(ErrorObject(printable(message, MAX_MESSAGE), kind, param, code))
 
 
+# The first that fits. An error of none of these kinds is a bug, whose own text nobody is told.
+DESCRIBED: tuple[tuple[type[Exception], int, str], ...] = (
+    (ModelNotFound, 404, "model_not_found"),
+    (ContextLengthExceeded, 400, "context_length_exceeded"),
+    (NotStored, 404, "response_not_found"),
+    (Unsupported, 400, "unsupported_parameter"),
+    (InvalidRequest, 400, "invalid_value"),
+    (QueueFull, 429, "queue_full"),
+    (EngineBusy, 503, "overloaded"),
+    (EngineDead, 503, "engine_dead"),
+    (DeadlineExceeded, 408, "deadline_exceeded"),
+    (MTPServeError, 500, "request_failed"),
+)
+
+
 def describe(error: Exception) -> tuple[int, ErrorAnswer]:
-    """Status and body. Only errors that mtpserve raises on purpose carry their own text."""
-    match error:
-        case ModelNotFound():
-            return 404, error_body(404, str(error), param=error.param, code="model_not_found")
-        case ContextLengthExceeded():
-            return 400, error_body(400, str(error), param=error.param, code="context_length_exceeded")
-        case NotStored():
-            return 404, error_body(404, str(error), param=error.param, code="response_not_found")
-        case Unsupported():
-            return 400, error_body(400, str(error), param=error.param, code="unsupported_parameter")
-        case InvalidRequest():
-            return 400, error_body(400, str(error), param=error.param, code="invalid_value")
-        case QueueFull():
-            return 429, error_body(429, str(error), code="queue_full")
-        case EngineBusy():
-            return 503, error_body(503, str(error), code="overloaded")
-        case EngineDead():
-            return 503, error_body(503, str(error), code="engine_dead")
-        case DeadlineExceeded():
-            return 408, error_body(408, str(error), code="deadline_exceeded")
-        case MTPServeError():
-            return 500, error_body(500, str(error), code="request_failed")
-        case _:
-            return 500, error_body(500, "internal error", code="internal_error")
+    """Status and body."""
+    for kind, status, code in DESCRIBED:
+        if isinstance(error, kind):
+            return status, error_body(status, str(error), param=getattr(error, "param", None), code=code)
+    return 500, error_body(500, "internal error", code="internal_error")
 
 
 def error_response(error: Exception) -> Response:

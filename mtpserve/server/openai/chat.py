@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.server.generation import Added, continued
 from mtpserve.server.http.errors import renamed
+from mtpserve.server.openai import objects
 from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
 from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.openai.logprobs import chat_logprobs
-from mtpserve.server.openai.objects import (
-    AnswerMessage,
-    ChatChoice,
-    ChatLogprobs,
-    ChatObject,
-    Delta,
-    FunctionCall,
-    FunctionDelta,
-    ToolCall,
-    ToolCallDelta,
-)
 from mtpserve.server.service import Service
 
 
@@ -34,17 +26,17 @@ class ChatWriter(ChoiceWriter):
     prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
     one_prompt = True
-    choice_type = ChatChoice
-    answer_type = ChatObject
+    choice_type = objects.ChatChoice
+    answer_type = objects.ChatObject
 
     def opening(self) -> Fields:
-        return {"delta": Delta("assistant", "")}
+        return {"delta": objects.Delta("assistant", "")}
 
     def output(self) -> Fields:
         choice = self.choice
         content, reasoning = choice.text(), choice.text("reasoning")
-        calls = [ToolCall(call.call_id, "function", FunctionCall(call.name, call.text)) for call in choice.calls]
-        message = AnswerMessage("assistant", content or (None if calls or reasoning else ""))
+        calls = [objects.ToolCall(call.call_id, "function", objects.FunctionCall(call.name, call.text)) for call in choice.calls]
+        message = objects.AnswerMessage("assistant", content or (None if calls or reasoning else ""))
         if choice.reader is not None and choice.reader.tells_reasoning:
             message.reasoning_content = message.reasoning = reasoning or None
         if calls:
@@ -55,24 +47,28 @@ class ChatWriter(ChoiceWriter):
         for index, text in added:
             block = self.choice.blocks[index]
             begins, self.opened = index >= self.opened, index + 1
+            number = sum(before.kind == "call" for before in self.choice.blocks[:index])
             match block.kind:
                 case "text" if text:
-                    yield {"delta": Delta(content=text)}
+                    yield {"delta": objects.Delta(content=text)}
                 case "reasoning" if text:
-                    yield {"delta": Delta(reasoning_content=text, reasoning=text)}
+                    yield {"delta": objects.Delta(reasoning_content=text, reasoning=text)}
                 case "call":
-                    number = sum(before.kind == "call" for before in self.choice.blocks[:index])
                     if begins:
-                        name = FunctionDelta(name=block.name, arguments="")
-                        yield {"delta": Delta(tool_calls=[ToolCallDelta(index=number, id=block.call_id, type="function", function=name)])}
+                        yield {"delta": call_delta(number, name=block.name, id=block.call_id, type="function")}
                     if text:
-                        yield {"delta": Delta(tool_calls=[ToolCallDelta(index=number, function=FunctionDelta(arguments=text))])}
+                        yield {"delta": call_delta(number, text)}
 
     def silent(self) -> Fields:
-        return {"delta": Delta()}
+        return {"delta": objects.Delta()}
 
-    def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> ChatLogprobs:
+    def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> objects.ChatLogprobs:
         return chat_logprobs(self.names, tokens, [score for score in scores if score is not None], top)
+
+
+def call_delta(number: int, arguments: str = "", name: str | UnsetType = UNSET, **head: Any) -> objects.Delta:
+    function = objects.FunctionDelta(name=name, arguments=arguments)
+    return objects.Delta(tool_calls=[objects.ToolCallDelta(index=number, function=function, **head)])
 
 
 async def chat(request: Request, body: ChatRequest) -> Response:

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
-from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.generation import Added, Choice, Generation, requests_of
 from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
 from mtpserve.server.openai.body import CompletionRequest
@@ -43,16 +42,20 @@ class CompletionWriter(ChoiceWriter):
         return completion_logprobs(self.names, tokens, scores, offsets, top)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: list[int]
-    sampling: SamplingParams
-    echo: str | None  # the text that goes in front of every choice
-
-
-async def prompts_of(service: Service, body: CompletionRequest, sampling: SamplingParams) -> list[Prompt]:
-    context = service.client.card.context_length
-    prompts = []
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue one or several prompts, as OpenAI's completions."""
+    arrival = perf_counter()
+    service: Service = request.app.state.service
+    service.admit(body.model)
+    body.check()
+    sampling = body.sampling(service.tokenizer.defaults, body.max_tokens or None)
+    if body.echo and body.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    service.check_sampling(sampling)
+    spelling, id = await service.spelling(sampling), id_of(body, CompletionWriter)
+    context, skip = service.client.card.context_length, sampling.skip_special_tokens
+    choices: list[Choice] = []
+    echoes: list[str | None] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
             ids = await service.encode(prompt, "prompt", special=body.add_special_tokens is not False)
@@ -64,32 +67,11 @@ async def prompts_of(service: Service, body: CompletionRequest, sampling: Sampli
         max_tokens = min(DEFAULT_MAX_TOKENS, context - len(ids)) if body.max_tokens is None else max(body.max_tokens, 1)
         echo = None
         if body.echo:  # a text as the client wrote it, not as it comes back from the tokenizer
-            decode = service.tokenizer.decode
-            echo = (
-                prompt if isinstance(prompt, str) and len(ids) == whole else decode(ids, skip_special_tokens=sampling.skip_special_tokens)
-            )
-        prompts.append(Prompt(ids, replace(sampling, max_tokens=max_tokens), echo))
-    return prompts
-
-
-async def completions(request: Request, body: CompletionRequest) -> Response:
-    """Continue one or several prompts, as OpenAI's completions."""
-    arrival = perf_counter()
-    service: Service = request.app.state.service
-    service.admit(body.model)
-    body.check()
-    sampling = body.sampling(service.tokenizer.defaults, body.max_tokens or None)
-    if body.echo and body.logprobs is not None:
-        sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    service.check_sampling(sampling)
-    spelling = await service.spelling(sampling)
-    prompts, id = await prompts_of(service, body, sampling), id_of(body, CompletionWriter)
-    requests = [
-        each
-        for number, prompt in enumerate(prompts)
-        for each in requests_of(service, spelling, id, prompt.tokens, prompt.sampling, body.choices, number * body.choices)
-    ]
-    choices = [Choice(service, each) for each in requests]
+            written = isinstance(prompt, str) and len(ids) == whole
+            echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip)
+        own = replace(sampling, max_tokens=max_tokens)
+        requests = requests_of(service, spelling, id, ids, own, body.choices, first=len(choices))
+        choices += [Choice(service, each) for each in requests]
+        echoes += [echo] * body.choices
     generation = Generation(service, choices, arrival, body.timeout, bool(body.stream), scores_only=body.max_tokens == 0)
-    echoes = [prompt.echo for prompt in prompts for _ in range(body.choices)]
     return await Answer(id, body, generation, CompletionWriter, echoes).respond(request)

@@ -15,25 +15,8 @@ from mtpserve.core.sequence import Finish
 from mtpserve.server.conversation import CalledFunction, ChatMessage, MessageToolCall
 from mtpserve.server.generation import Block, Choice, Generation
 from mtpserve.server.http.errors import describe
+from mtpserve.server.openai.responses import objects
 from mtpserve.server.openai.responses.body import ResponsesRequest
-from mtpserve.server.openai.responses.objects import (
-    AnyItem,
-    CallItem,
-    EffortUsed,
-    Incomplete,
-    InputDetails,
-    MessageItem,
-    OutputDetails,
-    OutputText,
-    ReasoningItem,
-    ReasoningText,
-    ResponseError,
-    ResponseEvent,
-    ResponseObject,
-    ResponseUsage,
-    Status,
-    TextFormat,
-)
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
 
 EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
@@ -57,8 +40,8 @@ class ResponseAnswer:
         (self.choice,) = generation.choices
         self.members = members
         self.created = int(time())  # a date, not a duration
-        self.status: Status = "in_progress"
-        self.error: ResponseError | None = None
+        self.status: objects.Status = "in_progress"
+        self.error: objects.ResponseError | None = None
         self._store = store if body.store is not False else None
         self._conversation = conversation
         self.keep()
@@ -70,40 +53,40 @@ class ResponseAnswer:
 
     def finished(self) -> None:
         # None: the client left.
-        endings: dict[Finish | None, Status] = {Finish.LENGTH: "incomplete", Finish.ABORT: "cancelled", None: "cancelled"}
+        endings: dict[Finish | None, objects.Status] = {Finish.LENGTH: "incomplete", Finish.ABORT: "cancelled", None: "cancelled"}
         self.status = endings.get(self.choice.finish, "completed")
         self.keep()
 
     def failed(self, error: MTPServeError) -> None:
         told = describe(error)[1].error
-        self.status, self.error = "failed", ResponseError(told.code, told.message)
+        self.status, self.error = "failed", objects.ResponseError(told.code, told.message)
         self.keep()
 
-    def item(self, index: int) -> AnyItem:
+    def item(self, index: int) -> objects.AnyItem:
         """Only the last one can have been cut off."""
         whole = self.status in ("completed", "in_progress") or index < len(self.choice.blocks) - 1
         return item(self.choice.blocks[index], "completed" if whole else "incomplete", self.members)
 
-    def object(self) -> ResponseObject:
+    def object(self) -> objects.ResponseObject:
         body, choice, going_on = self.body, self.choice, self.status == "in_progress"
-        return ResponseObject(
+        return objects.ResponseObject(
             id=self.id,
             object="response",
             created_at=self.created,
             status=self.status,
             background=False,
             error=self.error,
-            incomplete_details=Incomplete("max_output_tokens") if self.status == "incomplete" else None,
+            incomplete_details=objects.Incomplete("max_output_tokens") if self.status == "incomplete" else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             model=choice.service.model,
             output=[] if going_on else [self.item(index) for index in range(len(choice.blocks))],
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
-            reasoning=EffortUsed(None if body.reasoning is None else body.reasoning.effort, None),
+            reasoning=objects.EffortUsed(None if body.reasoning is None else body.reasoning.effort, None),
             store=body.store is not False,
             temperature=choice.request.sampling.temperature,
-            text=TextFormat((body.text and body.text.format) or {"type": "text"}),
+            text=objects.TextFormat((body.text and body.text.format) or {"type": "text"}),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=choice.request.sampling.top_p,
@@ -113,9 +96,10 @@ class ResponseAnswer:
             metadata=body.metadata or {},
         )
 
-    def usage(self) -> ResponseUsage:
+    def usage(self) -> objects.ResponseUsage:
         prompt, output = len(self.choice.request.prompt), len(self.choice.tokens)
-        return ResponseUsage(prompt, InputDetails(0), output, OutputDetails(self.choice.reasoning_tokens), prompt + output)
+        details = objects.OutputDetails(self.choice.reasoning_tokens)
+        return objects.ResponseUsage(prompt, objects.InputDetails(0), output, details, prompt + output)
 
 
 def spoken(choice: Choice) -> ChatMessage:
@@ -129,30 +113,30 @@ def spoken(choice: Choice) -> ChatMessage:
     return ChatMessage(role="assistant", content=choice.text(), reasoning_content=reasoning, tool_calls=calls or None)
 
 
-def part(block: Block) -> OutputText | ReasoningText:
-    return OutputText(block.text) if block.kind == "text" else ReasoningText(block.text)
+def part(block: Block) -> objects.OutputText | objects.ReasoningText:
+    return objects.OutputText(block.text) if block.kind == "text" else objects.ReasoningText(block.text)
 
 
-def item(block: Block, status: Status, members: Members) -> AnyItem:
+def item(block: Block, status: objects.Status, members: Members) -> objects.AnyItem:
     id = item_id(block)
     match block.kind:
         case "text":
-            return MessageItem(id, status, "assistant", [OutputText(block.text)])
+            return objects.MessageItem(id, status, "assistant", [objects.OutputText(block.text)])
         case "reasoning":
-            return ReasoningItem(id, status, [], [ReasoningText(block.text)])
+            return objects.ReasoningItem(id, status, [], [objects.ReasoningText(block.text)])
         case "call":
             around, name = members.get(block.name, (UNSET, block.name))
-            return CallItem(id=id, status=status, call_id=block.call_id, namespace=around, name=name, arguments=block.text)
+            return objects.CallItem(id=id, status=status, call_id=block.call_id, namespace=around, name=name, arguments=block.text)
 
 
 def item_id(block: Block) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
 
 
-def begun(block: Block, members: Members) -> AnyItem:
+def begun(block: Block, members: Members) -> objects.AnyItem:
     """The item before it has any text."""
     empty = item(Block(block.kind, call_id=block.call_id, name=block.name, id=block.id), "in_progress", members)
-    if not isinstance(empty, CallItem):
+    if not isinstance(empty, objects.CallItem):
         empty.content = []
     return empty
 
@@ -165,15 +149,15 @@ class EventWriter:
         self.opened = 0
         self._numbers = count()
 
-    def event(self, kind: str, **more: Any) -> ResponseEvent:
-        return ResponseEvent(f"response.{kind}", next(self._numbers), **more)
+    def event(self, kind: str, **more: Any) -> objects.ResponseEvent:
+        return objects.ResponseEvent(f"response.{kind}", next(self._numbers), **more)
 
     def place(self, index: int) -> dict[str, Any]:
         block = self.answer.choice.blocks[index]
         where = {"item_id": item_id(block), "output_index": index}
         return where if block.kind == "call" else where | {"content_index": 0}
 
-    def grown(self, index: int, text: str) -> Iterator[ResponseEvent]:
+    def grown(self, index: int, text: str) -> Iterator[objects.ResponseEvent]:
         block = self.answer.choice.blocks[index]
         if index == self.opened:
             yield from self.closed()
@@ -186,7 +170,7 @@ class EventWriter:
             more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
             yield self.event(f"{EVENTS[block.kind]}.delta", **self.place(index), delta=text, **more)
 
-    def closed(self) -> Iterator[ResponseEvent]:
+    def closed(self) -> Iterator[objects.ResponseEvent]:
         """What ends the item that is open, if one is."""
         if not self.opened:
             return
@@ -205,7 +189,7 @@ class EventWriter:
         yield self.event("output_item.done", output_index=index, item=self.answer.item(index))
 
 
-async def events(answer: ResponseAnswer) -> AsyncGenerator[ResponseEvent, None]:
+async def events(answer: ResponseAnswer) -> AsyncGenerator[objects.ResponseEvent, None]:
     """A request that is refused before its first token gets a status code instead."""
     told, started = EventWriter(answer), False
     try:
