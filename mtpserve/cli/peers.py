@@ -26,7 +26,7 @@ INSTEAD = {
     "schedule-conservativeness": f"requests are admitted when their prompt fits, and recomputed when pages run out: {LEAVE}",
     "schedule-low-priority-values-first": "use --scheduling-policy priority, under which lower values go first",
     "seed": "use --random-seed for the server, or `seed` in a request",
-    "skip-server-warmup": f"there is none: {LEAVE}",
+    "skip-server-warmup": f"a few tokens are always computed before the server is ready, to refuse damaged weights: {LEAVE}",
     "speculative-adaptive": f"drafts are as deep as --speculative-num-steps says, up to --speculative-disable-by-batch-size: {LEAVE}",
     "speculative-draft-attention-backend": f"drafting uses --attention-backend: {LEAVE}",
     "speculative-attention-mode": f"drafts are verified by one kernel: {LEAVE}",

@@ -1,4 +1,4 @@
-"""What the server says of itself and its model: health, version, launch options. It generates nothing and changes nothing."""
+"""Health, version, models and launch options: read-only."""
 
 from __future__ import annotations
 
@@ -90,17 +90,9 @@ def options(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
     return {name: value for section in asdict(engine).values() for name, value in section.items()} | server.public()
 
 
-ServerInfo = defstruct(
-    "ServerInfo",
-    [
-        *((name, Any) for name in options(EngineConfig(), ServerConfig())),
-        ("version", str),
-        ("lossy", bool),
-        ("synthetic_acceptance", str | None),
-        ("internal_states", list[InternalState]),
-    ],
-    bases=(Rendered,),
-)
+OPTIONS = [(name, Any) for name in options(EngineConfig(), ServerConfig())]
+STATE = [("version", str), ("lossy", bool), ("synthetic_acceptance", str | None), ("internal_states", list[InternalState])]
+ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
 async def health(request: Request) -> Response:
@@ -173,14 +165,9 @@ async def server_info(request: Request) -> Response:
     """The launch options, those that are secret left out, and how the engine has been doing since it started."""
     service: Service = request.app.state.service
     card, stats = service.client.card, service.client.stats()
-    info = ServerInfo(
-        **options(service.engine_config, service.server_config),
-        version=__version__,
-        lossy=card.lossy,
-        synthetic_acceptance=card.synthetic_acceptance,
-        internal_states=[state(stats)],
-    )
-    return JSON(info)
+    launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
+    states = [state(stats)]
+    return JSON(ServerInfo(**launched, version=__version__, lossy=card.lossy, synthetic_acceptance=curve, internal_states=states))
 
 
 def state(stats: EngineStats) -> InternalState:

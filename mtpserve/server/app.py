@@ -102,13 +102,8 @@ def create_app(
 ) -> FastAPI:
     """`app.state.service.draining` may be set later: new requests and /health then get 503. Raises ConfigError for options that do not
     fit the tokenizer."""
-    app = Server(
-        title="mtpserve",
-        version=__version__,
-        docs_url=None,  # those pages load scripts from elsewhere
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    # FastAPI's own pages load scripts from elsewhere.
+    app = Server(title="mtpserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     config = server_config or ServerConfig()
     metrics = Metrics(client, config.dialects)
     defaults = default_variables(config, tokenizer)

@@ -1,4 +1,4 @@
-"""What every route that continues a conversation shares: from its messages to a prompt and a plan for the output."""
+"""From a conversation to its prompt: templates, tools, and what the template needs of both."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> Rendere
 
 
 def suited(service: Service, use: ToolUse, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """What the template needs of the messages, once there are tools or calls; and the tools, where it does not speak of them."""
+    """What the template needs of the messages, once there are tools or calls; and the tools, where it does not render them."""
     if not tools and not any("tool_calls" in message for message in messages):
         return messages
     needs = service.template_needs

@@ -50,15 +50,9 @@ class OutputReader:
         return [event for event in events if self._wanted(event)]
 
     def _wanted(self, event: Event) -> bool:
-        match event:
-            case Content():
-                return True
-            case Reasoning():
-                return self._include_reasoning
-            case CallBegin(index=index) | Arguments(index=index):
-                return index == 0 or self._several
-            case _:
-                return False
+        if isinstance(event, CallBegin | Arguments):
+            return event.index == 0 or self._several
+        return isinstance(event, Content) or (isinstance(event, Reasoning) and self._include_reasoning)
 
 
 @dataclass(slots=True)

@@ -44,11 +44,11 @@ class StepOutput:
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
     proposal: Proposal = field(default_factory=Proposal)
-    accepted: int = 0  # drafts that the step accepted, before any stop string
+    accepted: int = 0  # proposed tokens that the step accepted, before any stop string
 
     @property
     def kept(self) -> list[int]:
-        """The accepted drafts that are in the text, as nodes of the proposal."""
+        """Those accepted that are in the text, as nodes of the proposal."""
         return self.proposal.path[: min(self.accepted, len(self.tokens))]
 
 
@@ -63,7 +63,7 @@ class Service:
     template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the chat template where a request has none
     draining: bool = False
     _live: set[str] = field(default_factory=set)  # the engine's ids of what runs or waits
-    _aborted: set[str] = field(default_factory=set)  # of these, those that somebody asked to end
+    _aborted: set[str] = field(default_factory=set)  # of these, those that a client ended by their id
     _needs: Needs | None = None
 
     @property
@@ -81,7 +81,7 @@ class Service:
 
     @property
     def template_needs(self) -> Needs:
-        """Found out when a conversation first has tools."""
+        """Determined when a conversation first has tools."""
         if self._needs is None:
             self._needs = needs_of(lambda messages, tools: self.tokenizer.render_chat(messages, tools=tools).text)
         return self._needs
@@ -158,7 +158,7 @@ class Service:
         return prompt if keep is None else prompt[-keep:]
 
     def check_length(self, prompt: Sequence[int], max_tokens: int | None, field: str) -> None:
-        """An explicit `max_tokens` must fit behind the prompt; without one the rest of the context is what there is."""
+        """An explicit `max_tokens` must fit after the prompt; without one the rest of the context is what there is."""
         context = self.client.card.context_length
         if not prompt:
             raise InvalidRequest(f"{field} is empty", field)
@@ -190,11 +190,11 @@ class Service:
 
         A choice's id in the engine is the client's, a dash, and its number.
         """
-        found = [id for id in self._live - self._aborted if rid is None or id.rpartition("-")[0] == rid]
-        for id in found:
+        running = [id for id in self._live - self._aborted if rid is None or id.rpartition("-")[0] == rid]
+        for id in running:
             self._aborted.add(id)
             self.client.abort(id)
-        return len(found)
+        return len(running)
 
     async def generate(
         self, request: Request, arrival: float, timeout: float | None = None, *, streaming: bool = False

@@ -55,8 +55,8 @@ class Detokenized(Rendered):
     text: str | list[str]
 
 
-def one_or_many(found: list[Any], several: bool) -> Any:
-    return found if several else found[0]
+def one_or_many(values: list[Any], several: bool) -> Any:
+    return values if several else values[0]
 
 
 def check_count(count: int, field: str) -> None:
@@ -75,19 +75,19 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in fields})
         chat.check()
         written = await rendered(service, chat, asked_tools(service, chat))
-        found = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
+        lists = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
     else:
         for name in fields[2:]:
             if getattr(body, name):
                 raise InvalidRequest(f"{name} needs messages: a prompt has no template", name)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
         check_count(len(texts), "prompt")
-        found = [await service.encode(text, "prompt", special=body.add_special_tokens is not False) for text in texts]
+        lists = [await service.encode(text, "prompt", special=body.add_special_tokens is not False) for text in texts]
     several = isinstance(body.prompt, list)
-    counts = one_or_many([len(ids) for ids in found], several)
-    answer = Tokenized(one_or_many(found, several), counts, service.client.card.context_length)
+    counts = one_or_many([len(ids) for ids in lists], several)
+    answer = Tokenized(one_or_many(lists, several), counts, service.client.card.context_length)
     if body.return_token_strs:
-        strings = [[service.tokenizer.token_text(id) for id in ids] for ids in found]
+        strings = [[service.tokenizer.token_text(id) for id in ids] for ids in lists]
         answer.token_strs = one_or_many(strings, several)
     return JSON(answer)
 

@@ -1,7 +1,7 @@
 """Fields that other servers know and this one does not, in one table with a column for each route's body.
 
 A value that asks for nothing passes; any other is refused by name, because a field that is ignored gives wrong answers. A field that is
-neither declared by a body nor listed here is unknown: it is left out, since clients send fields that servers have not heard of yet.
+neither declared by a body nor listed here is unknown: it is left out, since clients send fields that are newer than their servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("ctrmg.", (None,), "bootstrap_host bootstrap_port bootstrap_room custom_logit_processor input_embeds lora_path session_params"),
     ("ctrm.s", (None, True), "spaces_between_special_tokens"),
     ("ctrm.s", (None, []), "stop_regex"),
-    ("ctrm..", (None, "low", "medium", "high"), "verbosity"),  # a wish that no template is told of
+    ("ctrm..", (None, "low", "medium", "high"), "verbosity"),  # no template is told of it
     ("ctrm..", (None, "none", "auto"), "function_call"),
     ("ctrm..", (None, 1), "length_penalty"),
     ("ctrm..", (None, False), "return_cached_tokens_details return_meta_info return_spec_tokens_details use_beam_search"),
@@ -48,12 +48,11 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
-def unsupported(column: Column) -> dict[str, tuple[Any, ...]]:
-    """The fields that a route refuses, each with the values that pass."""
-    return {name: neutral for columns, neutral, names in TABLE if LETTERS[column] in columns for name in names.split()}
-
-
-REFUSED: dict[Column, dict[str, tuple[Any, ...]]] = {column: unsupported(column) for column in LETTERS}
+# The fields that each route refuses, with the values that pass.
+REFUSED: dict[Column, dict[str, tuple[Any, ...]]] = {
+    column: {name: neutral for columns, neutral, names in TABLE if letter in columns for name in names.split()}
+    for column, letter in LETTERS.items()
+}
 
 
 def refuse(body: dict[str, Any], column: Column) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class CountRequest(Strict):
     system: Annotated[str | TextContents | None, either(CONTENT)] = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # where output_config.format stood in the API's beta
+    output_format: OutputFormat | None = None  # the name of output_config.format in the API's beta
     tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -118,15 +118,15 @@ class CountRequest(Strict):
         return body
 
     def offer(self) -> Offer:
-        found = Offer()
+        offer = Offer()
         for index, tool in enumerate(self.tools or []):
             place = f"tools[{index}]"
             if tool.type in (None, "custom"):
-                found.add(tool.function(place), place)
+                offer.add(tool.function(place), place)
             else:
-                found.leave_out(tool.type, place, tool.name)
-        found.check(None if self.tool_choice is None else self.tool_choice.name)
-        return found
+                offer.leave_out(tool.type, place, tool.name)
+        offer.check(None if self.tool_choice is None else self.tool_choice.name)
+        return offer
 
     def chat(self, offer: Offer) -> ChatRequest:
         system = None if self.system is None else text_of(self.system, "system")
@@ -137,7 +137,7 @@ class CountRequest(Strict):
         # An assistant's message at the end is the beginning of the answer.
         goes_on = bool(messages) and messages[-1].role == "assistant"
         if goes_on and messages[-1].tool_calls:
-            raise InvalidRequest("messages: tool_use blocks in the last message need their tool_result blocks behind it", "messages")
+            raise InvalidRequest("messages: tool_use blocks in the last message need their tool_result blocks after it", "messages")
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
         switches = {} if thinks is None else dict.fromkeys(("thinking", "enable_thinking"), thinks)
         choice, output = self.tool_choice, self.output_config or OutputConfig()
@@ -186,13 +186,13 @@ def spoken(message: InputMessage) -> list[ChatMessage]:
         return [ChatMessage(role=message.role, content=message.content)]
     if message.role == "assistant":
         return [answered(message.content)]
-    found = []
+    messages = []
     for of_tools, blocks in groupby(message.content, lambda block: message.role == "user" and block.type == "tool_result"):
         if of_tools:
-            found += [result(block) for block in blocks]
+            messages += [result(block) for block in blocks]
         else:
-            found.append(ChatMessage(role=message.role, content=text_of(list(blocks), "messages")))
-    return found or [ChatMessage(role=message.role, content="")]
+            messages.append(ChatMessage(role=message.role, content=text_of(list(blocks), "messages")))
+    return messages or [ChatMessage(role=message.role, content="")]
 
 
 def answered(blocks: list[ContentBlock]) -> ChatMessage:

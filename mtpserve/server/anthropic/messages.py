@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -151,8 +151,7 @@ class MessageAnswer:
                         if opened:
                             yield MessageEvent("content_block_stop", index=opened - 1)
                         opened += 1
-                        begun = Block(block.kind, call_id=block.call_id, name=block.name)
-                        yield MessageEvent("content_block_start", index=index, content_block=shown(begun))
+                        yield MessageEvent("content_block_start", index=index, content_block=shown(replace(block, text="")))
                     if text:
                         yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
         yield MessageEvent("content_block_stop", index=opened - 1)

@@ -1,6 +1,6 @@
-"""Who may ask: keys. And which request it was: ids and the access log. Plain ASGI around the app; knows no route's body.
+"""Keys, request ids and the access log. Plain ASGI around the app; knows no route's body.
 
-Every path needs the key, whether a route is behind it or not, but for those of OPEN. What the log says of a request is its
+Every path needs the key, also one without a route, except those of OPEN. What the log says of a request is its
 method, path, status and duration: never its headers, query or body.
 """
 
@@ -95,8 +95,8 @@ class Keys:
 def credentials(headers: Headers) -> bytes:
     """OpenAI's clients send the key as Bearer, Anthropic's as X-Api-Key. Empty: none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    found = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    return found.encode("latin-1")
+    sent = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return sent.encode("latin-1")
 
 
 def fits(given: bytes, keys: list[bytes]) -> bool:

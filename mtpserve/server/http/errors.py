@@ -67,7 +67,7 @@ class DeadlineExceeded(RequestFailed):
 
 
 class ClientGone(Exception):
-    """The client closed its connection; nobody reads the answer."""
+    """The client closed its connection."""
 
 
 class ErrorObject(Rendered):
@@ -118,7 +118,7 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
         if not names:
             raise
         known = "|".join(re.escape(name) for name in names)
-        told = re.sub(rf"(?<!\w)(?:{known})(?!\w)", lambda found: names[found[0]], error.param or "")
+        told = re.sub(rf"(?<!\w)(?:{known})(?!\w)", lambda match: names[match[0]], error.param or "")
         if error.param is None or told == error.param:
             raise
         raise type(error)(str(error).replace(error.param, told), told) from error
@@ -143,7 +143,7 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return ErrorAnswer(ErrorObject(printable(message, MAX_MESSAGE), kind, param, code))
 
 
-# The first that fits. An error of none of these kinds is a bug, whose own text nobody is told.
+# The first that fits. An error of no such kind is a bug; its own text is not sent.
 DESCRIBED: tuple[tuple[type[Exception], int, str], ...] = (
     (ModelNotFound, 404, "model_not_found"),
     (ContextLengthExceeded, 400, "context_length_exceeded"),

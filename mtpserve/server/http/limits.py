@@ -24,8 +24,10 @@ MAX_HEADER_BYTES = 64 << 10
 
 
 class BoundedHTTP(HttpToolsProtocol):
-    """uvicorn's fast parser, which by itself collects headers without end and waits for ever for the rest of a request, and for a
-    client to read."""
+    """uvicorn's fast parser, which by itself has no limit for headers, for the time that a request takes to arrive, or for the time that a
+    client takes to read.
+
+    It overrides uvicorn's internals: pyproject.toml bounds uvicorn's version, and a test names what must be there."""
 
     def __init__(self, *arguments: Any, read_timeout: float, write_timeout: float, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -79,7 +81,7 @@ class BoundedHTTP(HttpToolsProtocol):
                 self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn says to bytes that are no HTTP, in the one shape of all errors."""
+        """uvicorn's answer to bytes that are not HTTP, in the form of all errors."""
         self._refuse(400, msg, "invalid_http")
 
     def _refuse(self, status: int, message: str, code: str) -> None:

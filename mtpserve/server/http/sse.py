@@ -1,6 +1,6 @@
-"""Writing an answer while watching whether anybody still reads it. Plain ASGI; knows nothing of what is written.
+"""Writing an answer while watching for the client's disconnect. Plain ASGI; knows nothing of what is written.
 
-A client's going away is a message on `receive`, and it must be heard while the engine computes, not when the next write fails.
+A disconnect is a message on `receive`, and it must be read while the engine computes, not when the next write fails.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class EventStream(Response):
                         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                         started = True
                     await send({"type": "http.response.body", "body": COMMENT if each is PAUSE else self.encoded(each), "more_body": True})
-                    # What had piled up for a client that did not read would be written without a pause, and where the client has left
-                    # for nobody: the cancelling, and everybody else, get their turn.
+                    # A backlog would be written without a pause, also to a client that has left: cancellation and other requests get
+                    # their turn here.
                     await asyncio.sleep(0)
                 last = self.last
             except MTPServeError as error:
@@ -129,7 +129,7 @@ class EventStream(Response):
 
 
 class NamedEventStream(EventStream):
-    """Events with their objects' type as their name, and nothing behind the last one: Anthropic's streams, and OpenAI's newer ones."""
+    """Events with their objects' type as their name, and nothing after the last one: Anthropic's streams, and OpenAI's newer ones."""
 
     last = b""
 

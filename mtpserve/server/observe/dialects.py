@@ -1,7 +1,7 @@
 """The same facts under the names, types and labels of SGLang and vLLM, so that dashboards and clients made for them work here.
 
-What a peer exports and this server has no truth for (prefix caches, CUDA graphs, several devices, …) is not here: a name that is
-missing says more than a zero. Buckets are the peers' too, since boards compute quantiles from them. As of SGLang
+What a peer exports and this server does not measure (prefix caches, CUDA graphs, several devices, …) is left out: a missing name is
+clearer than a zero. Buckets are the peers' too, since boards compute quantiles from them. As of SGLang
 0.5.23 and vLLM 0.32.
 """
 
@@ -73,7 +73,7 @@ class Named:
 
 
 class Scraped(Collector):
-    """Metrics that are read from the engine when somebody scrapes."""
+    """Metrics that are read from the engine at each scrape."""
 
     def __init__(self, engine: EngineView, families: Callable[[Scrape], Iterable[Metric]]) -> None:
         self._engine, self._families = engine, families

@@ -80,18 +80,19 @@ def gauges(now: Scrape) -> Iterable[Metric]:
 
 
 def per_position(name: str, done: str, counts: list[int], steps: int) -> Metric:
+    padded = counts + [0] * (steps - len(counts))
     help = f"Draft tokens {done}, by position in the draft, 1 first."
-    family = CounterMetricFamily(f"mtpserve_spec_{name}_tokens_per_position", help, labels=["position"])
-    for position, count in enumerate(counts + [0] * (steps - len(counts)), 1):
-        family.add_metric([str(position)], count)
-    return family
+    return labelled(f"{name}_tokens_per_position", help, "position", {str(place): count for place, count in enumerate(padded, 1)})
 
 
 def by_source(name: str, done: str, counts: dict[str, int]) -> Metric:
-    help = f"Draft tokens {done}, by who proposed them."
-    family = CounterMetricFamily(f"mtpserve_spec_{name}_tokens_by_source", help, labels=["source"])
-    for source, count in counts.items():
-        family.add_metric([source], count)
+    return labelled(f"{name}_tokens_by_source", f"Draft tokens {done}, by who proposed them.", "source", counts)
+
+
+def labelled(name: str, help: str, label: str, counts: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(f"mtpserve_spec_{name}", help, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
     return family
 
 

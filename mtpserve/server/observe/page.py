@@ -43,23 +43,13 @@ LOSSY = "LOSSY: acceptance thresholds below 1. The output is not what the model 
 
 
 def hashes(tag: str) -> str:
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), HTML, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'" for inside in found)
+    tags = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), HTML, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'" for inside in tags)
 
 
 HEADERS = {
-    "Content-Security-Policy": "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {hashes('script')}",
-            f"style-src {hashes('style')}",
-            "connect-src 'self'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        )
-    ),
+    "Content-Security-Policy": f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -77,7 +67,7 @@ async def page() -> Response:
 
 
 def warnings(card: ModelCard) -> list[str]:
-    """What everybody who looks at the output must know."""
+    """What every reader of the output must know."""
     return [text for text, said in ((LOSSY, card.lossy), (SYNTHETIC, card.synthetic_acceptance is not None)) if said]
 
 

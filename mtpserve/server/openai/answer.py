@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import time
@@ -36,7 +37,7 @@ Fields = dict[str, Any]  # of a choice's Struct
 
 
 @dataclass(slots=True)
-class ChoiceWriter:
+class ChoiceWriter(ABC):
     """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `whole` all of it; it is asked for one of the two.
 
     `echo` is the prompt's text where it goes in front of the output, with the prompt's scores if log-probabilities are wanted.
@@ -59,6 +60,8 @@ class ChoiceWriter:
     prefix: ClassVar[str]  # of the answer's id
     chunk_object: ClassVar[str]
     one_prompt: ClassVar[bool]  # whose token ids, if they are asked for, are beside the choices, not in them
+    opening: ClassVar[Fields | None] = None  # what a choice's first chunk has before any text
+    silent: ClassVar[Fields]  # what a chunk without text has
     choice_type: ClassVar[type[CompletionChoice] | type[ChatChoice]]
     answer_type: ClassVar[type[CompletionObject] | type[ChatObject]]
 
@@ -68,30 +71,18 @@ class ChoiceWriter:
         self._offsets = Offsets(tokenizer, self.echo or "", self.choice.request.sampling.skip_special_tokens)
         self._trace = Trace(tokenizer)
 
-    # -- what the endpoints differ in ---------------------------------------------------------------------------------------------
-
-    def opening(self) -> Fields | None:
-        """What a choice's first chunk holds before any text."""
-        return None
-
+    @abstractmethod
     def output(self) -> Fields:
         """All of the output."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self, added: Added) -> Iterable[Fields]:
         """What was added, in parts that each become a chunk."""
-        raise NotImplementedError
 
-    def silent(self) -> Fields:
-        """The part for a chunk without text."""
-        raise NotImplementedError
-
+    @abstractmethod
     def logprobs(
         self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
-    ) -> CompletionLogprobs | ChatLogprobs:
-        raise NotImplementedError
-
-    # -----------------------------------------------------------------------------------------------------------------------------
+    ) -> CompletionLogprobs | ChatLogprobs: ...
 
     def add(self, step: StepOutput, added: Added) -> None:
         self._steps.append(step)
@@ -110,7 +101,7 @@ class ChoiceWriter:
         added, beside = self._take()
         parts = list(self.parts(added))
         if not parts and (finish or beside):
-            parts = [self.silent()]
+            parts = [{**self.silent}]
         if parts:
             parts[0] |= beside
             parts[-1] |= {"finish_reason": self._finish_reason()} | (self._ended() if finish is not None else {})
@@ -180,7 +171,7 @@ class Answer:
             writer(index, choice, body, echo) for index, (choice, echo) in enumerate(zip(generation.choices, texts, strict=True))
         ]
         prompts = [choice.request.prompt for choice in generation.choices[:: body.choices]]
-        self.usage = Usage(sum(map(len, prompts)))
+        self.usage = Usage(sum(map(len, prompts)), generation.choices)
         self._head: Fields = {"id": id, "created": int(time()), "model": generation.service.model}  # a date, not a duration
         # Where they are not in the choices.
         self._prompt_ids: Fields = {"prompt_token_ids": prompts[0]} if body.return_token_ids and writer.one_prompt else {}
@@ -197,7 +188,7 @@ class Answer:
             pass
         choices: Any = [writer.whole() for writer in self.writers]
         fields = self._head | self._prompt_ids
-        return self.writer.answer_type(choices=choices, usage=self.usage.object(self._reasoning), **fields)
+        return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
@@ -207,23 +198,19 @@ class Answer:
                 contents = writer.chunks()
                 if not writer.started:
                     writer.started = True
-                    if (opening := writer.opening()) is not None:
+                    if (opening := writer.opening) is not None:
                         yield self._chunk(ChunkChoice(writer.index, **opening), **(self._prompt_ids if writer.index == 0 else {}))
                 for content in contents:
                     yield self._chunk(content)
         if body.include_usage:
-            yield Chunk(**self._head, object=self.writer.chunk_object, choices=[], usage=self.usage.object(self._reasoning))
+            yield Chunk(**self._head, object=self.writer.chunk_object, choices=[], usage=self.usage.object())
 
     def _chunk(self, content: ChunkChoice, **more: Any) -> Chunk:
         if self.body.usage_in_every_chunk:
-            more["usage"] = self.usage.object(self._reasoning)
+            more["usage"] = self.usage.object()
         elif self.body.include_usage:
             more["usage"] = None
         return Chunk(**self._head, object=self.writer.chunk_object, choices=[content], **more)
-
-    @property
-    def _reasoning(self) -> int:
-        return sum(choice.reasoning_tokens for choice in self.generation.choices)
 
     async def respond(self, request: Request) -> Response:
         if self.body.stream:

@@ -87,6 +87,7 @@ class GenerationRequest(SamplingFields):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     metadata: Metadata | None = None
+    # Nothing to keep apart: only the choices of one request share pages.
     cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 
     def check(self) -> None:
@@ -156,7 +157,7 @@ class GenerationRequest(SamplingFields):
         )
 
 
-# Fields of SamplingParams whose own default stands where nothing is given.
+# Fields of SamplingParams whose own default holds where nothing is given.
 GIVEN = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "min_tokens", "priority",
 )  # fmt: skip

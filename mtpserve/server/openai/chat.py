@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -26,11 +26,10 @@ class ChatWriter(ChoiceWriter):
     prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
     one_prompt = True
+    opening: ClassVar[Fields | None] = {"delta": objects.Delta("assistant", "")}
+    silent: ClassVar[Fields] = {"delta": objects.Delta()}
     choice_type = objects.ChatChoice
     answer_type = objects.ChatObject
-
-    def opening(self) -> Fields:
-        return {"delta": objects.Delta("assistant", "")}
 
     def output(self) -> Fields:
         choice = self.choice
@@ -58,9 +57,6 @@ class ChatWriter(ChoiceWriter):
                         yield {"delta": call_delta(number, name=block.name, id=block.call_id, type="function")}
                     if text:
                         yield {"delta": call_delta(number, text)}
-
-    def silent(self) -> Fields:
-        return {"delta": objects.Delta()}
 
     def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> objects.ChatLogprobs:
         return chat_logprobs(self.names, tokens, [score for score in scores if score is not None], top)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +26,7 @@ class CompletionWriter(ChoiceWriter):
     prefix = "cmpl"
     chunk_object = "text_completion"
     one_prompt = False
+    silent: ClassVar[Fields] = {"text": ""}
     choice_type = CompletionChoice
     answer_type = CompletionObject
 
@@ -34,9 +36,6 @@ class CompletionWriter(ChoiceWriter):
     def parts(self, added: Added) -> list[Fields]:
         text = "".join(text for _, text in added)
         return [{"text": text}] if text else []
-
-    def silent(self) -> Fields:
-        return {"text": ""}
 
     def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> CompletionLogprobs:
         return completion_logprobs(self.names, tokens, scores, offsets, top)

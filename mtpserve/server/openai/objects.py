@@ -8,8 +8,6 @@ from msgspec import UNSET, UnsetType
 
 from mtpserve.server.http.rendering import Rendered
 
-# -- counts -----------------------------------------------------------------------------------------------------------------------
-
 
 class TokenDetails(Rendered):
     accepted_prediction_tokens: int
@@ -49,9 +47,6 @@ class TraceStep(Rendered):
     proposed: list[Proposed]
 
 
-# -- log-probabilities ------------------------------------------------------------------------------------------------------------
-
-
 class PromptLogprob(Rendered):
     logprob: float
     rank: int
@@ -81,8 +76,6 @@ class ChatLogprobs(Rendered):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-
-# -- whole answers ----------------------------------------------------------------------------------------------------------------
 
 
 class CompletionChoice(Rendered, kw_only=True):
@@ -153,9 +146,6 @@ class ChatObject(Rendered, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     choices: list[ChatChoice]
     usage: UsageObject
-
-
-# -- chunks of both -----------------------------------------------------------------------------------------------------------------
 
 
 class FunctionDelta(Rendered, kw_only=True):

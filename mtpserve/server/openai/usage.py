@@ -6,11 +6,12 @@ import codecs
 from dataclasses import dataclass
 
 from mtpserve.core.request import Proposal
+from mtpserve.server.generation import Choice
 from mtpserve.server.openai.objects import Proposed, SpeculativeUsage, TokenDetails, TraceStep, UsageObject
 from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 
-PREDICTION = "prediction"  # the source of drafts that came from the client's predicted output
+PREDICTION = "prediction"  # the source of drafts from the client's predicted output
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class Usage:
     """Of all choices together; a prompt counts once, however many continue it."""
 
     prompt_tokens: int
+    choices: list[Choice]
     completion_tokens: int = 0
     steps: int = 0
     draft_tokens: int = 0
@@ -36,7 +38,8 @@ class Usage:
         self.predicted += proposal.sources.count(PREDICTION)
         self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in kept)
 
-    def object(self, reasoning_tokens: int) -> UsageObject:
+    def object(self) -> UsageObject:
+        reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
         return UsageObject(
             self.prompt_tokens,
             self.completion_tokens,

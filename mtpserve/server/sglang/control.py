@@ -1,4 +1,4 @@
-"""What an operator does to a running server: try it out, end requests, forget what is cached."""
+"""SGLang's routes for operators: a health check by generating, ending requests, flushing the cache."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def flush_cache(request: Request) -> Response:
 
 
 async def abort_request(request: Request, body: AbortRequest) -> Response:
-    """End requests: they answer with what they have, finish_reason "abort". Ids that are not running are no error."""
+    """End requests: they answer with what they have, finish_reason "abort". Ids that are not running are ignored."""
     service: Service = request.app.state.service
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("give either rid or abort_all: true", "rid")

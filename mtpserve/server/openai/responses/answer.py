@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import time
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from mtpserve.core.errors import MTPServeError
 from mtpserve.core.sequence import Finish
@@ -24,32 +25,31 @@ EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "functio
 Members = dict[str, tuple[str, str]]  # as Offer has them
 
 
+@dataclass(slots=True)
 class ResponseAnswer:
-    """One response while it comes to be."""
+    """One response while it grows; `store` keeps it, unless the client wants none kept."""
 
-    def __init__(
-        self,
-        body: ResponsesRequest,
-        generation: Generation,
-        id: str,
-        store: ResponseStore,
-        conversation: list[ChatMessage],
-        members: Members,
-    ) -> None:
-        self.body, self.generation, self.id = body, generation, id
-        (self.choice,) = generation.choices
-        self.members = members
-        self.created = int(time())  # a date, not a duration
-        self.status: objects.Status = "in_progress"
-        self.error: objects.ResponseError | None = None
-        self._store = store if body.store is not False else None
-        self._conversation = conversation
+    id: str
+    body: ResponsesRequest
+    generation: Generation
+    store: ResponseStore
+    conversation: list[ChatMessage]
+    members: Members
+    status: objects.Status = "in_progress"
+    error: objects.ResponseError | None = None
+    created: int = field(default_factory=lambda: int(time()))  # a date, not a duration
+
+    def __post_init__(self) -> None:
         self.keep()
 
+    @property
+    def choice(self) -> Choice:
+        return self.generation.choices[0]
+
     def keep(self) -> None:
-        if self._store is not None:
+        if self.body.store is not False:
             said = [spoken(self.choice)] if any(block.text or block.kind == "call" for block in self.choice.blocks) else []
-            self._store.put(self.id, Stored(self.object(), [*self._conversation, *said]))
+            self.store.put(self.id, Stored(self.object(), [*self.conversation, *said]))
 
     def finished(self) -> None:
         # None: the client left.
@@ -135,10 +135,8 @@ def item_id(block: Block) -> str:
 
 def begun(block: Block, members: Members) -> objects.AnyItem:
     """The item before it has any text."""
-    empty = item(Block(block.kind, call_id=block.call_id, name=block.name, id=block.id), "in_progress", members)
-    if not isinstance(empty, objects.CallItem):
-        empty.content = []
-    return empty
+    empty = item(replace(block, text=""), "in_progress", members)
+    return empty if isinstance(empty, objects.CallItem) else structs.replace(empty, content=[])
 
 
 class EventWriter:

@@ -15,7 +15,7 @@ from mtpserve.server.offers import Offer
 from mtpserve.server.openai.body import ChatRequest, SamplingFields
 from mtpserve.text.requests import check_text
 
-# What may be included, and never is there: nobody encrypts reasoning here, and the others are of tools that other servers run.
+# Accepted, and never included: reasoning is not encrypted here, and the others are of tools that other servers run.
 NOTHING_TO_INCLUDE = frozenset(
     {
         "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
@@ -55,7 +55,7 @@ class EffortOptions(Strict):
 
 
 class TextOptions(Strict):
-    """`format` as in chat completions, but with the schema's fields beside its type. `verbosity` is a wish that no template passes on."""
+    """`format` as in chat completions, but with the schema's fields beside its type. No template is told of `verbosity`."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -101,12 +101,12 @@ class ResponsesRequest(SamplingFields):
             say_once(f"include {name!r}")
 
     def offer(self) -> Offer:
-        found = Offer()
+        offer = Offer()
         for index, tool in enumerate(self.tools or []):
-            add_tool(found, tool, f"tools[{index}]")
+            add_tool(offer, tool, f"tools[{index}]")
         kind = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else None
-        found.check(kind if isinstance(kind, str) else None)
-        return found
+        offer.check(kind if isinstance(kind, str) else None)
+        return offer
 
     def chat(self, conversation: list[ChatMessage], offer: Offer) -> ChatRequest:
         instructions = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
@@ -133,7 +133,7 @@ class ResponsesRequest(SamplingFields):
         return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
     def _tool_choice(self) -> str | dict[str, Any] | None:
-        """As chat completions have it, where a name stands one level deeper."""
+        """As chat completions have it, where a name is one level deeper."""
         given = self.tool_choice
         if not isinstance(given, dict):
             return given

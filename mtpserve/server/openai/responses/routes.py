@@ -42,7 +42,7 @@ async def create(request: Request, body: ResponsesRequest) -> Response:
     with renamed(RENAMED | offer.places):
         conversation = [*([] if before is None else before.conversation), *messages_of(body.input)]
         generation = await continued(service, body.chat(conversation, offer), id, arrival)
-    answer = ResponseAnswer(body, generation, id, store_of(request), conversation, offer.members)
+    answer = ResponseAnswer(id, body, generation, store_of(request), conversation, offer.members)
     if body.stream:
         return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
     try:

@@ -27,7 +27,7 @@ class Stored:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """Ids are random: whoever knows one may read the response."""
+    """Ids are random: a client that knows one may read the response."""
 
     _kept: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     _characters: int = 0
