@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.runtime.transfer import write
+from mtpserve.runtime.transfer import upload, write
 
 STOPS = 32  # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
 
@@ -84,7 +84,7 @@ class SeatTensors:
         rows = [self.predictions.get(seat, self.length[:0]) for seat in seat_ids.tolist()]
         if not any(map(len, rows)):
             return None  # what is kept is of requests that have ended, or are not drafted for in this step
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows], device=self.device)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), upload([len(row) for row in rows], self.device)
 
     def waiting_tree(self, seat_ids: Tensor, drafts: int) -> Tree:
         assert self.draft_tree is not None
