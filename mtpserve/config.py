@@ -270,6 +270,7 @@ class SchedulerConfig:
         None, "requests in one captured step; a step's further requests run beside it (default: --max-running-requests, at most 256)",
         "max-cudagraph-capture-size", "cuda-graph-max-bs-decode",
     )  # fmt: skip
+    record_steps: str | None = option(None, "file for each step's plan and result, which `mtpserve replay` runs again; prompts included")
     disable_overlap_schedule: bool = option(False, "on a GPU: plan a step only after the one before was read, instead of while it runs")
 
     def __post_init__(self) -> None:

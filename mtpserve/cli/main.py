@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "continue a prompt in the terminal and show which tokens were drafted",
     "inspect": "print a checkpoint's architecture, MTP layout, weights and memory plan without loading it",
     "prove": "show that speculation does not change a model's output: greedy identity, and a test per sampling feature",
+    "replay": "run the steps of a recording once more and compare them, to repeat what went wrong",
     "version": "print the version",
 }
 

@@ -14,7 +14,7 @@ from mtpserve.cache.pages import PageAllocator
 from mtpserve.cache.pool import KVPool
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import CausalModel, GrammarCompiler, LogitsProcessor
+from mtpserve.core.protocols import CausalModel, GrammarCompiler, LogitsProcessor, ModelRunner
 from mtpserve.engine.drafters import make_drafter
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
@@ -57,6 +57,7 @@ class EngineOptions:
     rates: Seq[float] | None = None  # synthetic acceptance, of each depth
     processors: Seq[LogitsProcessor] = ()
     grammars: GrammarCompiler | None = None
+    recorder: Callable[[ModelRunner], ModelRunner] | None = None  # between engine and runner
     overlap: int = 0  # steps in flight while another is planned
     graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
@@ -100,8 +101,9 @@ def assemble(model: CausalModel, sizes: EngineSizes, options: EngineOptions) -> 
     rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
     sampling = SeatSampling(sizes.seats, rules, device)
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
+    runner: ModelRunner = Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars)
     return Engine(
-        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars),
+        runner if options.recorder is None else options.recorder(runner),
         options.scheduler,
         allocator=PageAllocator(sizes.pages),
         page_size=sizes.page_size,

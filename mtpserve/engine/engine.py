@@ -88,6 +88,10 @@ class Engine:
         self._stats = new_stats(sizes.depth, allocator.num_pages)
 
     @property
+    def runner(self) -> ModelRunner:
+        return self._runner
+
+    @property
     def has_work(self) -> bool:
         return bool(self._scheduler.live or self._in_flight)
 
