@@ -83,6 +83,7 @@ class Runner:
         self.step, self.sampling, self.graphs, self.overlapped, self.grammars = step, sampling, graphs, overlapped, grammars
         self.drafter, self.seats = step.drafter, step.seats
         self.records: dict[int, Record] = {}  # by seat
+        self.last: tuple[Seq[Record], Asked] = (), Asked()
 
     @property
     def sizes(self) -> DraftSizes:
@@ -97,7 +98,8 @@ class Runner:
         self.admit(plan)
         spans = [(place, span, self.records[span.seat]) for place, span in enumerate(plan.spans)]
         for _, _, record in spans:
-            self.follow(record)
+            if record.grammar is not None:
+                self.follow(record)
         refused = [span for span in spans if span[2].error is not None]
         if refused:
             spans = [span for span in spans if span[2].error is None]
@@ -167,15 +169,20 @@ class Runner:
             None if len(drafting) == len(plans) else draft_spans,
             Want(each, max(wanted, default=0)),
             not self.seats.branching.isdisjoint(hosts),
-            BatchSampler(self.sampling, Asked.of(records, self.drafter.coupled), rules),
+            BatchSampler(self.sampling, self.asked(records), rules),
         )
+
+    def asked(self, records: Seq[Record]) -> Asked:
+        """Steady decoding asks for the same step after step."""
+        if records != self.last[0]:
+            self.last = records, Asked.of(records, self.drafter.coupled)
+        return self.last[1]
 
     def replay(self, spans: Seq[Span], want: int, graphs: StepGraphs) -> Part:
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
-        asked = Asked.of(records, self.drafter.coupled)
         trees = not self.seats.branching.isdisjoint(hosts)
-        verified, drafts = graphs.replay(hosts, wanted, max(plan.drafts for plan in plans), asked, trees)
+        verified, drafts = graphs.replay(hosts, wanted, max(plan.drafts for plan in plans), self.asked(records), trees)
         return Part(spans, verified.columns, Download(verified.table), self.note(records, want, drafts))
 
     def note(self, records: Seq[Record], want: int, drafts: Drafts | None) -> Download | Seq[int]:
