@@ -23,7 +23,7 @@ class Finish(StrEnum):
 class Request:
     """`id` is made by the front end and unique while the request lives.
 
-    What `sampling` says in text stands here in tokens: the front end has the tokenizer, the engine none.
+    What `sampling` says in text is here in tokens: the front end has the tokenizer, the engine none.
     """
 
     id: str

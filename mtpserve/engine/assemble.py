@@ -24,7 +24,7 @@ from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.runtime.step import Judge, Step
+from mtpserve.runtime.step import Step
 from mtpserve.spec.accept import Decide, decide
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
@@ -92,11 +92,9 @@ def assemble(model: CausalModel, sizes: EngineSizes, options: EngineOptions) -> 
         pool,
         drafter,
         seats,
-        Judge(
-            Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
-            options.sampling.logprobs_mode == "processed_logprobs",
-            judge,
-        ),
+        thresholds=Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
+        processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
+        decide=judge,
     )
     rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
     sampling = SeatSampling(sizes.seats, rules, device)

@@ -42,7 +42,7 @@ class Planned(NamedTuple):
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave one request, surplus behind a stop already dropped. `seq.finish` says whether it goes on."""
+    """What one step gave one request, surplus after a stop already dropped. `seq.finish` says whether it goes on."""
 
     seq: Sequence
     tokens: list[int]

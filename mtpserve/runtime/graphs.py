@@ -1,6 +1,6 @@
 """Decoding steps that are captured once and replayed: one launch on the host instead of hundreds.
 
-A graph is a whole step (verify, accept, compact, absorb, draft) over a padded number of requests and rows each. It is fed with seats and
+A graph is a whole step (forward, accept, compact, absorb, draft) over a padded number of requests and rows each. It is fed with seats and
 wanted depths; everything else it finds on the device. What pads it is the seat that is nobody's.
 
     requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    tier 4: who has fewer drafts is masked
@@ -21,13 +21,13 @@ from torch import Tensor
 from mtpserve.core.batch import Drafts, Want
 from mtpserve.runtime.inputs import Rows, row_layout
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
-from mtpserve.runtime.step import Step, Verified
+from mtpserve.runtime.step import Computed, Step
 from mtpserve.runtime.transfer import write
 
 log = logging.getLogger(__name__)
 
-Body = Callable[[], tuple[Verified, "Drafts | None"]]
-Made = tuple[Verified, "Drafts | None"]
+Body = Callable[[], tuple[Computed, "Drafts | None"]]
+Made = tuple[Computed, "Drafts | None"]
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 FIRST = 8  # tiers up to here, and the largest, are captured at start
@@ -121,8 +121,8 @@ class StepGraphs:
         rows = Rows(layout, seat_ids, None, Want(each, key.deepest), key.trees, BatchSampler(self.sampling, key.asked))
 
         def body() -> Made:
-            verified = step.verify(rows)
-            return verified, step.propose(rows, verified)
+            computed = step.forward(rows)
+            return computed, step.propose(rows, computed)
 
         made, again = self.recorder.record(body)
         log.debug("captured a step of %d requests, %d rows each, %d deep", key.requests, key.width, key.deepest)

@@ -146,13 +146,13 @@ class Runner:
     def run(self, spans: Seq[Span], want: int) -> Part:
         _, plans, records = zip(*spans, strict=True)
         rows = self.rows(plans, records, want)
-        verified = self.step.verify(rows)
-        table = Download(verified.table)
-        logprobs = downloads(verified.verdict.logprobs)
-        scored = {r: downloads(found) for r, found in prompt_logprobs(plans, records, verified.hidden, self.step.model).items()}
-        drafts = self.step.propose(rows, verified)
+        computed = self.step.forward(rows)
+        table = Download(computed.table)
+        logprobs = downloads(computed.verdict.logprobs)
+        scored = {r: downloads(found) for r, found in prompt_logprobs(plans, records, computed.hidden, self.step.model).items()}
+        drafts = self.step.propose(rows, computed)
         waiting = self.note([record for plan, record in zip(plans, records, strict=True) if plan.drafts_next], want, drafts)
-        return Part(spans, verified.columns, table, waiting, logprobs, scored)
+        return Part(spans, computed.columns, table, waiting, logprobs, scored)
 
     def rows(self, plans: Seq[SpanPlan], records: Seq[Record], want: int) -> Rows:
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
@@ -182,8 +182,8 @@ class Runner:
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
         trees = not self.seats.branching.isdisjoint(hosts)
-        verified, drafts = graphs.replay(hosts, wanted, max(plan.drafts for plan in plans), self.asked(records), trees)
-        return Part(spans, verified.columns, Download(verified.table), self.note(records, want, drafts))
+        computed, drafts = graphs.replay(hosts, wanted, max(plan.drafts for plan in plans), self.asked(records), trees)
+        return Part(spans, computed.columns, Download(computed.table), self.note(records, want, drafts))
 
     def note(self, records: Seq[Record], want: int, drafts: Drafts | None) -> Download | Seq[int]:
         """What is known on the host about the drafts that now wait for these requests."""
