@@ -17,7 +17,7 @@ from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import LayerKind
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import AttentionBackend, DraftModel, GrammarCompiler, LogitsProcessor, Trunk
+from mtpserve.core.protocols import AttentionBackend, DraftModel, GrammarCompiler, LogitsProcessor, ModelRunner, Trunk
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.runtime.exact import ExactModel
@@ -26,7 +26,7 @@ from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.runtime.step import Judge, Step
+from mtpserve.runtime.step import Step
 from mtpserve.spec.accept import Decide, decide
 from mtpserve.spec.build import make_draft_model, make_drafter, reduced_head
 from mtpserve.spec.passes import DraftPasses
@@ -61,6 +61,7 @@ class EngineOptions:
     rates: Seq[float] | None = None  # synthetic acceptance, of each depth
     processors: Seq[LogitsProcessor] = ()
     grammars: GrammarCompiler | None = None
+    recorder: Callable[[ModelRunner], ModelRunner] | None = None  # between engine and runner
     overlap: int = 0  # steps in flight while another is planned
     graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
@@ -117,17 +118,16 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         stores,
         drafter,
         seats,
-        Judge(
-            Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
-            options.sampling.logprobs_mode == "processed_logprobs",
-            judge,
-        ),
+        thresholds=Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
+        processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
+        decide=judge,
     )
     rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
     sampling = SeatSampling(sizes.seats, rules, device)
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
+    runner: ModelRunner = Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars)
     return Engine(
-        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars),
+        runner if options.recorder is None else options.recorder(runner),
         options.scheduler,
         allocator=PageAllocator(sizes.pages),
         page_size=sizes.page_size,

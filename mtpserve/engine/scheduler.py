@@ -18,9 +18,10 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence as Seq
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
+
+import msgspec
 
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.core.batch import Source
@@ -30,6 +31,7 @@ from mtpserve.core.sequence import Sequence
 from mtpserve.engine.stopping import until_stop
 
 RANK = attrgetter("rank")
+SOURCES = tuple(source.name.lower() for source in Source)
 
 
 class Planned(NamedTuple):
@@ -39,14 +41,13 @@ class Planned(NamedTuple):
     seqs: list[Sequence]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one step gave one request, surplus behind a stop already dropped. `seq.finish` says whether it goes on."""
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """What one step gave one request, surplus after a stop already dropped. `seq.finish` says whether it goes on."""
 
     seq: Sequence
     tokens: list[int]
     accepted: int = 0  # of `tokens`, from the front
-    proposal: Proposal = field(default_factory=Proposal)  # the drafts that were verified
+    proposal: Proposal = Proposal()  # the drafts that were verified
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
 
@@ -109,10 +110,10 @@ class Scheduler:
     def plan(self, want: int) -> Planned:
         """The next step, which drafts `want` deep for the one after it: decoding requests, then prompt chunks, then new requests. Has
         spans while a request lives, unless what is in flight ends them all."""
-        self._reserve()
-        planned = self._decoding()
-        left = self._token_budget - sum(span.width for _, span in planned)
-        prompts = deque(seq for seq in self.running if not _decodes(seq) and not _ends(seq))
+        decoding = self._reserve()
+        planned, left = self._decoding(decoding)
+        others = self.running if len(decoding) < len(self.running) else []
+        prompts = deque(seq for seq in others if not _decodes(seq) and not _ends(seq))
         admissions: list[Admission] = []
         while left > 0:
             if prompts:
@@ -125,8 +126,7 @@ class Scheduler:
             span = _chunk(seq, left)
             planned.append((seq, span))
             left -= span.width
-        in_flight = any(seq.in_flight for seq in self.running)
-        assert planned or in_flight or not self.live, "a plan without spans would repeat for ever"
+        assert planned or not self.live or any(seq.in_flight for seq in self.running), "a plan without spans would repeat for ever"
         for seq, span in planned:
             seq.launched += span.length
             seq.ahead += span.samples
@@ -134,12 +134,13 @@ class Scheduler:
         pages = [_new_pages(seq) for seq, _ in planned if len(seq.pages) > seq.planned_pages]
         return Planned(StepPlan([span for _, span in planned], want, admissions, pages), [seq for seq, _ in planned])
 
-    def _decoding(self) -> list[tuple[Sequence, SpanPlan]]:
-        """Spans with one token and all its drafts. Who finds no room in the budget is first in the next step.
+    def _decoding(self, ready: list[Sequence]) -> tuple[list[tuple[Sequence, SpanPlan]], int]:
+        """Spans with one token and all its drafts, and what is left of the budget. Who finds no room is first in the next step.
 
         turns   | a b | c d e |   →   | c d | e a b |   →   | e a | b c d |      with room for two
         """
-        ready = sorted((seq for seq in self.running if _decodes(seq)), key=lambda seq: self._turns.get(seq.id, len(self._turns)))
+        if self._turns:
+            ready = sorted(ready, key=lambda seq: self._turns.get(seq.id, len(self._turns)))
         left = self._token_budget
         spans: list[tuple[Sequence, SpanPlan]] = []
         late: list[str] = []
@@ -150,8 +151,8 @@ class Scheduler:
                 continue
             spans.append((seq, span))
             left -= span.width
-        self._turns = {request_id: turn for turn, request_id in enumerate(late + [seq.id for seq, _ in spans])}
-        return spans
+        self._turns = {request_id: turn for turn, request_id in enumerate(late + [seq.id for seq, _ in spans])} if late else {}
+        return spans, left
 
     def _admit(self) -> Sequence | None:
         """Seat the first that waits, with pages for all that it has to compute; None: it must wait on, and so must all after it."""
@@ -199,14 +200,14 @@ class Scheduler:
             return other.pages[:whole]
         return None
 
-    def _reserve(self) -> None:
-        """Give every decoding request the pages of its next span, in order. Prompt chunks need none: admission took theirs."""
-        index = 0
-        while index < len(self.running):  # shrinks from the end
-            seq = self.running[index]
-            if _decodes(seq):
+    def _reserve(self) -> list[Sequence]:
+        """Give every decoding request the pages of its next span, in order → those that decode. Prompt chunks need none: admission
+        took theirs."""
+        decoding = [seq for seq in self.running if _decodes(seq)]
+        for seq in decoding:
+            if seq.seat is not None:
                 self._extend(seq)
-            index += 1
+        return [seq for seq in decoding if seq.seat is not None]
 
     def _extend(self, seq: Sequence) -> None:
         missing = self._missing(seq)
@@ -263,7 +264,7 @@ class Scheduler:
             raise ValueError(f"the result of request {seq.id} does not fit its span: {result}")
 
     def _book(self, seq: Sequence, span: SpanPlan, result: SpanResult) -> Outcome:
-        proposal = Proposal(result.proposed, result.parents, [Source(who).name.lower() for who in result.sources], result.path)
+        proposal = Proposal(result.proposed, result.parents, [SOURCES[who] for who in result.sources], result.path)
         if result.error is not None:
             self._end(seq, Finish.ERROR, result.error)
             return Outcome(seq, [], proposal=proposal)
@@ -317,7 +318,8 @@ class Scheduler:
 
 def _decodes(seq: Sequence) -> bool:
     """All but the last token is computed, and it can have more."""
-    return seq.launched == seq.expected - 1 and not _ends(seq)
+    expected = seq.expected
+    return seq.launched == expected - 1 and expected < seq.max_len
 
 
 def _ends(seq: Sequence) -> bool:

@@ -1,12 +1,12 @@
 """The tensors that a step changes, one row (seat) per running request. A slot is something else: a place in the KV pool.
 
-    tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |        x is the last committed token, length points behind it
+    tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |        x is the last committed token, length is the place after it
     computed[seat] |------ KV is in the pages -----|                    computed = length - 1 between two steps of a decoding request
 
-What lies behind `length` is void or a proposal; committing is writing behind it and moving `length`.
+What follows `length` is void or a proposal; committing is writing there and moving `length`.
 
 A request ends here (`done`) as soon as it has a stop token or all its tokens, which the host learns later: steps that were launched
-in between leave its seat as it is. There is one seat more than requests can run; it is nobody's, always done, and pads batches.
+in between leave its seat as it is. There is one seat more than requests can run; it is no request's, always done, and pads batches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SeatTensors:
         # One column is written at admission; each row has its name.
         self.counts = integers(5, seats)
         self.length, self.computed, self.prompt, self.limit, self.waiting = self.counts.unbind(0)
-        # Nobody's request has one token, and no room.
+        # The padding seat's request has one token, and room for no more.
         write(self.counts[:, self.padding], (1, 0, 1, 1, 0))
         self.stops = integers(seats, STOPS, fill=-1)
         self.done = torch.ones(seats, dtype=torch.bool, device=device)
@@ -97,7 +97,7 @@ class SeatTensors:
         return torch.minimum(self.waiting[seat_ids], room - 1).clamp(min=0).masked_fill(self.done[seat_ids], 0)
 
     def advance(self, batch: Batch, verdict: Verdict) -> None:
-        """Commit a verdict. A span that does not sample writes behind its length, where nothing counts, and moves `computed` only."""
+        """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `computed` only."""
         ids, samples, done = batch.seat_ids, batch.samples, self.done[batch.seat_ids]
         length = self.length[ids]
         count = (verdict.accepted + 1) * samples
@@ -110,7 +110,7 @@ class SeatTensors:
         self.done[ids] = done | stops.any(1) | (length + count >= self.limit[ids])
 
     def hold(self, seat_ids: Tensor, drafts: Drafts | None) -> None:
-        """Put proposals behind the committed tokens, where the next span's rows are read from."""
+        """Put proposals after the committed tokens, where the next span's rows are read from."""
         if drafts is None:
             self.waiting.index_fill_(0, seat_ids, 0)
             return
