@@ -27,7 +27,7 @@ from mtpserve.spec.reduced import ReducedHead
 
 
 class DraftPasses:
-    """`attention` plans for the draft model's own layers. `boundary` is None if it gets no features of the trunk."""
+    """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk."""
 
     def __init__(
         self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None
