@@ -10,7 +10,7 @@ import torch
 from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
-from mtpserve.cache.boundary import BoundaryRows
+from mtpserve.cache.boundary import BoundaryRows, StoreBoundary
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.cache.stores import Stores
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
@@ -34,7 +34,12 @@ from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
 from mtpserve.spec.thresholds import Thresholds
 
-KERNELS = {"compact": "mtpserve_kernels.cache.compact", "decide": "mtpserve.spec.triton"}  # imported only where they run
+KERNELS = {
+    "compact": "mtpserve_kernels.cache.compact",
+    "slots": "mtpserve_kernels.cache.slots",
+    "store_boundary": "mtpserve_kernels.cache.slots",
+    "decide": "mtpserve.spec.triton",
+}  # imported only where they run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +83,14 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
             raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
 
 
-def draft_passes(model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions) -> DraftPasses:
+def draft_passes(
+    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions, store_boundary: StoreBoundary
+) -> DraftPasses:
     """`stores`: of the draft model's own layers."""
     arch, width = model.arch, draft_model.features.width(model.arch.hidden)
-    boundary = BoundaryRows(sizes.pages + 1, sizes.page_size, width, options.dtype, options.device) if width else None
+    boundary = None
+    if width:
+        boundary = BoundaryRows(sizes.pages + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
     attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
     return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map))
 
@@ -103,11 +112,15 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     attention = BACKENDS.get(options.backend)(trunk_stores, arch.heads, arch.scale)
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
     check(layers, attention, options.backend, drafts)
-    passes = None if draft_model is None else draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options)
+    passes = None
+    if draft_model is not None:
+        store_boundary = kernels.get("store_boundary", reference.store_boundary)
+        passes = draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options, store_boundary)
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
-        sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, spare, drafter.coupled, options.overlap
-    )
+        sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, spare, drafter.coupled, options.overlap,
+        kernels.get("slots", reference.slots),
+    )  # fmt: skip
     judge: Decide | None = kernels.get("decide")
     if options.rates is not None:
         judge = SyntheticAcceptance(judge or decide, options.rates, device)

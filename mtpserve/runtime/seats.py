@@ -11,9 +11,10 @@ in between leave its seat as it is. There is one seat more than requests can run
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
+from mtpserve_kernels.cache import reference
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
@@ -21,6 +22,8 @@ from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.runtime.transfer import upload, write
 
 STOPS = 32  # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
+
+SlotsOf = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # mtpserve_kernels.cache.reference.slots
 
 
 class SeatTensors:
@@ -32,10 +35,10 @@ class SeatTensors:
 
     def __init__(
         self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device, eos_ids: Collection[int] = (),
-        spare_page: int = 0, coupled: bool = False, in_flight: int = 0,
+        spare_page: int = 0, coupled: bool = False, in_flight: int = 0, slots_of: SlotsOf = reference.slots,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
-        self.spare_slot = spare_page * page_size
+        self.spare_slot, self._slots_of = spare_page * page_size, slots_of
         whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
@@ -73,8 +76,7 @@ class SeatTensors:
             self.predictions[seat] = prediction.clone()
 
     def slots(self, seat_ids: Tensor, index: Tensor) -> Tensor:
-        page: Tensor = self.page_table[seat_ids, index // self.page_size]
-        return page * self.page_size + index % self.page_size
+        return self._slots_of(self.page_table, seat_ids, index, self.page_size)
 
     def prompt_length(self, seat_ids: Tensor) -> Tensor:
         return self.prompt[seat_ids]
