@@ -15,7 +15,6 @@ from typing import Any
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError
 
-FREE_DRAFTS = 8  # drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts
 NEED_ALGORITHM = (
     "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
     "speculative_token_map", "speculative_synthetic_acceptance", "speculative_disable_by_batch_size",
@@ -193,16 +192,16 @@ class SpecConfig:
             check(0 < threshold <= 1, name, threshold, "in (0, 1]")
             check(threshold == 1 or self.speculative_synthetic_acceptance is None, name, threshold, "1 with synthetic acceptance")
         if algorithm is not None:
-            token_map = self.speculative_token_map
-            check(token_map is None or self.drafter is not None, "speculative_token_map", token_map, "left out without an MTP layer")
+            tokens = self.speculative_token_map
+            check(tokens is None or self.drafter is not None, "speculative_token_map", tokens, "left out without an MTP layer")
         else:
             for name in NEED_ALGORITHM:
                 check(getattr(self, name) is None, name, getattr(self, name), "given together with --speculative-algorithm")
 
     @property
-    def parts(self) -> list[str]:
-        named = self.speculative_algorithm  # vLLM's names of MTP begin with the family: deepseek_mtp, mimo_mtp
-        return [] if named is None else ["MTP" if part.endswith("_MTP") else part for part in named.upper().split("+")]
+    def parts(self) -> list[str]:  # vLLM's names of MTP begin with the family: deepseek_mtp, mimo_mtp
+        named = (self.speculative_algorithm or "").upper().split("+")
+        return ["MTP" if part.endswith("_MTP") else part for part in named if self.speculative_algorithm is not None]
 
     @property
     def drafter(self) -> str | None:
@@ -280,6 +279,7 @@ class SchedulerConfig:
         None, "requests in one captured step; a step's further requests run uncaptured (default: --max-running-requests, at most 256)",
         "max-cudagraph-capture-size", "cuda-graph-max-bs-decode",
     )  # fmt: skip
+    record_steps: str | None = option(None, "file for each step's plan and result, which `mtpserve replay` runs again; prompts included")
     disable_overlap_schedule: bool = option(False, "on a GPU: plan a step only after the previous one was read, instead of while it runs")
 
     def __post_init__(self) -> None:

@@ -76,6 +76,11 @@ class PageGroups:
         self.extend(held, missing)
         return held
 
+    def has(self, held: Sequence[Held], tokens: int) -> bool:
+        """Whether a request has the pages of all columns up to `tokens`, but for those that it has released."""
+        columns = self.columns(tokens)
+        return all(one.first + len(one.pages) >= columns for one in held)
+
     def missing(self, held: Sequence[Held], start: int, tokens: int, lookahead: int) -> list[int]:
         """Pages of each group that a request lacks which computes `tokens` from `start` on."""
         pairs = zip(self.groups, held, strict=True)

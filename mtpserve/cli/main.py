@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "continue a prompt in the terminal, coloured by where each token came from",
     "inspect": "print a checkpoint's architecture, weights and memory plan without loading it",
     "prove": "test that a model's output is that of plain decoding: greedy identity, and one test per sampling feature",
+    "replay": "run the steps of a recording again and compare the results",
     "version": "print the version",
 }
 

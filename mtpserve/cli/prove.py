@@ -44,6 +44,8 @@ def run(arguments: Sequence[str]) -> int:
         if getattr(chosen, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
     values = with_drafts(given(chosen))
+    if "record_steps" in values:
+        raise ConfigError("--record-steps is for launch and generate: a proof runs several engines")
     settings(values)  # what the options rule out is said before anything loads
     from rich.console import Console
     from rich.progress import Progress

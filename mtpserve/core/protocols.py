@@ -1,4 +1,4 @@
-"""The seams. A layer is handed an object of one of these kinds and never asks what is behind it."""
+"""The seams. A layer is handed an object of one of these kinds and never asks which."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class SeatParameters(NamedTuple):
 class Sampler(Protocol):
     """Logits to tokens, by what each request of the batch asks for.
 
-    A `path` is the tokens that stand behind the committed ones where a row's logits come from: the drafts that lead to its node.
+    A `path` is the tokens after the committed ones where a row's logits come from: the drafts that lead to its node.
     """
 
     @property
@@ -218,7 +218,7 @@ class Sampler(Protocol):
         ...
 
     def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Tokens that grammars leave no choice about, behind what is committed now: [rows, limit] and how many [rows]."""
+        """Tokens that grammars leave no choice about, after what is committed now: [rows, limit] and how many [rows]."""
         ...
 
     def advance(self, batch: Batch, verdict: Verdict) -> None:
@@ -234,14 +234,14 @@ class Grammar(Protocol):
         ...
 
     def masks(self, paths: Seq[Seq[int]], rows: ndarray[Any, Any]) -> list[bool]:
-        """What may follow each path behind the output: bit j of word i of its row is token 32 i + j. rows [n, words] int32.
+        """What may follow each path after the output: bit j of word i of its row is token 32 i + j. rows [n, words] int32.
 
         False for a path that is itself not allowed; its row is then all ones.
         """
         ...
 
     def forced(self, path: Seq[int], limit: int) -> list[int]:
-        """The tokens behind `path` about which there is no choice, at most `limit`."""
+        """The tokens after `path` about which there is no choice, at most `limit`."""
         ...
 
 

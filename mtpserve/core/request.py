@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from mtpserve.core.sampling import SamplingParams
 
 
@@ -21,7 +23,7 @@ class Finish(StrEnum):
 class Request:
     """`id` is made by the front end and unique while the request lives.
 
-    What `sampling` says in text stands here in tokens: the front end has the tokenizer, the engine none.
+    What `sampling` says in text is here in tokens: the front end has the tokenizer, the engine none.
     """
 
     id: str
@@ -41,14 +43,13 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(msgspec.Struct, frozen=True, gc=False):
     """The drafts that one step verified for one request. Node 0 is the token before them, draft i is node i + 1."""
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)  # the node that each continues
-    sources: list[str] = field(default_factory=list)  # who proposed each: see core.batch.Source
-    path: list[int] = field(default_factory=list)  # the nodes that were accepted, in order
+    tokens: list[int] = []
+    parents: list[int] = []  # the node that each continues
+    sources: list[str] = []  # who proposed each: see core.batch.Source
+    path: list[int] = []  # the nodes that were accepted, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ class FirstTokenTimes:
     prompt: float  # from there to the token: its prompt's computation, preemption in the middle of it included
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """One step's yield for one request: 0 … K+1 tokens, of which the first `accepted` were drafts. The last event has `finish`.
 
     `error` is set when finish is ERROR.
@@ -69,7 +69,7 @@ class TokenEvent:
     id: str
     tokens: list[int]
     accepted: int = 0
-    proposal: Proposal = field(default_factory=Proposal)
+    proposal: Proposal = Proposal()
     finish: Finish | None = None
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request asks for them

@@ -57,6 +57,7 @@ class Sequence:
     ahead: int = 0  # spans in flight that give tokens
     drafts: int = 0  # proposals that wait on the device to be verified by the next span; with spans in flight at most so many
     held: list[Held] = field(default_factory=list)  # by group of pages; empty while it waits
+    grown: bool = False  # it holds pages that no plan has named
     seat: int | None = None  # its row in the runner's tensors while it runs
     rank: tuple[int, int] = (0, 0)  # its priority and the number of its arrival: the scheduler serves lower ones first
     arrived: float = 0.0  # perf_counter's, as `seated`

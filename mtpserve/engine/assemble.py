@@ -10,14 +10,14 @@ import torch
 from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
-from mtpserve.cache.boundary import BoundaryRows
+from mtpserve.cache.boundary import BoundaryRows, StoreBoundary
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.stores import Stores
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import LayerKind, page_groups
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import AttentionBackend, DraftModel, GrammarCompiler, LogitsProcessor, Trunk
+from mtpserve.core.protocols import AttentionBackend, DraftModel, GrammarCompiler, LogitsProcessor, ModelRunner, Trunk
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.runtime.exact import ExactModel
@@ -26,7 +26,7 @@ from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.runtime.step import Judge, Step
+from mtpserve.runtime.step import Step
 from mtpserve.spec.accept import Decide, decide
 from mtpserve.spec.build import make_draft_model, make_drafter, reduced_head
 from mtpserve.spec.passes import DraftPasses
@@ -34,7 +34,12 @@ from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
 from mtpserve.spec.thresholds import Thresholds
 
-KERNELS = {"compact": "mtpserve_kernels.cache.compact", "decide": "mtpserve.spec.triton"}  # imported only where they run
+KERNELS = {
+    "compact": "mtpserve_kernels.cache.compact",
+    "slots": "mtpserve_kernels.cache.slots",
+    "store_boundary": "mtpserve_kernels.cache.slots",
+    "decide": "mtpserve.spec.triton",
+}  # imported only where they run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,7 @@ class EngineOptions:
     rates: Seq[float] | None = None  # synthetic acceptance, of each depth
     processors: Seq[LogitsProcessor] = ()
     grammars: GrammarCompiler | None = None
+    recorder: Callable[[ModelRunner], ModelRunner] | None = None  # between engine and runner
     overlap: int = 0  # steps in flight while another is planned
     graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
@@ -77,10 +83,14 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
             raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
 
 
-def draft_passes(model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions) -> DraftPasses:
+def draft_passes(
+    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions, store_boundary: StoreBoundary
+) -> DraftPasses:
     """`stores`: of the draft model's own layers."""
     arch, width = model.arch, draft_model.features.width(model.arch.hidden)
-    boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device) if width else None
+    boundary = None
+    if width:
+        boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
     attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
     return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map))
 
@@ -101,20 +111,15 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     attention = BACKENDS.get(options.backend)(trunk_stores, arch.heads, arch.scale)
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
     check(layers, attention, options.backend, drafts)
-    passes = None if draft_model is None else draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options)
+    passes = None
+    if draft_model is not None:
+        store_boundary = kernels.get("store_boundary", reference.store_boundary)
+        passes = draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options, store_boundary)
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
-        sizes.seats,
-        sizes.context,
-        drafts,
-        arch.vocab,
-        sizes.page_size,
-        device,
-        options.eos_ids,
-        sizes.pages,
-        drafter.coupled,
-        options.overlap,
-    )
+        sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,
+        options.overlap, kernels.get("slots", reference.slots),
+    )  # fmt: skip
     judge: Decide | None = kernels.get("decide")
     if options.rates is not None:
         judge = SyntheticAcceptance(judge or decide, options.rates, device)
@@ -125,17 +130,16 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         stores,
         drafter,
         seats,
-        Judge(
-            Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
-            options.sampling.logprobs_mode == "processed_logprobs",
-            judge,
-        ),
+        thresholds=Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
+        processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
+        decide=judge,
     )
     rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
     sampling = SeatSampling(sizes.seats, rules, device)
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
+    runner: ModelRunner = Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars)
     return Engine(
-        Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars),
+        runner if options.recorder is None else options.recorder(runner),
         options.scheduler,
         pages=PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size),
         max_running=sizes.seats,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -15,6 +16,7 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import backend_of, kernels_of, load_model, overlap_of, plan, positions
+from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
 from mtpserve.runtime.sampling import SeatSampling
@@ -86,7 +88,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     model = load_model(found, dtype, device, positions(config, arch, device), kernels, progress, kept.keep_blocks)
     curve = None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
     warn(spec, curve)
-    running = memory.max_running
+    running, record = memory.max_running, config.scheduler.record_steps
     engine = assemble(
         model,
         EngineSizes(pages=memory.pages, page_size=page_size, seats=running, context=memory.context_length),
@@ -104,6 +106,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             processors=processors,
             grammars=None if config.model.numbers_for_text else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
             overlap=overlap_of(config, device),
+            recorder=None if record is None else partial(recorder_of, record, header_of(config, planned)),
             graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
             poison=poison,
             name=config.model.names[0],

@@ -90,6 +90,10 @@ class Engine:
         self._stats = new_stats(sizes.depth, pages.total)
 
     @property
+    def runner(self) -> ModelRunner:
+        return self._runner
+
+    @property
     def has_work(self) -> bool:
         return bool(self._scheduler.live or self._in_flight)
 
@@ -156,7 +160,7 @@ class Engine:
         """Launch a step for all that fits, and return what the steps that were booked meanwhile yielded. Idle: nothing happens."""
         if not self.has_work:
             return []
-        events = self._book(leave=0) if self._scheduler.must_wait() else []
+        events = self._book(leave=0) if self._in_flight and self._scheduler.must_wait() else []
         planned = self._scheduler.plan(self._wanted())
         for admission in planned.plan.admissions:
             seq = self._scheduler.live[admission.id]

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from mtpserve.config import EngineConfig
+from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch, page_groups
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
@@ -78,6 +78,11 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     return Described(found, family, arch, checkpoint, layout, nextn, prefix, token_map, dummy)
 
 
+def drafts_itself(spec: SpecConfig) -> bool:
+    """The checkpoint's own MTP layer is needed."""
+    return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint
+
+
 def device_of(config: EngineConfig) -> torch.device:
     name = config.model.device
     if name == "cuda" and not torch.cuda.is_available():
@@ -129,8 +134,7 @@ class Plan:
 
 def plan(config: EngineConfig) -> Plan:
     """Raises LoadError and ConfigError."""
-    source = None if config.spec.drafter is None else DRAFTERS.get(config.spec.drafter)
-    found = describe(config, want_mtp=source is not None and source.in_checkpoint)
+    found = describe(config, want_mtp=drafts_itself(config.spec))
     device = device_of(config)
     dtype = dtype_of(config, found.arch, device)
     length = config.model.context_length

@@ -18,9 +18,10 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence as Seq
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
+
+import msgspec
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.batch import Source
@@ -30,6 +31,7 @@ from mtpserve.core.sequence import Held, Sequence
 from mtpserve.engine.stopping import until_stop
 
 RANK = attrgetter("rank")
+SOURCES = tuple(source.name.lower() for source in Source)
 
 
 class Planned(NamedTuple):
@@ -39,14 +41,13 @@ class Planned(NamedTuple):
     seqs: list[Sequence]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one step gave one request, surplus behind a stop already dropped. `seq.finish` says whether it goes on."""
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """What one step gave one request, surplus after a stop already dropped. `seq.finish` says whether it goes on."""
 
     seq: Sequence
     tokens: list[int]
     accepted: int = 0  # of `tokens`, from the front
-    proposal: Proposal = field(default_factory=Proposal)  # the drafts that were verified
+    proposal: Proposal = Proposal()  # the drafts that were verified
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
 
@@ -102,17 +103,19 @@ class Scheduler:
     def must_wait(self) -> bool:
         """The steps in flight must be booked before another is planned: a request asks for it, or somebody would be preempted."""
         ahead = [seq for seq in self.running if seq.in_flight]
-        missing = [self._missing(seq) for seq in self.running if not _ends(seq)] if ahead else []
-        lacking = bool(missing) and not self._pages.are_free(map(sum, zip(*missing, strict=True)))
-        return lacking or any(seq.lockstep for seq in ahead)
+        if not ahead:
+            return False
+        missing = [lacking for seq in self.running if not _ends(seq) and (lacking := self._missing(seq))]
+        too_few = bool(missing) and not self._pages.are_free(map(sum, zip(*missing, strict=True)))
+        return too_few or any(seq.lockstep for seq in ahead)
 
     def plan(self, want: int) -> Planned:
         """The next step, which drafts `want` deep for the one after it: decoding requests, then prompt chunks, then new requests. Has
         spans while a request lives, unless what is in flight ends them all."""
-        self._reserve()
-        planned = self._decoding()
-        left = self._token_budget - sum(span.width for _, span in planned)
-        prompts = deque(seq for seq in self.running if not _decodes(seq) and not _ends(seq))
+        decoding = self._reserve()
+        planned, left = self._decoding(decoding)
+        others = self.running if len(decoding) < len(self.running) else []
+        prompts = deque(seq for seq in others if not _decodes(seq) and not _ends(seq))
         admissions: list[Admission] = []
         while left > 0:
             if prompts:
@@ -125,23 +128,23 @@ class Scheduler:
             span = _chunk(seq, left)
             planned.append((seq, span))
             left -= span.width
-        in_flight = any(seq.in_flight for seq in self.running)
-        assert planned or in_flight or not self.live, "a plan without spans would repeat for ever"
+        assert planned or not self.live or any(seq.in_flight for seq in self.running), "a plan without spans would repeat for ever"
         for seq, span in planned:
             seq.launched += span.length
             seq.ahead += span.samples
             seq.drafts = seq.proposals if span.drafts_next and want > 0 else 0
-        pages = [new for seq, _ in planned for new in _new_pages(seq)]
+        pages = [new for seq, _ in planned if seq.grown for new in _new_pages(seq)]
         if self._pages.windowed:
             self._leave([seq for seq, _ in planned])
         return Planned(StepPlan([span for _, span in planned], want, admissions, pages), [seq for seq, _ in planned])
 
-    def _decoding(self) -> list[tuple[Sequence, SpanPlan]]:
-        """Spans with one token and all its drafts. Who finds no room in the budget is first in the next step.
+    def _decoding(self, ready: list[Sequence]) -> tuple[list[tuple[Sequence, SpanPlan]], int]:
+        """Spans with one token and all its drafts, and what is left of the budget. Who finds no room is first in the next step.
 
         turns   | a b | c d e |   →   | c d | e a b |   →   | e a | b c d |      with room for two
         """
-        ready = sorted((seq for seq in self.running if _decodes(seq)), key=lambda seq: self._turns.get(seq.id, len(self._turns)))
+        if self._turns:
+            ready = sorted(ready, key=lambda seq: self._turns.get(seq.id, len(self._turns)))
         left = self._token_budget
         spans: list[tuple[Sequence, SpanPlan]] = []
         late: list[str] = []
@@ -152,8 +155,8 @@ class Scheduler:
                 continue
             spans.append((seq, span))
             left -= span.width
-        self._turns = {request_id: turn for turn, request_id in enumerate(late + [seq.id for seq, _ in spans])}
-        return spans
+        self._turns = {request_id: turn for turn, request_id in enumerate(late + [seq.id for seq, _ in spans])} if late else {}
+        return spans, left
 
     def _admit(self) -> Sequence | None:
         """Seat the first that waits, with pages for all that it has to compute; None: it must wait on, and so must all after it."""
@@ -170,7 +173,7 @@ class Scheduler:
         held = self._pages.seat(shared, start, _to_compute(seq), seq.lookahead)
         if held is None:
             return None
-        seq.held, seq.shared = held, columns * self._pages.page_size
+        seq.held, seq.grown, seq.shared = held, True, columns * self._pages.page_size
         seq.computed = seq.launched = start
         seq.seat = heapq.heappop(self._free_seats)
         insort(self.running, self.waiting.pop(0), key=RANK)
@@ -179,22 +182,21 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------- pages
 
     def _missing(self, seq: Sequence) -> list[int]:
-        """Pages of each group that a running request lacks for its next span. A prompt lacks none but those of windows that move on:
-        admission took the others."""
+        """Pages of each group that a running request lacks for its next span; empty: it has them. A prompt lacks none but those of
+        windows that move on: admission took the others."""
         tokens = len(seq.tokens) + _useful_drafts(seq) if _decodes(seq) else _to_compute(seq)
+        if self._pages.has(seq.held, tokens + seq.lookahead):
+            return []
         return self._pages.missing(seq.held, seq.launched, tokens, seq.lookahead)
 
     def _leave(self, seqs: Seq[Sequence]) -> None:
         """Release the pages that the windows of these requests have left. Only steps after the one that was just planned write to them,
         and the device works in their order. The end of a prompt is kept for those that wait to share it, for a chunk's length of tokens.
         """
-        awaited = {id(seq.shares) for seq in self.waiting if seq.shares is not None}
+        whole = {id(seq.shares): self._start(seq, seq.prompt_len // self._pages.page_size) for seq in self.waiting if seq.shares}
         for seq in seqs:
-            start = seq.launched
-            if id(seq) in awaited:
-                whole = seq.prompt_len - seq.prompt_len % self._pages.page_size
-                start = min(start, max(min(whole, seq.prompt_len - 1), start - self._token_budget))
-            self._pages.advance(seq.held, start)
+            first = max(whole.get(id(seq), seq.launched), seq.launched - self._token_budget)
+            self._pages.advance(seq.held, min(seq.launched, first))
 
     def _start(self, seq: Sequence, columns: int) -> int:
         """The first token that is computed where so many columns are shared. The last one always is: what follows it is unknown."""
@@ -217,22 +219,25 @@ class Scheduler:
         # Nothing is shared where the other's windows have left the prompt: then all of it is computed again.
         return self._pages.shareable(other.held, self._start(seq, whole), whole) or []
 
-    def _reserve(self) -> None:
-        """Give every request the pages of its next span, in order."""
-        index = 0
-        while index < len(self.running):  # shrinks from the end
-            seq = self.running[index]
-            if not _ends(seq):
+    def _reserve(self) -> list[Sequence]:
+        """Give every request the pages of its next span, in order → those that decode. Without windows prompt chunks need none:
+        admission took theirs."""
+        decoding = [seq for seq in self.running if _decodes(seq)]
+        for seq in [seq for seq in self.running if not _ends(seq)] if self._pages.windowed else decoding:
+            if seq.seat is not None:
                 self._extend(seq)
-            index += 1
+        return [seq for seq in decoding if seq.seat is not None]
 
     def _extend(self, seq: Sequence) -> None:
         missing = self._missing(seq)
+        if not missing:
+            return
         while not self._pages.are_free(missing):
             # Ends: the pool holds the first request alone, and a request that turns out to be the last gives way itself.
             if self._preempt_last() is seq:
                 return
         self._pages.extend(seq.held, missing)
+        seq.grown = True
 
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
@@ -280,7 +285,7 @@ class Scheduler:
             raise ValueError(f"the result of request {seq.id} does not fit its span: {result}")
 
     def _book(self, seq: Sequence, span: SpanPlan, result: SpanResult) -> Outcome:
-        proposal = Proposal(result.proposed, result.parents, [Source(who).name.lower() for who in result.sources], result.path)
+        proposal = Proposal(result.proposed, result.parents, [SOURCES[who] for who in result.sources], result.path)
         if result.error is not None:
             self._end(seq, Finish.ERROR, result.error)
             return Outcome(seq, [], proposal=proposal)
@@ -335,7 +340,8 @@ class Scheduler:
 
 def _decodes(seq: Sequence) -> bool:
     """All but the last token is computed, and it can have more."""
-    return seq.launched == seq.expected - 1 and not _ends(seq)
+    expected = seq.expected
+    return seq.launched == expected - 1 and expected < seq.max_len
 
 
 def _ends(seq: Sequence) -> bool:
@@ -386,7 +392,7 @@ def _admission(seq: Sequence) -> Admission:
 def _new_pages(seq: Sequence) -> list[NewPages]:
     """Those that no plan has named."""
     assert seq.seat is not None
-    new = []
+    new, seq.grown = list[NewPages](), False
     for group, held in enumerate(seq.held):
         first, held.planned = max(held.planned, held.first), held.end
         if first < held.end:

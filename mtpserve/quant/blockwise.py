@@ -1,7 +1,7 @@
 """Weights that the checkpoint has in float8 stay float8: `module.weight` and `module.weight_scale_inv`, see fp8.py. Others are unquantized.
 
 With few rows the kernel widens the weights in registers, with many it quantises the activations. In plain torch each product widens its
-weights, a strip at a time: slower than multiplying a widened copy (`--quantization none`), but without its memory.
+weights: slower than multiplying a widened copy (`--quantization none`), but without its memory.
 """
 
 from __future__ import annotations

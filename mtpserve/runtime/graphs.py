@@ -1,6 +1,6 @@
 """Decoding steps that are captured once and replayed: one launch on the host instead of hundreds.
 
-A graph is a whole step (verify, accept, compact, absorb, draft) for a padded number of requests, each with as many rows as the engine
+A graph is a whole step (forward, accept, compact, absorb, draft) for a padded number of requests, each with as many rows as the engine
 verifies. It is fed with seats and wanted depths; everything else it reads from the seats on the device. The seat that belongs to no
 request pads it.
 
@@ -181,11 +181,11 @@ class StepGraphs:
         rows = Rows(layout, seat_ids, None, Want(each, key.deepest), key.trees, BatchSampler(self.sampling, key.asked))
 
         def body() -> Outcome:
-            verified = step.verify(rows)
-            drafts = step.propose(rows, verified)
+            computed = step.forward(rows)
+            drafts = step.propose(rows, computed)
             if drafts is None:
-                return Outcome(verified.columns, verified.table, None, False)
-            return Outcome(verified.columns, verified.table, drafts.count, drafts.tree is not None)
+                return Outcome(computed.columns, computed.table, None, False)
+            return Outcome(computed.columns, computed.table, drafts.count, drafts.tree is not None)
 
         try:
             self.recorded[key] = Recorded(given, rows, *self.recorder.record(body))

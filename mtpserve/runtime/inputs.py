@@ -1,4 +1,4 @@
-"""Spans to batch. The host knows widths; where a request stands is read from the seats on the device.
+"""Spans to batch. The host knows widths; how far a request is, is read from the seats on the device.
 
 span 0: 3 prompt tokens      span 1: 1 token and 2 drafts
 rows       0 1 2             3 4 5            cu_q 0 3 6
@@ -148,9 +148,9 @@ def place(rows: RowLayout, seats: SeatTensors, seat_ids: Tensor, start: Tensor, 
 def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, seats: SeatTensors, stores: Stores) -> tuple[Batch, Hidden]:
     """Move what survived of every tree together, so that what follows sees chains: the trunk's KV and hidden states.
 
-        rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV now in the slots behind x
+        rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV is now in the slots after x
 
-    Called after the seats were advanced, with the chains' layout. A path shorter than the deepest repeats its last node: garbage behind
+    Called after the seats were advanced, with the chains' layout. A path shorter than the deepest repeats its last node: garbage after
     what counts.
     """
     assert verdict.path is not None
@@ -160,7 +160,7 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     chained = replace(chained, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
     node = verdict.path[rows.row_span, rows.node]
     old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)
-    # Node j was stored j slots behind the root, and so will be the path's j-th.
+    # Node j was stored j slots after the root, and so will be the path's j-th.
     deep = torch.arange(1, depth + 1, device=seats.device)
     moved = deep <= verdict.accepted.unsqueeze(1)
     root = batch.last_row.unsqueeze(1)

@@ -36,7 +36,7 @@ class Columns:
 
 
 def packed(batch: Batch, verdict: Verdict, sources: Tensor) -> tuple[Columns, Tensor]:
-    """→ the table [R, columns], once the verdict stands."""
+    """→ the table [R, columns], after the verdict."""
     ones = torch.stack([verdict.accepted, verdict.failed.long(), batch.draft_count], 1)
     parts = [ones, verdict.tokens, batch.drafts, sources]
     if batch.tree is not None and verdict.path is not None:

@@ -83,6 +83,7 @@ class Runner:
         self.step, self.sampling, self.graphs, self.overlapped, self.grammars = step, sampling, graphs, overlapped, grammars
         self.drafter, self.seats = step.drafter, step.seats
         self.records: dict[int, Record] = {}  # by seat
+        self.last: tuple[Seq[Record], Asked] = (), Asked()
 
     @property
     def sizes(self) -> DraftSizes:
@@ -97,7 +98,8 @@ class Runner:
         self.admit(plan)
         spans = [(place, span, self.records[span.seat]) for place, span in enumerate(plan.spans)]
         for _, _, record in spans:
-            self.follow(record)
+            if record.grammar is not None:
+                self.follow(record)
         refused = [span for span in spans if span[2].error is not None]
         if refused:
             spans = [span for span in spans if span[2].error is None]
@@ -144,14 +146,14 @@ class Runner:
     def run(self, spans: Seq[Span], want: int) -> Part:
         _, plans, records = zip(*spans, strict=True)
         rows = self.rows(plans, records, want)
-        verified = self.step.verify(rows)
-        table = Download(verified.table)
-        logprobs = downloads(verified.verdict.logprobs)
-        scored = {r: downloads(found) for r, found in prompt_logprobs(plans, records, verified.hidden, self.step.model).items()}
-        drafts = self.step.propose(rows, verified)
+        computed = self.step.forward(rows)
+        table = Download(computed.table)
+        logprobs = downloads(computed.verdict.logprobs)
+        scored = {r: downloads(found) for r, found in prompt_logprobs(plans, records, computed.hidden, self.step.model).items()}
+        drafts = self.step.propose(rows, computed)
         count, trees = (None, False) if drafts is None else (drafts.count, drafts.tree is not None)
         waiting = self.note([record for plan, record in zip(plans, records, strict=True) if plan.drafts_next], want, count, trees)
-        return Part(spans, verified.columns, table, waiting, logprobs, scored)
+        return Part(spans, computed.columns, table, waiting, logprobs, scored)
 
     def rows(self, plans: Seq[SpanPlan], records: Seq[Record], want: int) -> Rows:
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
@@ -170,18 +172,23 @@ class Runner:
             None if len(drafting) == len(plans) else draft_spans,
             Want(each, max(wanted, default=0)),
             not self.seats.branching.isdisjoint(hosts),
-            BatchSampler(self.sampling, Asked.of(records, self.drafter.coupled), rules),
+            BatchSampler(self.sampling, self.asked(records), rules),
             resumed_spans if resumed else None,
             unstored_rows if unstored else None,
             self.seats.predicted(hosts),
         )
 
+    def asked(self, records: Seq[Record]) -> Asked:
+        """Steady decoding asks for the same step after step."""
+        if records != self.last[0]:
+            self.last = records, Asked.of(records, self.drafter.coupled)
+        return self.last[1]
+
     def replay(self, spans: Seq[Span], want: int, graphs: StepGraphs) -> Part:
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
-        asked = Asked.of(records, self.drafter.coupled)
         trees = not self.seats.branching.isdisjoint(hosts)
-        outcome = graphs.replay(hosts, wanted, max(plan.drafts for plan in plans), asked, trees)
+        outcome = graphs.replay(hosts, wanted, max(plan.drafts for plan in plans), self.asked(records), trees)
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
             return self.run(spans, want)

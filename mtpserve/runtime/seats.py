@@ -1,19 +1,20 @@
 """The tensors that a step changes, one row (seat) per running request. A slot is something else: a place in the KV pool.
 
-    tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |        x is the last committed token, length points behind it
+    tokens[seat]   |---- committed ----|x| d1 d2 d3 |   void   |        x is the last committed token, length is the place after it
     computed[seat] |------ KV is in the pages -----|                    computed = length - 1 between two steps of a decoding request
 
-What lies behind `length` is void or a proposal; committing is writing behind it and moving `length`.
+What follows `length` is void or a proposal; committing is writing there and moving `length`.
 
 A request ends here (`done`) as soon as it has a stop token or all its tokens, which the host learns later: steps that were launched
-in between leave its seat as it is. There is one seat more than requests can run; it is nobody's, always done, and pads batches.
+in between leave its seat as it is. There is one seat more than requests can run; it is no request's, always done, and pads batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence as Seq
+from collections.abc import Callable, Collection, Iterable, Sequence as Seq
 
 import torch
+from mtpserve_kernels.cache import reference
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
@@ -21,6 +22,8 @@ from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.runtime.transfer import upload, write
 
 STOPS = 32  # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
+
+SlotsOf = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # mtpserve_kernels.cache.reference.slots
 
 
 class SeatTensors:
@@ -32,10 +35,10 @@ class SeatTensors:
 
     def __init__(
         self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device, eos_ids: Collection[int] = (),
-        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0,
+        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0, slots_of: SlotsOf = reference.slots,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
-        self.spare_slots = [page * page_size for page in spare_pages]
+        self.spare_slots, self._slots_of = [page * page_size for page in spare_pages], slots_of
         whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
@@ -47,7 +50,7 @@ class SeatTensors:
         # One column is written at admission; each row has its name.
         self.counts = integers(5, seats)
         self.length, self.computed, self.prompt, self.limit, self.waiting = self.counts.unbind(0)
-        # Nobody's request has one token, and no room.
+        # The padding seat's request has one token, and room for no more.
         write(self.counts[:, self.padding], (1, 0, 1, 1, 0))
         self.stops = integers(seats, STOPS, fill=-1)
         self.done = torch.ones(seats, dtype=torch.bool, device=device)
@@ -75,8 +78,7 @@ class SeatTensors:
             self.predictions[seat] = prediction.clone()
 
     def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
-        page: Tensor = self.page_tables[group][seat_ids, index // self.page_size]
-        return page * self.page_size + index % self.page_size
+        return self._slots_of(self.page_tables[group], seat_ids, index, self.page_size)
 
     def prompt_length(self, seat_ids: Tensor) -> Tensor:
         return self.prompt[seat_ids]
@@ -99,7 +101,7 @@ class SeatTensors:
         return torch.minimum(self.waiting[seat_ids], room - 1).clamp(min=0).masked_fill(self.done[seat_ids], 0)
 
     def advance(self, batch: Batch, verdict: Verdict) -> None:
-        """Commit a verdict. A span that does not sample writes behind its length, where nothing counts, and moves `computed` only."""
+        """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `computed` only."""
         ids, samples, done = batch.seat_ids, batch.samples, self.done[batch.seat_ids]
         length = self.length[ids]
         count = (verdict.accepted + 1) * samples
@@ -112,7 +114,7 @@ class SeatTensors:
         self.done[ids] = done | stops.any(1) | (length + count >= self.limit[ids])
 
     def hold(self, seat_ids: Tensor, drafts: Drafts | None) -> None:
-        """Put proposals behind the committed tokens, where the next span's rows are read from."""
+        """Put proposals after the committed tokens, where the next span's rows are read from."""
         if drafts is None:
             self.waiting.index_fill_(0, seat_ids, 0)
             return

@@ -6,7 +6,6 @@ reads a number on the host (unless a request's rules do), so that a step is the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,16 +20,9 @@ from mtpserve.spec.accept import LOSSLESS, Decide, accept
 from mtpserve.spec.thresholds import Thresholds
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """How verdicts come about. `kernel` decides where all is lossless."""
+class Computed(NamedTuple):
+    """A step up to its verdicts."""
 
-    thresholds: Thresholds = LOSSLESS
-    processed_logprobs: bool = False
-    kernel: Decide | None = None
-
-
-class Verified(NamedTuple):
     batch: Batch
     hidden: Hidden
     verdict: Verdict
@@ -39,28 +31,27 @@ class Verified(NamedTuple):
 
 
 class Step:
-    """The parts that a step is made of."""
+    """The parts that a step is made of. `decide` is the kernel that decides where all is lossless."""
 
     def __init__(
-        self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, seats: SeatTensors, judge: Judge
-    ) -> None:
-        self.model, self.attention, self.stores, self.drafter, self.seats, self.judge = model, attention, stores, drafter, seats, judge
+        self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, seats: SeatTensors, *,
+        thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False, decide: Decide | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.attention, self.stores, self.drafter, self.seats = model, attention, stores, drafter, seats
+        self.thresholds, self.processed_logprobs, self.decide = thresholds, processed_logprobs, decide
 
-    def verify(self, rows: Rows) -> Verified:
+    def forward(self, rows: Rows) -> Computed:
         """Everything that the host wants to know: its copy can start before the drafting."""
-        seats, judge = self.seats, self.judge
+        seats = self.seats
         batch = build(rows, seats)
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), self.drafter.features)
-        logits = self.model.logits(hidden.head[batch.sample_rows.flatten()])
-        verdict = accept(
-            logits.unflatten(0, batch.sample_rows.shape), batch, self.drafter.sizes.depth, judge.thresholds, judge.processed_logprobs,
-            judge.kernel,
-        )  # fmt: skip
+        logits = self.model.logits(hidden.head[batch.sample_rows.flatten()]).unflatten(0, batch.sample_rows.shape)
+        verdict = accept(logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide)
         sources = seats.draft_sources[batch.seat_ids, : batch.sample_rows.shape[1] - 1]
         columns, table = packed(batch, verdict, sources)
-        return Verified(batch, hidden, verdict, columns, table)
+        return Computed(batch, hidden, verdict, columns, table)
 
-    def propose(self, rows: Rows, done: Verified) -> Drafts | None:
+    def propose(self, rows: Rows, done: Computed) -> Drafts | None:
         batch, hidden, verdict = done.batch, done.hidden, done.verdict
         batch.sampler.advance(batch, verdict)
         self.seats.advance(batch, verdict)

@@ -1,58 +1,121 @@
-"""What the server says of itself and its model: health, version, launch options. It generates nothing and changes nothing."""
+"""Health, version, models and launch options: read-only."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from time import gmtime, strftime
-from typing import Any
+from typing import Any, Literal
 
+from msgspec import defstruct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve import __version__
+from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.request import EngineStats
-from mtpserve.server.errors import JSON
+from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Service
+
+
+class Healthy(Rendered):
+    status: Literal["ok"]
+
+
+class Version(Rendered):
+    version: str
+
+
+class ModelObject(Rendered):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str  # where vLLM's clients look for the tokenizer
+    parent: None
+    max_model_len: int
+    speculative_steps: int
+    synthetic_acceptance: str | None
+
+
+class ModelList(Rendered):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class AnthropicModel(Rendered):
+    """For requests with the header anthropic-version."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModels(Rendered):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+class ModelInfo(Rendered):
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    speculative_steps: int
+    lossy: bool
+    synthetic_acceptance: str | None
+    sampling_defaults: dict[str, float]
+
+
+class InternalState(Rendered):
+    avg_spec_accept_length: float | None  # SGLang's name: tokens per verification, null before the first one
+    running: int
+    waiting: int
+    pages_used: int
+    pages_total: int
+    steps_total: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+
+
+def options(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
+    """Every launch option that is not secret, under its own name."""
+    return {name: value for section in asdict(engine).values() for name, value in section.items()} | server.public()
+
+
+OPTIONS = [(name, Any) for name in options(EngineConfig(), ServerConfig())]
+STATE = [("version", str), ("lossy", bool), ("synthetic_acceptance", str | None), ("internal_states", list[InternalState])]
+ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
 async def health(request: Request) -> Response:
     """200 while new requests are taken; 503 while the model loads, while the server drains, and once the engine is dead."""
     service: Service = request.app.state.service
     service.check_alive()
-    return JSON({"status": "ok"})
+    return JSON(Healthy("ok"))
 
 
 async def version() -> Response:
     """The version of mtpserve."""
-    return JSON({"version": __version__})
+    return JSON(Version(__version__))
 
 
-def model_object(service: Service, name: str) -> dict[str, Any]:
-    """`root` is where vLLM's clients look for the tokenizer."""
-    card = service.client.card
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "mtpserve",
-        "root": str(service.engine_config.model.directory.absolute()),
-        "parent": None,
-        "max_model_len": card.context_length,
-        "speculative_steps": card.speculative_steps,
-        "synthetic_acceptance": card.synthetic_acceptance,
-    }
+def model_object(service: Service, name: str) -> ModelObject:
+    card, root = service.client.card, str(service.engine_config.model.directory.absolute())
+    steps, curve = card.speculative_steps, card.synthetic_acceptance
+    return ModelObject(name, "model", service.created, "mtpserve", root, None, card.context_length, steps, curve)
 
 
-def model_for_anthropic(service: Service, name: str) -> dict[str, Any]:
-    card = service.client.card
-    return {
-        "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(service.created)),
-        "max_input_tokens": card.context_length,
-        "max_tokens": card.context_length,
-    }
+def model_for_anthropic(service: Service, name: str) -> AnthropicModel:
+    date, context = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(service.created)), service.client.card.context_length
+    return AnthropicModel("model", name, name, date, context, context)
 
 
 def from_anthropic(request: Request) -> bool:
@@ -66,8 +129,8 @@ async def models(request: Request) -> Response:
     names = service.names
     if from_anthropic(request):
         listed = [model_for_anthropic(service, name) for name in names]
-        return JSON({"data": listed, "has_more": False, "first_id": names[0], "last_id": names[-1]})
-    return JSON({"object": "list", "data": [model_object(service, name) for name in names]})
+        return JSON(AnthropicModels(listed, False, names[0], names[-1]))
+    return JSON(ModelList("list", [model_object(service, name) for name in names]))
 
 
 async def model(request: Request, id: str) -> Response:
@@ -82,44 +145,32 @@ async def model_info(request: Request) -> Response:
     service: Service = request.app.state.service
     card, model = service.client.card, service.engine_config.model
     return JSON(
-        {
-            "model_path": str(model.directory.absolute()),
-            "tokenizer_path": str(model.tokenizer_directory.absolute()),
-            "served_model_name": card.name,
-            "is_generation": True,
-            "max_model_len": card.context_length,
-            "vocab_size": card.vocab,
-            "eos_token_ids": list(card.eos_ids),
-            "speculative_steps": card.speculative_steps,
-            "lossy": card.lossy,
-            "synthetic_acceptance": card.synthetic_acceptance,
-            "sampling_defaults": service.tokenizer.defaults,
-        }
+        ModelInfo(
+            model_path=str(model.directory.absolute()),
+            tokenizer_path=str(model.tokenizer_directory.absolute()),
+            served_model_name=card.name,
+            is_generation=True,
+            max_model_len=card.context_length,
+            vocab_size=card.vocab,
+            eos_token_ids=card.eos_ids,
+            speculative_steps=card.speculative_steps,
+            lossy=card.lossy,
+            synthetic_acceptance=card.synthetic_acceptance,
+            sampling_defaults=service.tokenizer.defaults,
+        )
     )
 
 
 async def server_info(request: Request) -> Response:
     """The launch options, those that are secret left out, and how the engine has been doing since it started."""
     service: Service = request.app.state.service
-    options: dict[str, Any] = {}
-    for section in asdict(service.engine_config).values():
-        options |= section
-    options |= service.server_config.public()
     card, stats = service.client.card, service.client.stats()
-    said = {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": card.synthetic_acceptance}
-    return JSON({**options, **said, "internal_states": [state(stats)]})
+    launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
+    states = [state(stats)]
+    return JSON(ServerInfo(**launched, version=__version__, lossy=card.lossy, synthetic_acceptance=curve, internal_states=states))
 
 
-def state(stats: EngineStats) -> dict[str, Any]:
-    """`avg_spec_accept_length` is SGLang's name: tokens per verification, null before the first one."""
-    drafts = stats.drafts_total
-    return {
-        "avg_spec_accept_length": 1 + stats.accepted_tokens_total / drafts if drafts else None,
-        "running": stats.running,
-        "waiting": stats.waiting,
-        "pages_used": stats.pages_used,
-        "pages_total": stats.pages_total,
-        "steps_total": stats.steps_total,
-        "prompt_tokens_total": stats.prompt_tokens_total,
-        "generation_tokens_total": stats.generation_tokens_total,
-    }
+def state(stats: EngineStats) -> InternalState:
+    names = InternalState.__struct_fields__[1:]
+    mean = 1 + stats.accepted_tokens_total / stats.drafts_total if stats.drafts_total else None
+    return InternalState(mean, **{name: getattr(stats, name) for name in names})

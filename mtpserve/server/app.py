@@ -15,28 +15,27 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.protocols import EngineClient
-from mtpserve.server import described, described_state, responses
-from mtpserve.server.about import health, model, model_info, models, server_info, version
-from mtpserve.server.access import Keys, RequestLog
-from mtpserve.server.chat import chat
-from mtpserve.server.completions import completions
-from mtpserve.server.control import abort_request, flush_cache, health_generate
-from mtpserve.server.errors import JSON, ErrorAnswer, add_error_handlers
-from mtpserve.server.generate import generate
-from mtpserve.server.limits import BodyLimit
-from mtpserve.server.messages import count_tokens, messages
-from mtpserve.server.metrics import Metrics
-from mtpserve.server.page import page, stats
-from mtpserve.server.parsing import parse_function_call, separate_reasoning
-from mtpserve.server.response_store import ResponseStore
+from mtpserve.server import about
+from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
+from mtpserve.server.http.access import Keys, RequestLog
+from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers
+from mtpserve.server.http.limits import BodyLimit
+from mtpserve.server.http.rendering import JSON, described
+from mtpserve.server.observe.metrics import Metrics
+from mtpserve.server.observe.page import Stats, page, stats
+from mtpserve.server.openai.chat import chat
+from mtpserve.server.openai.completions import completions
+from mtpserve.server.openai.objects import ChatObject, CompletionObject
+from mtpserve.server.openai.responses import routes as responses
+from mtpserve.server.openai.responses.objects import DeletedResponse, ResponseObject
+from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Service
-from mtpserve.server.tokens import detokenize, tokenize
+from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
+from mtpserve.server.sglang.generate import Generated, generate
+from mtpserve.server.sglang.parsing import ParsedCalls, SeparatedReasoning, parse_function_call, separate_reasoning
+from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize
 from mtpserve.server.tools import default_variables
 from mtpserve.text.tokenizer import Tokenizer
-
-# FastAPI would describe its own error bodies, which this server never sends.
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
-STREAMS: dict[str, Any] = {"content": {"text/event-stream": {}}}  # besides JSON
 
 
 async def metrics_text(request: Request) -> Response:
@@ -45,34 +44,57 @@ async def metrics_text(request: Request) -> Response:
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-# What each answers is what the document says of it; a class of response where it is no JSON.
-ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], Any], ...] = (
+# What each answers: one of these, which is also what the OpenAPI document says; or a class of response where that is not JSON.
+ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | type[Response]], ...] = (
     ("GET", ("/",), page, HTMLResponse),
-    ("GET", ("/stats",), stats, described_state.Stats),
-    ("GET", ("/health", "/ready", "/ping"), health, described_state.Healthy),
-    ("GET", ("/health_generate",), health_generate, described_state.Healthy),
-    ("GET", ("/version",), version, described_state.Version),
+    ("GET", ("/stats",), stats, (Stats,)),
+    ("GET", ("/health", "/ready", "/ping"), about.health, (about.Healthy,)),
+    ("GET", ("/health_generate",), health_generate, (about.Healthy,)),
+    ("GET", ("/version",), about.version, (about.Version,)),
     ("GET", ("/metrics",), metrics_text, PlainTextResponse),
-    ("GET", ("/v1/models",), models, described_state.ModelList | described_state.AnthropicModels),
-    ("GET", ("/v1/models/{id:path}",), model, described_state.ModelObject | described_state.AnthropicModel),
-    ("GET", ("/model_info", "/get_model_info"), model_info, described_state.ModelInfo),
-    ("GET", ("/server_info", "/get_server_info"), server_info, described_state.ServerInfo),
-    ("POST", ("/v1/completions",), completions, described.Completion),
-    ("POST", ("/v1/chat/completions",), chat, described.ChatCompletion),
-    ("POST", ("/v1/responses",), responses.create, described.ResponseObject),
-    ("GET", ("/v1/responses/{id}",), responses.retrieve, described.ResponseObject),
-    ("DELETE", ("/v1/responses/{id}",), responses.delete, described.DeletedResponse),
-    ("POST", ("/v1/responses/{id}/cancel",), responses.cancel, described.ResponseObject),
-    ("POST", ("/v1/messages",), messages, described.MessageObject),
-    ("POST", ("/v1/messages/count_tokens",), count_tokens, described.CountedTokens),
-    ("POST", ("/generate",), generate, described.Generated | list[described.Generated]),
-    ("POST", ("/tokenize", "/v1/tokenize"), tokenize, described.Tokenized),
-    ("POST", ("/detokenize", "/v1/detokenize"), detokenize, described.Detokenized),
-    ("POST", ("/parse_function_call",), parse_function_call, described.ParsedCalls),
-    ("POST", ("/separate_reasoning",), separate_reasoning, described.SeparatedReasoning),
-    ("POST", ("/flush_cache",), flush_cache, described.Flushed),
-    ("POST", ("/abort_request",), abort_request, described.Aborted),
+    ("GET", ("/v1/models",), about.models, (about.ModelList, about.AnthropicModels)),
+    ("GET", ("/v1/models/{id:path}",), about.model, (about.ModelObject, about.AnthropicModel)),
+    ("GET", ("/model_info", "/get_model_info"), about.model_info, (about.ModelInfo,)),
+    ("GET", ("/server_info", "/get_server_info"), about.server_info, (about.ServerInfo,)),
+    ("POST", ("/v1/completions",), completions, (CompletionObject,)),
+    ("POST", ("/v1/chat/completions",), chat, (ChatObject,)),
+    ("POST", ("/v1/responses",), responses.create, (ResponseObject,)),
+    ("GET", ("/v1/responses/{id}",), responses.retrieve, (ResponseObject,)),
+    ("DELETE", ("/v1/responses/{id}",), responses.delete, (DeletedResponse,)),
+    ("POST", ("/v1/responses/{id}/cancel",), responses.cancel, (ResponseObject,)),
+    ("POST", ("/v1/messages",), messages, (MessageObject,)),
+    ("POST", ("/v1/messages/count_tokens",), count_tokens, (CountedTokens,)),
+    ("POST", ("/generate",), generate, (Generated, list[Generated])),
+    ("POST", ("/tokenize", "/v1/tokenize"), tokenize, (Tokenized,)),
+    ("POST", ("/detokenize", "/v1/detokenize"), detokenize, (Detokenized,)),
+    ("POST", ("/parse_function_call",), parse_function_call, (ParsedCalls,)),
+    ("POST", ("/separate_reasoning",), separate_reasoning, (SeparatedReasoning,)),
+    ("POST", ("/flush_cache",), flush_cache, (Flushed,)),
+    ("POST", ("/abort_request",), abort_request, (Aborted,)),
 )
+
+
+JSON_ANSWERS = [answer if isinstance(answer, tuple) else () for *_, answer in ROUTES]
+(*SCHEMAS, ERROR, ANTHROPIC_ERROR), COMPONENTS = described([*JSON_ANSWERS, (ErrorAnswer,), (AnthropicError,)])
+STREAMING = (completions, chat, generate, messages, responses.create)
+
+
+class Server(FastAPI):
+    """FastAPI, whose document takes the answers' schemas from their Structs."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            super().openapi()["components"]["schemas"] |= COMPONENTS
+        return self.openapi_schema or {}
+
+
+def responses_of(endpoint: Callable[..., Any], path: str, schema: dict[str, Any] | None) -> dict[int | str, dict[str, Any]]:
+    """A route's part of the document. Without the errors FastAPI would describe its own, which this server never sends."""
+    error = {"content": {"application/json": {"schema": ANTHROPIC_ERROR if path.startswith(ANTHROPICS) else ERROR}}}
+    content: dict[str, Any] = {} if schema is None else {"application/json": {"schema": schema}}
+    if endpoint in STREAMING:
+        content["text/event-stream"] = {}
+    return {200: {"content": content}, "4XX": {"description": "Refused"} | error, "5XX": {"description": "Failed"} | error}
 
 
 def create_app(
@@ -80,13 +102,8 @@ def create_app(
 ) -> FastAPI:
     """`app.state.service.draining` may be set later: new requests and /health then get 503. Raises ConfigError for options that do not
     fit the tokenizer."""
-    app = FastAPI(
-        title="mtpserve",
-        version=__version__,
-        docs_url=None,  # those pages load scripts from elsewhere
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    # FastAPI's own pages load scripts from elsewhere.
+    app = Server(title="mtpserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     config = server_config or ServerConfig()
     metrics = Metrics(client, config.dialects)
     defaults = default_variables(config, tokenizer)
@@ -105,12 +122,9 @@ def create_app(
         )
     app.add_middleware(RequestLog)
     add_error_handlers(app)
-    for method, paths, endpoint, answer in ROUTES:
-        plain = answer in (HTMLResponse, PlainTextResponse)
-        said: dict[str, Any] = {} if plain else {"model": answer}
-        streamed = STREAMS if endpoint in (completions, chat, generate, messages, responses.create) else {}
-        documented = ERRORS | {200: said | streamed}
-        kind = answer if plain else JSON
+    for (method, paths, endpoint, answer), schema in zip(ROUTES, SCHEMAS, strict=True):
         for path in paths:
+            kind = JSON if isinstance(answer, tuple) else answer
+            documented = responses_of(endpoint, path, schema if kind is JSON else None)
             app.add_api_route(path, endpoint, methods=[method], response_model=None, response_class=kind, responses=documented)
     return app

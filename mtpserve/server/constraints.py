@@ -42,17 +42,17 @@ EXPECTED: dict[GrammarKind, tuple[tuple[type, ...], str]] = {
 
 def constraint(fields: dict[str, Any]) -> GrammarSpec | None:
     """`fields`: response_format, structured_outputs and those of NATIVE. Raises InvalidRequest, also where there are two."""
-    found: dict[str, GrammarSpec] = {}
+    grammars: dict[str, GrammarSpec] = {}
     for name, kind in NATIVE.items():
         if given(fields.get(name)):
-            found[name] = spec(kind, fields[name], name, name)
+            grammars[name] = spec(kind, fields[name], name, name)
     if (format := fields.get("response_format")) is not None and (made := response_format(format)) is not None:
-        found["response_format"] = made
+        grammars["response_format"] = made
     for name, value in structured(fields.get("structured_outputs")).items():
-        found[f"structured_outputs.{name}"] = spec(STRUCTURED[name], value, "structured_outputs", f"structured_outputs.{name}")
-    if len(found) > 1:
-        raise InvalidRequest(f"{' and '.join(found)} each constrain the output: give one of them", list(found)[1].split(".")[0])
-    return next(iter(found.values()), None)
+        grammars[f"structured_outputs.{name}"] = spec(STRUCTURED[name], value, "structured_outputs", f"structured_outputs.{name}")
+    if len(grammars) > 1:
+        raise InvalidRequest(f"{' and '.join(grammars)} each constrain the output: give one of them", list(grammars)[1].split(".")[0])
+    return next(iter(grammars.values()), None)
 
 
 def given(value: Any) -> bool:
@@ -69,14 +69,14 @@ def structured(value: Any) -> dict[str, Any]:
 
 
 def spec(kind: GrammarKind, value: object, field: str, place: str) -> GrammarSpec:
-    """`place` is where in the body the value stands, `field` the body's own field."""
+    """`place` is the value's place in the body, `field` the body's own field."""
     types, expected = EXPECTED[kind]
     if not isinstance(value, types) or (isinstance(value, list) and not all(isinstance(choice, str) for choice in value)):
         raise InvalidRequest(f"{place} must be {expected}, got {type(value).__name__}", field)
     if kind == "json_object":
         return GrammarSpec(kind, field=field)
     try:
-        # Spelled out, so that half a surrogate pair does not hide behind its escape until the engine reads it.
+        # Spelled out, so that half a surrogate pair is seen here and not first by the engine.
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
         raise InvalidRequest(f"{place} is nested too deeply", field) from error

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.errors import Unsupported
 from mtpserve.server.fields import either, refuse_constant
+from mtpserve.server.http.errors import Unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT = "a string or a list of parts like {'type': 'text', 'text': ...}"
@@ -60,7 +60,7 @@ class ChatMessage(BaseModel):
         return len(self.text()) + len(self.reasoning_content or "") + calls
 
     def for_template(self, place: str = "messages") -> dict[str, Any]:
-        """`place` is where in the body the message stands. Raises InvalidRequest."""
+        """`place` is the message's place in the body. Raises InvalidRequest."""
         if self.role not in ROLES:
             raise InvalidRequest(
                 f"{place}: role {self.role[:50]!r} is not supported; {', '.join(ROLES[:-1])} and {ROLES[-1]} are", "messages"
@@ -97,7 +97,7 @@ class ChatMessage(BaseModel):
         return "\n".join(part.text or "" for part in self.content)
 
 
-MAX_MESSAGES = 1 << 14  # more would keep everybody waiting while they are looked at, one by one
+MAX_MESSAGES = 1 << 14  # more would block the event loop while they are validated
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
@@ -130,12 +130,12 @@ def in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     messages without an answer between, as coding agents do, becomes one."""
     front = next((index for index, message in enumerate(messages) if message["role"] != "system"), len(messages))
     rest = [message | {"role": "user"} if message["role"] == "system" else message for message in messages[front:]]
-    found: list[dict[str, Any]] = []
+    joined_turns: list[dict[str, Any]] = []
     for role, following in groupby([*messages[:front], *rest], lambda message: message["role"]):
         run = list(following)
         joined = len(run) > 1 and role in ("system", "user")
-        found += [run[0] | {"content": "\n\n".join(message["content"] for message in run)}] if joined else run
-    return found
+        joined_turns += [run[0] | {"content": "\n\n".join(message["content"] for message in run)}] if joined else run
+    return joined_turns
 
 
 def size_of(messages: Sequence[dict[str, Any]]) -> int:

@@ -1,22 +1,19 @@
-"""What every route that continues a conversation shares: from its messages to a prompt and a plan for the output."""
+"""From a conversation to its prompt: templates, tools, and what the template needs of both."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.conversation import for_template, in_turns, size_of
-from mtpserve.server.openai import ChatRequest
+from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.service import INLINE_BYTES, MAX_BYTES_PER_TOKEN, Service
-from mtpserve.server.tools import OutputPlan, ToolUse, call_format, output_plan, planned, template_variables, tool_use
+from mtpserve.server.tools import ToolUse, call_format, template_variables, tool_use
 from mtpserve.text.control import RenderedChat
 from mtpserve.text.parsers.tools import instructions
-from mtpserve.text.requests import Spelling
 
 
 def asked_tools(service: Service, body: ChatRequest) -> ToolUse:
@@ -54,7 +51,7 @@ async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> Rendere
 
 
 def suited(service: Service, use: ToolUse, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """What the template needs of the messages, once there are tools or calls; and the tools, where it does not speak of them."""
+    """What the template needs of the messages, once there are tools or calls; and the tools, where it does not render them."""
     if not tools and not any("tool_calls" in message for message in messages):
         return messages
     needs = service.template_needs
@@ -66,28 +63,3 @@ def suited(service: Service, use: ToolUse, messages: list[dict[str, Any]], tools
     if made[0]["role"] != "system":
         return [{"role": "system", "content": told}, *made]
     return [{**made[0], "content": f"{made[0]['content']}\n\n{told}"}, *made[1:]]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    prompt: list[int]
-    sampling: SamplingParams
-    spelling: Spelling
-    plan: OutputPlan
-
-
-async def prepared(service: Service, body: ChatRequest) -> Prepared:
-    """Everything that can be wrong with a request is found here, before the engine hears of it."""
-    service.admit(body.model)
-    body.check()
-    sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
-    service.check_sampling(sampling)
-    use = asked_tools(service, body)
-    chat = await rendered(service, body, use)
-    begun = body.messages[-1].text() if body.continue_final_message else None
-    plan = output_plan(use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
-    sampling = planned(plan, sampling, service.tokenizer)
-    spelling = await service.spelling(sampling)
-    prompt = service.truncated(await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens)
-    service.check_length(prompt, body.wanted_tokens, "messages")
-    return Prepared(prompt, sampling, spelling, plan)

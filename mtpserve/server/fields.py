@@ -14,7 +14,7 @@ from mtpserve.core.sampling import MAX_BIASED
 from mtpserve.text.requests import check_text
 
 MAX_BIAS = 100
-MAX_ID_DIGITS = 20  # longer ones are no token ids, and Python refuses to read some thousands of digits
+MAX_ID_DIGITS = 20  # longer ones are not token ids, and Python refuses to read some thousands of digits
 
 
 def either(kinds: str) -> WrapValidator:
@@ -41,18 +41,18 @@ def texts(field: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def biases(given: dict[str, float]) -> dict[int, float]:
-    if len(given) > MAX_BIASED:  # megabytes of them would keep everybody waiting
+    if len(given) > MAX_BIASED:  # megabytes of them would block the event loop
         raise InvalidRequest(f"logit_bias must be at most {MAX_BIASED} entries, got {len(given)}", "logit_bias")
-    found: dict[int, float] = {}
+    by_token: dict[int, float] = {}
     for token, bias in given.items():
         if not token.isascii() or not token.isdigit() or len(token) > MAX_ID_DIGITS:
             raise InvalidRequest(f"logit_bias must have token ids as keys, got {token[:50]!r}", "logit_bias")
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             raise InvalidRequest(f"logit_bias must be in [-{MAX_BIAS}, {MAX_BIAS}], got {bias} for token {token}", "logit_bias")
-        if int(token) in found:  # "7" and "07"
+        if int(token) in by_token:  # "7" and "07"
             raise InvalidRequest(f"logit_bias names token {int(token)} twice", "logit_bias")
-        found[int(token)] = bias
-    return found
+        by_token[int(token)] = bias
+    return by_token
 
 
 def predicted(prediction: dict[str, Any] | None) -> str:

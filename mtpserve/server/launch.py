@@ -33,11 +33,11 @@ from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
 from mtpserve.engine.client import ProcessClient
 from mtpserve.engine.process import DEFAULT_FACTORY
-from mtpserve.server.access import with_keys
-from mtpserve.server.errors import error_response
-from mtpserve.server.limits import BoundedHTTP
-from mtpserve.server.page import page_response
-from mtpserve.server.report import report
+from mtpserve.server.http.access import with_keys
+from mtpserve.server.http.errors import error_response
+from mtpserve.server.http.limits import BoundedHTTP
+from mtpserve.server.observe.page import page_response
+from mtpserve.server.observe.report import report
 
 if TYPE_CHECKING:
     from mtpserve.server.service import Service
@@ -100,7 +100,7 @@ def serve(engine_config: EngineConfig, server: ServerConfig, *, fetch: Fetch = u
         logging.getLogger(library).setLevel(logging.WARNING)
     server = with_keys(server)
     if not (server.api_key or server.ssl_ca_certs or is_loopback(server.host)):
-        log.warning("listening on %s without --api-key: whoever reaches it may use it", server.host)
+        log.warning("listening on %s without --api-key: every client that reaches it may use it", server.host)
     with listen(server.host, server.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Launch(fetch(engine_config), server, factory).run(listener))
 
@@ -165,7 +165,7 @@ class Launch:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # anybody may send them: the log shows who really connected
+            proxy_headers=False,  # any client may send them: the log shows the address that connected
             timeout_keep_alive=60,  # longer than clients keep idle connections, or they would send into a closing one
             timeout_graceful_shutdown=CLOSE_S,
         )

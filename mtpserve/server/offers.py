@@ -1,6 +1,6 @@
 """The tools that a request of the newer APIs offers: functions, and others, which are left out as long as a function remains.
 
-Others are those that only their maker's servers run, such as web search, and those that a client runs but only their maker's models know.
+Others are those that only their vendor's servers run, such as web search, and those that a client runs but only their vendor's models know.
 A model may do without any tool that it is offered; a request that has nothing else, or demands one, is refused. No HTTP and no bodies here.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpserve.server.errors import SHORT, Unsupported
-from mtpserve.server.openai import say_once
+from mtpserve.server.body import say_once
+from mtpserve.server.http.errors import SHORT, Unsupported
 
 
 @dataclass(slots=True)
@@ -18,7 +18,7 @@ class Offer:
     """`functions` are as chat completions have them. The others tell what only the client's own layout knows."""
 
     functions: list[dict[str, Any]] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)  # where in the body they stand, where they are counted otherwise there
+    places: dict[str, str] = field(default_factory=dict)  # their places in the body, where those are other
     members: dict[str, tuple[str, str]] = field(default_factory=dict)  # the name of one in a namespace → the namespace, its name in there
     _left_out: dict[str, str] = field(default_factory=dict)  # type → place
     _names: set[str] = field(default_factory=set)  # of those that are left out and have one

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.errors import SHORT
+from mtpserve.server.http.errors import SHORT
 
 MAX_DEPTH = 64
 # What llguidance refuses. Other words are enforced, or say nothing about the form.

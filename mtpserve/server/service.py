@@ -1,9 +1,8 @@
-"""What the routes share: admission, prompts to tokens, and one prompt's generation as pieces of text. No HTTP and no JSON here."""
+"""What the routes share: admission, prompts to tokens, and one choice's generation, step by step. No HTTP and no JSON here."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,9 @@ from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServ
 from mtpserve.core.protocols import EngineClient
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
-from mtpserve.server.metrics import Metrics
-from mtpserve.server.observed import RequestClock
+from mtpserve.server.http.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
+from mtpserve.server.observe.metrics import Metrics
+from mtpserve.server.observe.observed import RequestClock
 from mtpserve.server.template_needs import Needs, needs_of
 from mtpserve.server.tools import Formats
 from mtpserve.text.control import RenderedChat
@@ -30,14 +29,13 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
 INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
-MERGED_PIECES = 64  # of several prompts' streams, waiting to be written
 MATCHED_TOKENS = 256  # the last ones, in which the stop string is looked for: no token is shorter than a byte
 LOGGED_TOKENS = 256  # of a prompt, where prompts are logged
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one step added to one prompt's text. The last piece has `finish`."""
+class StepOutput:
+    """What one step added to one choice's text. The last one has `finish`."""
 
     text: str
     tokens: list[int]  # those that count: up to the one that completed a stop string
@@ -45,7 +43,12 @@ class Piece:
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
     proposal: Proposal = field(default_factory=Proposal)
-    accepted: int = 0  # drafts that the step accepted, before any stop string
+    accepted: int = 0  # proposed tokens that the step accepted, before any stop string
+
+    @property
+    def kept(self) -> list[int]:
+        """Those accepted that are in the text, as nodes of the proposal."""
+        return self.proposal.path[: min(self.accepted, len(self.tokens))]
 
 
 @dataclass(slots=True)
@@ -59,7 +62,7 @@ class Service:
     template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the chat template where a request has none
     draining: bool = False
     _live: set[str] = field(default_factory=set)  # the engine's ids of what runs or waits
-    _aborted: set[str] = field(default_factory=set)  # of these, those that somebody asked to end
+    _aborted: set[str] = field(default_factory=set)  # of these, those that a client ended by their id
     _needs: Needs | None = None
 
     @property
@@ -77,7 +80,7 @@ class Service:
 
     @property
     def template_needs(self) -> Needs:
-        """Found out when a conversation first has tools."""
+        """Determined when a conversation first has tools."""
         if self._needs is None:
             self._needs = needs_of(lambda messages, tools: self.tokenizer.render_chat(messages, tools=tools).text)
         return self._needs
@@ -154,7 +157,7 @@ class Service:
         return prompt if keep is None else prompt[-keep:]
 
     def check_length(self, prompt: Sequence[int], max_tokens: int | None, field: str) -> None:
-        """An explicit `max_tokens` must fit behind the prompt; without one the rest of the context is what there is."""
+        """An explicit `max_tokens` must fit after the prompt; without one the rest of the context is what there is."""
         context = self.client.card.context_length
         if not prompt:
             raise InvalidRequest(f"{field} is empty", field)
@@ -186,16 +189,16 @@ class Service:
 
         A choice's id in the engine is the client's, a dash, and its number.
         """
-        found = [id for id in self._live - self._aborted if rid is None or id.rpartition("-")[0] == rid]
-        for id in found:
+        running = [id for id in self._live - self._aborted if rid is None or id.rpartition("-")[0] == rid]
+        for id in running:
             self._aborted.add(id)
             self.client.abort(id)
-        return len(found)
+        return len(running)
 
     async def generate(
         self, request: Request, arrival: float, timeout: float | None = None, *, streaming: bool = False
-    ) -> AsyncGenerator[Piece, None]:
-        """Pieces until one has `finish`. Closing it early, a stop string and any error all end the request in the engine.
+    ) -> AsyncGenerator[StepOutput, None]:
+        """StepOutputs until one has `finish`. Closing it early, a stop string and any error all end the request in the engine.
 
         `arrival` is perf_counter's; `timeout` is in seconds from there, and the server's own may be shorter.
         """
@@ -205,10 +208,10 @@ class Service:
         clock = RequestClock(self.metrics.observers, request, arrival, streaming)
         outcome = "abort"
         try:
-            async for piece in self._pieces(request, clock, arrival, timeout):
-                if piece.finish is not None:
-                    outcome = piece.finish.value
-                yield piece
+            async for step in self._steps(request, clock, arrival, timeout):
+                if step.finish is not None:
+                    outcome = step.finish.value
+                yield step
         except (InvalidRequest, EngineBusy):
             outcome = "rejected"
             raise
@@ -221,7 +224,9 @@ class Service:
             self._aborted.discard(request.id)
             clock.end(outcome)
 
-    async def _pieces(self, request: Request, clock: RequestClock, arrival: float, timeout: float | None) -> AsyncGenerator[Piece, None]:
+    async def _steps(
+        self, request: Request, clock: RequestClock, arrival: float, timeout: float | None
+    ) -> AsyncGenerator[StepOutput, None]:
         if self.server_config.log_requests:
             text = self.tokenizer.decode(request.prompt[:LOGGED_TOKENS], skip_special_tokens=False)
             log.info("request %s: %d prompt tokens, %r, %r", request.id, len(request.prompt), text, request.sampling)
@@ -240,7 +245,7 @@ class Service:
             except RequestFailed:
                 if request.id not in self._aborted:
                     raise
-                yield Piece(detokenizer.finish(), [], Finish.ABORT)
+                yield StepOutput(detokenizer.finish(), [], Finish.ABORT)
                 return
             if event.finish in (Finish.ERROR, Finish.ABORT):
                 raise RequestFailed(event.error or "the request was aborted")
@@ -248,10 +253,10 @@ class Service:
             delta = detokenizer.push(event.tokens)
             clock.tokens(delta.tokens_used, event.times)
             if delta.stopped:
-                yield piece_of(event, delta.text, delta.tokens_used, Finish.STOP)
+                yield output_of(event, delta.text, delta.tokens_used, Finish.STOP)
                 return
             rest = detokenizer.finish() if event.finish is not None else ""
-            yield piece_of(event, delta.text + rest, delta.tokens_used, event.finish)
+            yield output_of(event, delta.text + rest, delta.tokens_used, event.finish)
             if event.finish is not None:
                 return
 
@@ -282,36 +287,6 @@ def shorter(one: float | None, other: float | None) -> float | None:
     return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
-def piece_of(event: TokenEvent, text: str, used: int, finish: Finish | None) -> Piece:
+def output_of(event: TokenEvent, text: str, used: int, finish: Finish | None) -> StepOutput:
     logprobs = None if event.logprobs is None else event.logprobs[:used]
-    return Piece(text, event.tokens[:used], finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)
-
-
-async def merge(streams: list[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all streams as they come, each with its stream's index. The first error ends them all."""
-    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(MERGED_PIECES)
-
-    async def pump(index: int, stream: AsyncGenerator[Piece, None]) -> None:
-        try:
-            async with contextlib.aclosing(stream):
-                async for piece in stream:
-                    await queue.put((index, piece))
-            await queue.put((index, None))
-        except Exception as error:
-            await queue.put((index, error))
-
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
-    running = len(tasks)
-    try:
-        while running:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return StepOutput(text, event.tokens[:used], finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)

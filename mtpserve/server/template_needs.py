@@ -1,6 +1,6 @@
-"""What a model's chat template needs of conversations with tools, found out by trying it on small ones.
+"""What a model's chat template needs of conversations with tools, determined by rendering small ones.
 
-Templates differ in what they can take, and many lose without a word what they cannot: calls beside a text, tools altogether.
+Templates differ in what they render, and many drop the rest without an error: calls beside a text, or tools altogether.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def short(id: str) -> str:
 
 
 def single(messages: Sequence[Message]) -> Iterator[Message]:
-    """Each call in a message of its own, and its result behind it."""
+    """Each call in a message of its own, followed by its result."""
     rest = list(messages)
     while rest:
         message = rest.pop(0)

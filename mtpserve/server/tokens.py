@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.body import MAX_PROMPTS, Strict, Texts, Tokens
 from mtpserve.server.conversation import Messages
 from mtpserve.server.dialogue import asked_tools, rendered
-from mtpserve.server.errors import JSON
 from mtpserve.server.fields import either
-from mtpserve.server.openai import MAX_PROMPTS, ChatRequest, Strict, Texts, Tokens
+from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.service import Service
 
 
@@ -37,8 +39,24 @@ class DetokenizeRequest(Strict):
     skip_special_tokens: bool | None = None
 
 
-def one_or_many(found: list[Any], several: bool) -> Any:
-    return found if several else found[0]
+class Tokenized(Rendered):
+    """Lists of each for a list of texts."""
+
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: list[str | list[str]] | UnsetType = UNSET
+
+
+class Detokenized(Rendered):
+    """The text under vLLM's name and under SGLang's; lists for a list of lists."""
+
+    prompt: str | list[str]
+    text: str | list[str]
+
+
+def one_or_many(values: list[Any], several: bool) -> Any:
+    return values if several else values[0]
 
 
 def check_count(count: int, field: str) -> None:
@@ -57,23 +75,20 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in fields})
         chat.check()
         written = await rendered(service, chat, asked_tools(service, chat))
-        found = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
+        lists = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
     else:
         for name in fields[2:]:
             if getattr(body, name):
                 raise InvalidRequest(f"{name} needs messages: a prompt has no template", name)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
         check_count(len(texts), "prompt")
-        found = [await service.encode(text, "prompt", special=body.add_special_tokens is not False) for text in texts]
+        lists = [await service.encode(text, "prompt", special=body.add_special_tokens is not False) for text in texts]
     several = isinstance(body.prompt, list)
-    answer = {
-        "tokens": one_or_many(found, several),
-        "count": one_or_many([len(ids) for ids in found], several),
-        "max_model_len": service.client.card.context_length,
-    }
+    counts = one_or_many([len(ids) for ids in lists], several)
+    answer = Tokenized(one_or_many(lists, several), counts, service.client.card.context_length)
     if body.return_token_strs:
-        strings = [[service.tokenizer.token_text(id) for id in ids] for ids in found]
-        answer["token_strs"] = one_or_many(strings, several)
+        strings = [[service.tokenizer.token_text(id) for id in ids] for ids in lists]
+        answer.token_strs = one_or_many(strings, several)
     return JSON(answer)
 
 
@@ -89,4 +104,4 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     skip = body.skip_special_tokens is not False
     texts = [await asyncio.to_thread(service.tokenizer.decode, ids, skip_special_tokens=skip) for ids in lists]
     text = one_or_many(texts, several)
-    return JSON({"prompt": text, "text": text})
+    return JSON(Detokenized(text, text))

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.sampling import MAX_GRAMMAR_BYTES, GrammarSpec, SamplingParams
-from mtpserve.server.errors import SHORT
+from mtpserve.server.http.errors import SHORT
 from mtpserve.server.schemas import check_enforceable, check_parameters
 from mtpserve.text.parsers.grammar import spelled_by
 from mtpserve.text.parsers.json_calls import Listed
@@ -62,13 +62,13 @@ class ToolUse:
 def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats) -> ToolUse:
     """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest that names the place."""
     given = definitions(tools)
-    found = [tool(entry["function"], f"tools[{index}].function") for index, entry in enumerate(given)]
-    names = [each.name for each in found]
+    offered = [tool(entry["function"], f"tools[{index}].function") for index, entry in enumerate(given)]
+    names = [each.name for each in offered]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise InvalidRequest(f"tools[{index}].function.name: {name!r} is there twice", f"tools[{index}].function.name")
-    kind, only = chosen(choice, bool(found))
-    if not found:
+    kind, only = chosen(choice, bool(offered))
+    if not offered:
         if kind in ("required", "named"):
             raise InvalidRequest(f"tool_choice {kind!r} needs tools" if only is None else "tool_choice needs tools", "tool_choice")
         return ToolUse([], [])
@@ -79,7 +79,7 @@ def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats) -
             "tool_choice 'auto' needs to know how this model writes calls: start the server with --tool-call-parser "
             f"({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for one tool by name", "tool_choice",
         )  # fmt: skip
-    return ToolUse(given, found, kind, only, kind != "named" and parallel is not False)
+    return ToolUse(given, offered, kind, only, kind != "named" and parallel is not False)
 
 
 def definitions(tools: Any) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ def tool(function: dict[str, Any], place: str) -> Tool:
     if strict is not None and not isinstance(strict, bool):
         raise InvalidRequest(f"{place}.strict must be true or false, got {type(strict).__name__}", f"{place}.strict")
     try:
-        # Spelled out, so that half a surrogate pair does not hide behind its escape.
+        # Spelled out, so that half a surrogate pair is seen.
         check_text(json.dumps(function, ensure_ascii=False), place)
     except RecursionError as error:
         raise InvalidRequest(f"{place} is nested too deeply", place) from error
@@ -211,9 +211,9 @@ def default_variables(config: ServerConfig, tokenizer: Tokenizer) -> dict[str, A
 
 def template_variables(kwargs: Mapping[str, Any] | None, effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """Plain values for variables that the model's own template mentions: nothing that could change what the library does."""
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if effort is not None:
-        found = {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
+        variables = {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
     if len(kwargs or {}) > MAX_VARIABLES:
         raise InvalidRequest(
             f"chat_template_kwargs has {len(kwargs or {})} entries, at most {MAX_VARIABLES} are allowed", "chat_template_kwargs"
@@ -225,8 +225,8 @@ def template_variables(kwargs: Mapping[str, Any] | None, effort: str | None, tok
         if not isinstance(value, bool | int | float | str | None) or len(str(value)) > MAX_VALUE:
             raise InvalidRequest(f"{place} must be a short string, a number, true, false or null", place)
         check_text(str(value), place)
-        found[name] = value
+        variables[name] = value
     for name, other in (("enable_thinking", "thinking"), ("thinking", "enable_thinking")):  # one switch, of two names
-        if isinstance(found.get(name), bool):
-            found.setdefault(other, found[name])
-    return found
+        if isinstance(variables.get(name), bool):
+            variables.setdefault(other, variables[name])
+    return variables

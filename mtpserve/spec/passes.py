@@ -27,7 +27,7 @@ from mtpserve.spec.reduced import ReducedHead
 
 
 class DraftPasses:
-    """`attention` plans for the draft model's own layers. `boundary` is None if it gets no features of the trunk."""
+    """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk."""
 
     def __init__(
         self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None
@@ -39,7 +39,7 @@ class DraftPasses:
         may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
         seats, lag = batch.seats, self.model.lag
         if self.boundary is not None and hidden.features is not None:
-            self.boundary.store(batch.index, batch.slots, hidden.features)
+            self.boundary.store(batch.slots, hidden.features)
         if batch.resumed is not None:
             self.resume(batch, batch.resumed)
         after = batch.index + 1
@@ -72,7 +72,7 @@ class DraftPasses:
         """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are contiguous."""
         requests, device = len(seat_ids), index.device
         each = len(ids) // max(requests, 1)
-        owners = seat_ids.repeat_interleave(each)
+        owners, ends = (seat_ids, index) if each == 1 else (seat_ids.repeat_interleave(each), index.view(requests, each)[:, -1])
         return replace(
             batch,
             ids=ids,
@@ -81,8 +81,8 @@ class DraftPasses:
             slots=batch.seats.slots(owners, index + self.model.lag if self.model.lag else index),
             row_seats=owners,
             seat_ids=seat_ids,
-            cu_q=torch.arange(requests + 1, device=device) * each,
-            kv_len=index.view(requests, each)[:, -1] + 1,
+            cu_q=torch.arange(0, requests * each + 1, max(each, 1), device=device),
+            kv_len=ends + 1,
             tree=None,
             tree_bits=None,
             tree_start=None,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mtpserve.config import FREE_DRAFTS, SpecConfig
+from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftSizes
+
+FREE_DRAFTS = 8  # drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts
 
 
 def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:

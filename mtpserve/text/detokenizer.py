@@ -29,7 +29,7 @@ class TextDelta:
     stopped: bool  # a stop string or a stop token was met: the text is complete, push no more
 
 
-class Context(NamedTuple):
+class DecodedContext(NamedTuple):
     """The last tokens whose text is complete, and that text."""
 
     tokens: list[int]
@@ -50,7 +50,7 @@ class Detokenizer:
         self._text = ""
         self._context = self._context_of(list(prompt[-CONTEXT:]))
         if self._context.text.endswith(REPLACEMENT):
-            self._context = Context([], "")
+            self._context = DecodedContext([], "")
         self._pending: list[int] = []  # tokens after the context's
         self._stopped = False
 
@@ -96,10 +96,10 @@ class Detokenizer:
     def _plain(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special))
 
-    def _context_of(self, tokens: list[int]) -> Context:
-        return Context(tokens, self._plain(tokens) if tokens else "")
+    def _context_of(self, tokens: list[int]) -> DecodedContext:
+        return DecodedContext(tokens, self._plain(tokens) if tokens else "")
 
-    def _between(self, context: Context, tokens: list[int]) -> str:
+    def _between(self, context: DecodedContext, tokens: list[int]) -> str:
         """What `tokens` add to the text of `context`; decoded alone they may give another text."""
         return self._plain(context.tokens + tokens)[len(context.text) :]
 
@@ -114,7 +114,7 @@ class Detokenizer:
         for cut in range(len(self._pending) - 1, len(self._pending) - 5, -1):
             head = self._between(self._context, self._pending[:cut])
             if head + self._plain(self._pending[cut:]) == whole:
-                self._context, self._pending = Context([], ""), self._pending[cut:]
+                self._context, self._pending = DecodedContext([], ""), self._pending[cut:]
                 return head
         return ""
 

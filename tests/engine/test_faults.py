@@ -11,9 +11,8 @@ import torch
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineDead
-from mtpserve.core.request import Request
+from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Finish
 from mtpserve.engine.client import ProcessClient
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.faults import is_fatal

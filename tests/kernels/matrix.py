@@ -80,6 +80,7 @@ def attention(fp8: bool) -> None:
 
 def around(fp8: bool) -> None:
     from mtpserve_kernels.cache.compact import compact
+    from mtpserve_kernels.cache.slots import slots, store_boundary
     from mtpserve_kernels.fused.linear import skinny_linear
     from mtpserve_kernels.fused.norm import add_rms_norm
     from mtpserve_kernels.fused.rope import latent_store, rope_store
@@ -103,6 +104,9 @@ def around(fp8: bool) -> None:
         x.new_zeros(4, 48, 128), ints(4), cos, cos, ints(4), torch.zeros(64, 8, 128, dtype=bf16), torch.zeros(64, 8, 128, dtype=bf16), 32
     )
     compact(torch.zeros(2, 64, 8, 128, dtype=bf16), ints(2, 7), ints(2, 7))
+    slots(ints(4, 16), ints(4), ints(4), 16)
+    for dtype in (bf16, torch.float32):
+        store_boundary(torch.zeros(4, 7168, dtype=dtype), ints(4), torch.zeros(4, 7168, dtype=dtype), 16)
     for dtype in (bf16, torch.float32):
         weight = torch.zeros(512, 4096, dtype=dtype)
         for rows in range(1, 65):

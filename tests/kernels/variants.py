@@ -25,6 +25,7 @@ def step(count: int) -> None:
     """Every kernel, for `count` requests or rows."""
     from mtpserve_kernels.attention.span import span_gqa, span_mla
     from mtpserve_kernels.cache.compact import compact
+    from mtpserve_kernels.cache.slots import slots, store_boundary
     from mtpserve_kernels.fused.linear import skinny_linear
     from mtpserve_kernels.fused.norm import add_rms_norm
     from mtpserve_kernels.fused.rope import latent_store, rope_store
@@ -46,6 +47,8 @@ def step(count: int) -> None:
     latent, norm = x.new_zeros(64, 1, 640), x.new_zeros(512)
     latent_store(x.new_zeros(count, 8, 192), x.new_zeros(count, 640), ints(count), cos, cos, ints(count), latent, norm, 1e-6, 64)
     compact(torch.zeros(2, 64, 2, 128), ints(count, count), ints(count, count))
+    slots(ints(50, 16), ints(count), ints(count), 16)
+    store_boundary(torch.zeros(4, 256), ints(count), torch.zeros(count, 256), 16)
     for splits in (1, 2):
         skinny_linear(x, torch.zeros(512, 256), splits=splits)
     linear_fp8(x.new_zeros(64 + count, 256), torch.zeros(512, 256).to(torch.float8_e4m3fn), torch.zeros(4, 2))

@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.server.access import OPEN, with_keys
 from mtpserve.server.app import create_app
+from mtpserve.server.http.access import OPEN, with_keys
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient

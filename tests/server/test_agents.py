@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.server import openai as bodies
+from mtpserve.server import body as bodies
 from mtpserve.server.app import create_app
-from mtpserve.server.response_body import Item, messages_of
+from mtpserve.server.openai.responses.body import InputItem, messages_of
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.speaking import checkpoint
@@ -86,7 +86,7 @@ def test_an_agent_calls_a_tool_over_responses(tokenizer: Tokenizer, name: str, t
     sent_back = [items[0] | {"encrypted_content": None}, *items[1:], output]
     found = named(post(server, RESPONSES, **CODEX, input=[*ASKED, *sent_back]).text)
     assert found[-1][1]["response"]["output"][-1]["content"][0]["text"] == "It said hello."
-    (remembered,) = messages_of([Item(**items[-1])])[0].tool_calls or []
+    (remembered,) = messages_of([InputItem(**items[-1])])[0].tool_calls or []
     assert remembered.function.name == name
     conversation = f"user: say hello\nassistant: Let me see.\ncommand = echo hello\ntool{output['call_id']}: hello\n"
     assert conversation in server.prompt().replace("\n\n", "\n")

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.server.app import create_app
-from mtpserve.server.metrics import Metrics
+from mtpserve.server.observe.metrics import Metrics
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 

@@ -17,7 +17,8 @@ from fastapi import FastAPI
 from mtpserve.config import ModelConfig
 from mtpserve.server.app import create_app
 from mtpserve.server.conversation import MAX_MESSAGES, ChatMessage
-from mtpserve.server.openai import UNSUPPORTED, CompletionRequest, GenerationRequest
+from mtpserve.server.openai.body import CompletionRequest, GenerationRequest
+from mtpserve.server.unsupported import REFUSED
 from mtpserve.text.grammar import LLGuidanceCompiler
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
@@ -171,7 +172,7 @@ def test_fields_out_of_bounds_are_named(http: httpx.AsyncClient, client: FakeCli
 
 
 def test_what_nobody_has_heard_of_is_left_out(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "mtpserve.server.openai"):
+    with caplog.at_level(logging.DEBUG, "mtpserve.server.body"):
         response = send(http, "POST", COMPLETIONS, json={"prompt": "a", "unheard\nof": 1, "stream": True, "stream_options": {"new": 1}})
     assert response.status_code == 200
     assert [record.getMessage() for record in caplog.records if "unheard" in record.getMessage()] == [
@@ -222,7 +223,7 @@ def test_not_a_number_is_refused(http: httpx.AsyncClient) -> None:
         error(send(http, "POST", COMPLETIONS, content=content, headers={"content-type": "application/json"}), 400)
 
 
-@pytest.mark.parametrize("field", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("field", sorted(REFUSED["chat"]))
 def test_what_is_not_supported_is_refused_by_name(http: httpx.AsyncClient, field: str) -> None:
     for value in (3.5, {"type": "json_object"}, [{"x": 1}]):
         assert refused(http, CHAT, {"messages": USER, field: value})["param"] == field

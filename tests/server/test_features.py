@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.server.service import Piece
-from mtpserve.server.usage import Trace
+from mtpserve.server.openai.usage import Trace
+from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
@@ -218,6 +218,6 @@ def test_the_trace_says_who_proposed_what(http: httpx.AsyncClient, tokenizer: To
 
 def test_a_trace_gives_a_character_to_the_token_that_completes_it(tokenizer: Tokenizer) -> None:
     trace, tokens = Trace(tokenizer), tokenizer.encode("a€", special=False)
-    steps = [trace.step(Piece("", [token]))["texts"] for token in tokens]
+    steps = [trace.step(StepOutput("", [token])).texts for token in tokens]
     assert len(tokens) > 2  # the sign of the euro is several tokens
     assert steps == [["a"], *([[""]] * (len(tokens) - 2)), ["€"]]

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import ROUTES, create_app
-from mtpserve.server.openai import UNSUPPORTED
+from mtpserve.server.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import VOCAB
@@ -110,7 +110,7 @@ SETTINGS = settings(max_examples=250, deadline=None, suppress_health_check=[Heal
 @SETTINGS
 @given(st.data(), st.sampled_from(sorted(GOOD)))
 def test_no_json_is_a_server_error(app: FastAPI, data: st.DataObject, path: str) -> None:
-    names = st.sampled_from(sorted({*bodies(app, path), *UNSUPPORTED}))
+    names = st.sampled_from(sorted({*bodies(app, path), *(name for fields in REFUSED.values() for name in fields)}))
     check(post(app, path, data.draw(st.dictionaries(names, ANYTHING, max_size=3))))
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from mtpserve.server.sse import EventStream
+from mtpserve.server.http.sse import EventStream
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient

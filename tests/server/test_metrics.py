@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mtpserve.core.request import EngineStats
 from mtpserve.server.app import create_app
-from mtpserve.server.recent import Recent
-from mtpserve.server.report import line
+from mtpserve.server.observe.observed import Recent
+from mtpserve.server.observe.report import line
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 

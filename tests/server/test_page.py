@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mtpserve.server.page import HTML
+from mtpserve.server.observe.page import HTML
 from tests.server.fake_client import FakeClient
 from tests.server.test_launch import free_port, launched
 

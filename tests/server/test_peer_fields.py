@@ -9,8 +9,13 @@ import pytest
 
 from mtpserve.config import EngineConfig, SchedulerConfig
 from mtpserve.core.sampling import SamplingParams, Speculation
-from mtpserve.server import message_body, native, openai, response_body
+from mtpserve.server.anthropic.body import CountRequest, MessagesRequest
 from mtpserve.server.app import create_app
+from mtpserve.server.body import Strict
+from mtpserve.server.openai import body as openai
+from mtpserve.server.openai.responses.body import ResponsesRequest
+from mtpserve.server.sglang.body import NativeRequest, NativeSampling
+from mtpserve.server.unsupported import LETTERS, REFUSED, TABLE
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.test_errors import error, send
@@ -84,30 +89,43 @@ PEERS = """
     spaces_between_special_tokens guided_whitespace_pattern return_entropy return_bytes background max_tool_calls include container
     mcp_servers conversation token_ids_logprob image_data
 """
-ROUTES = {
-    "/v1/completions": (openai.CompletionRequest, openai.UNSUPPORTED),
-    "/v1/chat/completions": (openai.ChatRequest, openai.UNSUPPORTED),
-    "/v1/responses": (response_body.ResponsesRequest, openai.UNSUPPORTED | response_body.UNSUPPORTED),
-    "/v1/messages": (message_body.MessagesRequest, openai.UNSUPPORTED | message_body.UNSUPPORTED),
-    "/generate": (native.NativeRequest, native.UNSUPPORTED),
+CLASSES: dict[str, type[Strict]] = {
+    "/v1/completions": openai.CompletionRequest,
+    "/v1/chat/completions": openai.ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/generate": NativeRequest,
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", CLASSES)
 def test_what_asks_for_something_that_is_not_done_is_refused(http: httpx.AsyncClient, client: FakeClient, route: str) -> None:
-    cls, unsupported = ROUTES[route]
+    column = CLASSES[route].column
+    assert column is not None
     body = BODIES.get(route, {"text": "a"})
-    for name in sorted(unsupported.keys() - cls.model_fields.keys() - ({"service_tier"} if route == "/v1/messages" else set())):
+    for name in REFUSED[column]:
         found = error(send(http, "POST", route, json=body | {name: {"some": "thing"}}), 400)
         assert (found["param"], found["code"]) == (name, "unsupported_parameter")
     assert not client.submitted
 
 
+def test_the_table_refuses_no_field_that_a_body_has() -> None:
+    for cls in (*CLASSES.values(), NativeSampling, CountRequest):
+        assert cls.column is not None
+        assert REFUSED[cls.column].keys() & cls.model_fields.keys() == set(), cls
+
+
+def test_the_table_has_each_field_once_in_a_column() -> None:
+    fields = [(letter, name) for columns, _, names in TABLE for letter in columns.replace(".", "") for name in names.split()]
+    assert len(set(fields)) == len(fields) == sum(len(refused) for refused in REFUSED.values())
+    for columns, neutral, _ in TABLE:
+        assert [letter in (".", place) for letter, place in zip(columns, LETTERS.values(), strict=True)] == [True] * len(LETTERS)
+        assert neutral[0] is None
+
+
 def test_no_field_of_the_peers_is_unheard_of() -> None:
-    heard = {
-        name for cls, unsupported in ROUTES.values() for name in [*cls.model_fields, *unsupported]
-    } | native.UNSUPPORTED_SAMPLING.keys()
-    assert set(PEERS.split()) <= heard
+    refused = {name for fields in REFUSED.values() for name in fields}
+    assert set(PEERS.split()) <= {name for cls in CLASSES.values() for name in cls.model_fields} | refused
 
 
 @pytest.mark.parametrize(("fields", "effort", "shown"), [
@@ -141,9 +159,7 @@ def test_a_schema_for_the_answer(http: httpx.AsyncClient, client: FakeClient, ro
 
 
 def test_output_config_of_messages(http: httpx.AsyncClient) -> None:
-    body = message_body.MessagesRequest(
-        messages=USER, max_tokens=1, output_config={"effort": "high"}, chat_template_kwargs={"thinking": True}
-    )
+    body = MessagesRequest(messages=USER, max_tokens=1, output_config={"effort": "high"}, chat_template_kwargs={"thinking": True})
     chat = body.chat(body.offer())
     assert (chat.effort, chat.chat_template_kwargs) == ("high", {"thinking": True})
     for config in ({"format": {"type": "text"}}, {"effort": "much"}):

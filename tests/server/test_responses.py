@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.server.conversation import ChatMessage
-from mtpserve.server.response_store import MAX_CHARACTERS, MAX_RESPONSES, ResponseStore, Stored
+from mtpserve.server.openai.responses.store import MAX_CHARACTERS, MAX_RESPONSES, ResponseStore, Stored
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import FIRST_TOKEN
@@ -97,7 +97,7 @@ def test_one_that_fails(http: httpx.AsyncClient, app: FastAPI, client: FakeClien
     name, last = named(send(http, "POST", ROUTE, json=late | {"stream": True}).text)[-1]
     assert (name, last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "deadline_exceeded"
-    assert [stored.object["status"] for stored in app.state.responses._kept.values()] == ["failed", "failed"]
+    assert [stored.object.status for stored in app.state.responses._kept.values()] == ["failed", "failed"]
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,12 @@ def test_what_is_wrong_is_named(http: httpx.AsyncClient, client: FakeClient, fie
 
 
 def test_what_is_kept_is_bounded() -> None:
-    store, short = ResponseStore(), Stored({}, [ChatMessage(role="user", content="a")])
+    response: Any = None  # whatever it is
+    store, short = ResponseStore(), Stored(response, [ChatMessage(role="user", content="a")])
     for number in range(MAX_RESPONSES + 5):
         store.put(str(number), short)
     assert len(store._kept) == MAX_RESPONSES and "4" not in store._kept and "5" in store._kept
-    half = Stored({}, [ChatMessage(role="user", content="a" * (MAX_CHARACTERS // 2))])
+    half = Stored(response, [ChatMessage(role="user", content="a" * (MAX_CHARACTERS // 2))])
     for name in ("one", "two", "two", "three"):
         store.put(name, half)
     assert list(store._kept) == ["two", "three"] and store._characters == MAX_CHARACTERS // 2 * 2

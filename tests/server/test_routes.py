@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from mtpserve.config import EngineConfig, ServerConfig, SpecConfig
 from mtpserve.server.app import ROUTES, create_app
-from mtpserve.server.native import UNSUPPORTED, UNSUPPORTED_SAMPLING
+from mtpserve.server.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
@@ -87,8 +87,8 @@ def test_tokens_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
         ("/generate", {"text": "a", "sampling_params": {"top_k": 2**63}}, "top_k"),
         ("/generate", {"text": "a", "sampling_params": {"min_new_tokens": 10**30}}, "min_new_tokens"),
         ("/generate", {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "ebnf"),
-        *(("/generate", {"text": "a", name: "x"}, name) for name in UNSUPPORTED),
-        *(("/generate", {"text": "a", "sampling_params": {name: "x"}}, name) for name in UNSUPPORTED_SAMPLING),
+        *(("/generate", {"text": "a", name: "x"}, name) for name in REFUSED["generate"]),
+        *(("/generate", {"text": "a", "sampling_params": {name: "x"}}, name) for name in REFUSED["sampling_params"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(http: httpx.AsyncClient, client: FakeClient, path: str, request_: Any, param: str) -> None:
@@ -174,6 +174,8 @@ def test_requests_end_by_their_id(http: httpx.AsyncClient, app: FastAPI, client:
             asyncio.create_task(http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 4000}})),
         ]
         await running(4)
+        while not all(done for _, done in client.engine.live.values()):
+            await asyncio.sleep(0.005)
         again = await http.post("/v1/completions", json=long | {"rid": "one"})
         counts = [await abort({"rid": "nobody"}), await abort({"rid": "one"})]
         await running(2)

@@ -12,3 +12,16 @@ def compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
     """
     moved = (source != target) & (source >= 0)
     pool[:, target[moved]] = pool[:, source[moved]]
+
+
+def slots(page_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
+    """page_table [seats, columns]; seats and index [n], token `index` of a request → [n], its slot in the pool."""
+    page: Tensor = page_table[seats, index // page_size]
+    return page * page_size + index % page_size
+
+
+def store_boundary(rows: Tensor, slots: Tensor, hidden: Tensor, page_size: int) -> None:
+    """rows [pages, width], slots [T], hidden [T, width]: rows[page] becomes the hidden row whose slot is the page's last. No two rows
+    have the same such slot, but for the last page, which pads batches: its row may be anything."""
+    inside = ((slots + 1) % page_size).bool()
+    rows[(slots // page_size).masked_fill(inside, len(rows) - 1)] = hidden

@@ -1,0 +1,188 @@
+"""POST /v1/messages: Anthropic's API, with tools and thinking."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.request import Finish
+from mtpserve.server.anthropic.body import CountRequest, MessagesRequest
+from mtpserve.server.dialogue import asked_tools, rendered
+from mtpserve.server.generation import Block, Choice, Generation, continued
+from mtpserve.server.http.errors import renamed
+from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.http.sse import NamedEventStream, unless_gone
+from mtpserve.server.service import Service
+
+RENAMED = {
+    "stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": "", "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}  # fmt: skip
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class TextBlock(Rendered, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(Rendered, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Rendered, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnyBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(Rendered):
+    input_tokens: int
+    output_tokens: int
+
+
+class MessageObject(Rendered):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnyBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountedTokens(Rendered):
+    input_tokens: int
+
+
+class MessageDelta(Rendered):
+    """What a block's text adds, by its type; or, without one, how the message ended."""
+
+    type: Literal["text_delta", "thinking_delta", "input_json_delta"] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: str | UnsetType | None = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessageEvent(Rendered):
+    type: str
+    message: MessageObject | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: AnyBlock | UnsetType = UNSET
+    delta: MessageDelta | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+
+
+def shown(block: Block) -> AnyBlock:
+    """The input of a call that was cut off is empty: `stop_reason` then says why it must not be run."""
+    match block.kind:
+        case "text":
+            return TextBlock(block.text)
+        case "reasoning":
+            return ThinkingBlock(block.text)
+        case "call":
+            return ToolUseBlock(block.call_id, block.name, block.arguments() or {})
+
+
+def delta(block: Block, text: str) -> MessageDelta:
+    match block.kind:
+        case "text":
+            return MessageDelta("text_delta", text=text)
+        case "reasoning":
+            return MessageDelta("thinking_delta", thinking=text)
+        case "call":
+            return MessageDelta("input_json_delta", partial_json=text)
+
+
+@dataclass(slots=True)
+class MessageAnswer:
+    id: str
+    generation: Generation
+    at_most: int  # tokens that were asked for
+
+    @property
+    def choice(self) -> Choice:
+        return self.generation.choices[0]
+
+    def object(self) -> MessageObject:
+        choice = self.choice
+        usage = MessageUsage(len(choice.request.prompt), len(choice.tokens))
+        blocks, matched = [shown(block) for block in choice.blocks], choice.matched
+        stop = matched if isinstance(matched, str) else None
+        return MessageObject(self.id, "message", "assistant", choice.service.model, blocks, self.stop_reason(stop), stop, usage)
+
+    def stop_reason(self, stop: str | None) -> StopReason | None:
+        """`stop` is the stop string that ended the answer."""
+        choice = self.choice
+        match choice.finish:
+            case None:
+                return None
+            case Finish.LENGTH:
+                return "max_tokens" if len(choice.tokens) >= self.at_most else "model_context_window_exceeded"
+        return "tool_use" if choice.called else "end_turn" if stop is None else "stop_sequence"
+
+    async def events(self) -> AsyncGenerator[MessageEvent, None]:
+        """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with what ended it."""
+        opened = 0
+        empty: MessageObject | None = self.object()
+        async with contextlib.aclosing(self.generation.steps()) as steps:
+            async for _, _, added in steps:
+                if empty is not None:
+                    yield MessageEvent("message_start", message=empty)
+                    empty = None
+                for index, text in added:
+                    block = self.choice.blocks[index]
+                    if index == opened:
+                        if opened:
+                            yield MessageEvent("content_block_stop", index=opened - 1)
+                        opened += 1
+                        yield MessageEvent("content_block_start", index=index, content_block=shown(replace(block, text="")))
+                    if text:
+                        yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
+        yield MessageEvent("content_block_stop", index=opened - 1)
+        done = self.object()
+        end = MessageDelta(stop_reason=done.stop_reason, stop_sequence=done.stop_sequence)
+        yield MessageEvent("message_delta", delta=end, usage=done.usage)
+        yield MessageEvent("message_stop")
+
+
+async def messages(request: Request, body: MessagesRequest) -> Response:
+    """Continue a conversation, as Anthropic's messages."""
+    arrival = perf_counter()
+    service: Service = request.app.state.service
+    id = body.rid or f"msg_{uuid.uuid4().hex}"
+    offer = body.offer()
+    with renamed(RENAMED | offer.places):
+        answer = MessageAnswer(id, await continued(service, body.chat(offer), id, arrival, at_most=body.max_tokens), body.max_tokens)
+    if body.stream:
+        return NamedEventStream(answer.events(), service.server_config.sse_keep_alive_interval)
+    await unless_gone(request.receive, answer.generation.whole())
+    return JSON(answer.object())
+
+
+async def count_tokens(request: Request, body: CountRequest) -> Response:
+    """The tokens that such a conversation has as a prompt."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    if not body.messages:
+        raise InvalidRequest("messages is empty", "messages")
+    offer = body.offer()
+    with renamed(RENAMED | offer.places):
+        chat = body.chat(offer)
+        tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat)))
+    return JSON(CountedTokens(len(tokens)))

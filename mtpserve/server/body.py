@@ -1,0 +1,53 @@
+"""What all request bodies share: strict types, refusals by name, and the types of common fields."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mtpserve.server.unsupported import Column, refuse
+
+log = logging.getLogger(__name__)
+
+MAX_PROMPTS = 128
+MAX_CHOICES = 128
+MAX_SEQUENCES = 1024  # prompts times choices
+MAX_SAID = 256  # clients choose the words
+
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Label = Annotated[str, Field(max_length=512)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+Timeout = Annotated[float, Field(gt=0, le=86400)]  # seconds; the server's own limit may be shorter
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+
+
+class Strict(BaseModel):
+    """Types as given: no text that looks like a number. Unknown fields are left out, with a line in the debug log."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    column: ClassVar[Column | None] = None  # of the table of unsupported fields
+
+    @model_validator(mode="before")
+    @classmethod
+    def known_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if cls.column is not None:
+            body = refuse(body, cls.column)
+        if log.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - cls.model_fields.keys()):
+            log.debug("%s: fields left out: %s", cls.__name__, ", ".join(ascii(name[:50]) for name in sorted(unknown)[:20]))
+        return body
+
+
+SAID: set[str] = set()
+
+
+def say_once(what: str) -> None:
+    """For what clients send with every request and what only allows something: leaving it out gives no wrong answer."""
+    if what not in SAID and len(SAID) < MAX_SAID:
+        SAID.add(what)
+        log.info("left out of requests from now on: %s", ascii(what)[1:-1])

@@ -1,0 +1,1 @@
+"""What lies between the routes and the wire: errors, keys, limits, event streams."""

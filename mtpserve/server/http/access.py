@@ -1,0 +1,135 @@
+"""Keys, request ids and the access log. Plain ASGI around the app; knows no route's body.
+
+Every path needs the key, also one without a route, except those of OPEN. What the log says of a request is its
+method, path, status and duration: never its headers, query or body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mtpserve.config import ServerConfig
+from mtpserve.core.errors import ConfigError
+from mtpserve.server.http.errors import Refusal, error_body, printable
+
+log = logging.getLogger(__name__)
+
+PROBES = frozenset({"/health", "/ready", "/ping"})  # for load balancers
+OPEN = PROBES | {"/"}  # the page asks for the key, and sends it with what it asks
+MANAGEMENT = frozenset({"/abort_request", "/flush_cache"})
+QUIET = PROBES | {"/metrics", "/stats"}  # asked every few seconds: in the debug log alone
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_LOGGED = 200
+
+
+def with_keys(config: ServerConfig) -> ServerConfig:
+    """The configuration with the keys that its files name, one a line. Raises ConfigError, without a key in it."""
+    return replace(
+        config,
+        api_key=(*config.api_key, *keys_in(config.api_key_file, "api-key-file")),
+        admin_api_key=(*config.admin_api_key, *keys_in(config.admin_api_key_file, "admin-api-key-file")),
+        api_key_file=None,
+        admin_api_key_file=None,
+    )
+
+
+def keys_in(file: str | None, option: str) -> list[str]:
+    if file is None:
+        return []
+    try:
+        keys = Path(file).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--{option} {file}: {getattr(error, 'strerror', None) or 'not text'}") from error
+    if not keys:
+        raise ConfigError(f"--{option} {file}: holds no key")
+    return keys
+
+
+def digest(key: bytes) -> bytes:
+    """Digests have one length, whatever was sent."""
+    return hashlib.sha256(key).digest()
+
+
+class Keys:
+    """ASGI middleware: 401 without a key that fits, 403 for a management route without the admin's.
+
+    The admin's key opens everything. Without one, the ordinary keys open the management routes too.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], admin_keys: Iterable[str]) -> None:
+        self.app = app
+        self.keys = [digest(key.encode()) for key in keys]
+        self.admin_keys = [digest(key.encode()) for key in admin_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (self.app if refusal is None else refusal)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        path: str = scope["path"]
+        if not path.isprintable():  # a route's pattern also matches in front of a final line break
+            return Refusal(404, error_body(404, f"{scope['method']} {path}: Not Found", code="not_found"))
+        given = digest(credentials(Headers(scope=scope)))
+        is_admin, is_known = fits(given, self.admin_keys), fits(given, self.keys)
+        if path in OPEN or is_admin:
+            return None
+        if self.keys and not is_known:
+            message = "a key is needed: send Authorization: Bearer KEY"
+            return Refusal(401, error_body(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
+        if self.admin_keys and path in MANAGEMENT:
+            return Refusal(403, error_body(403, f"{path} needs the admin's key", code="admin_key_required"))
+        return None
+
+
+def credentials(headers: Headers) -> bytes:
+    """OpenAI's clients send the key as Bearer, Anthropic's as X-Api-Key. Empty: none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    sent = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return sent.encode("latin-1")
+
+
+def fits(given: bytes, keys: list[bytes]) -> bool:
+    """Takes as long for the first key as for the last, and as long for a near miss as for a wild guess."""
+    return sum(hmac.compare_digest(given, key) for key in keys) > 0
+
+
+class RequestLog:
+    """ASGI middleware: X-Request-Id in, or a new one, and out again; one line in the log for each request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = perf_counter(), 500
+        given = Headers(scope=scope).get("x-request-id", "")
+        id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = id  # for the handler of bugs, whose answer does not pass here
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, named)
+        finally:
+            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            who = scope["client"][0] if scope.get("client") else "-"
+            path = printable(scope["path"], MAX_LOGGED)
+            log.log(level, "%s %s %s %d %.3f s %s", who, scope["method"], path, status, perf_counter() - start, id)

@@ -1,0 +1,138 @@
+"""How much a client may send, and how slowly it may send and read. Refused while it happens, not after it was collected.
+
+What waits for a client that does not read is bounded three times: the engine's client holds so many events for each request and
+then ends it; uvicorn stops asking for more once the socket takes nothing; and the connection is cut after the write timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mtpserve.server.http.errors import STATUS_CODES, Refusal, error_body
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 64 << 10
+
+
+class BoundedHTTP(HttpToolsProtocol):
+    """uvicorn's fast parser, which by itself has no limit for headers, for the time that a request takes to arrive, or for the time that a
+    client takes to read.
+
+    It overrides uvicorn's internals: pyproject.toml bounds uvicorn's version, and a test names what must be there."""
+
+    def __init__(self, *arguments: Any, read_timeout: float, write_timeout: float, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._read_timeout, self._write_timeout = read_timeout, write_timeout
+        self._reading: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+        self._in_headers = False
+        self._header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._in_headers, self._header_bytes = True, 0
+        self._expect_request()
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._writing is None:
+            self._writing = self.loop.call_later(self._write_timeout, self._give_up, "read its answer", self._write_timeout)
+
+    def resume_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+        super().resume_writing()
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # an idle connection, whose own timer ends with the first byte
+            self._expect_request()
+        super().data_received(data)
+        if self._in_headers and not self.transport.is_closing():
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to bytes that are not HTTP, in the form of all errors."""
+        self._refuse(400, msg, "invalid_http")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        body = msgspec.json.encode(error_body(status, message, code=code))
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+    def _expect_request(self) -> None:
+        if self._reading is None:
+            self._reading = self.loop.call_later(self._read_timeout, self._give_up, "send its request", self._read_timeout)
+
+    def _give_up(self, what: str, seconds: float) -> None:
+        log.info("%s: a connection is closed: its client did not %s within %g s", (self.client or ("-",))[0], what, seconds)
+        self._stop_waiting()
+        if self._in_headers and (self.cycle is None or self.cycle.response_complete):
+            self._refuse(408, f"the request did not arrive within {seconds:g} s", "request_timeout")
+        else:
+            self.transport.abort()  # closing would wait until the client has read what is written already
+
+    def _stop_waiting(self) -> None:
+        for timer in (self._reading, self._writing):
+            if timer is not None:
+                timer.cancel()
+        self._reading = self._writing = None
+
+
+class BodyLimit:
+    """ASGI middleware: 413 for a body that says, or turns out, to be longer than `limit` bytes."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app = app
+        self.limit = limit
+        self.message = f"the body has more than {limit} bytes"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared[:20]) > self.limit:
+            await Refusal(413, error_body(413, self.message, code=STATUS_CODES[413]))(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.limit:
+                raise HTTPException(413, self.message)
+            return message
+
+        await self.app(scope, counted, send)

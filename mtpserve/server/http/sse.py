@@ -1,0 +1,141 @@
+"""Writing an answer while watching for the client's disconnect. Plain ASGI; knows nothing of what is written.
+
+A disconnect is a message on `receive`, and it must be read while the engine computes, not when the next write fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mtpserve.core.errors import MTPServeError
+from mtpserve.server.http.errors import ClientGone, anthropics, describe, error_response
+from mtpserve.server.http.rendering import Rendered
+
+T = TypeVar("T")
+COMMENT = b": waiting\n\n"  # event streams begin comments with a colon; clients skip them
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter: nginx would collect the chunks
+
+
+class Pause:
+    """Nothing came for a while."""
+
+
+PAUSE = Pause()
+
+
+def event(data: Rendered) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and ClientGone raised, when the client disconnects first."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def with_pauses(objects: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | Pause, None]:
+    """The objects, and PAUSE whenever none came for so many seconds; 0: the objects alone."""
+    if seconds == 0:
+        async for each in objects:
+            yield each
+        return
+    coming: asyncio.Future[T] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(objects))
+            done, _ = await asyncio.wait((coming,), timeout=seconds)
+            if not done:
+                yield PAUSE
+                continue
+            try:
+                each, coming = coming.result(), None
+            except StopAsyncIteration:
+                return
+            yield each
+    finally:
+        if coming is not None:  # the generator can only be closed once it does not run
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events from a generator of objects.
+
+    The response starts with the first object, so that a request that is refused gets a status code. A failure after that is an
+    `error` event, and no [DONE] follows: clients raise on it instead of taking the text for complete.
+    """
+
+    media_type = "text/event-stream"
+    last = DONE
+
+    def encoded(self, each: Any) -> bytes:
+        return event(each)
+
+    def failed(self, error: MTPServeError) -> Rendered:
+        return describe(error)[1]
+
+    def __init__(self, objects: AsyncGenerator[Any, None], keep_alive: float = 0) -> None:
+        """`keep_alive`: seconds of silence after which a comment is sent; the response then starts with it. 0: never."""
+        super().__init__(headers=HEADERS)
+        self._keep_alive = keep_alive
+        del self.headers["content-length"]
+        self._objects = objects
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await unless_gone(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        paused = with_pauses(self._objects, self._keep_alive)
+        async with contextlib.aclosing(self._objects), contextlib.aclosing(paused):
+            try:
+                async for each in paused:
+                    if not started:
+                        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                        started = True
+                    await send({"type": "http.response.body", "body": COMMENT if each is PAUSE else self.encoded(each), "more_body": True})
+                    # A backlog would be written without a pause, also to a client that has left: cancellation and other requests get
+                    # their turn here.
+                    await asyncio.sleep(0)
+                last = self.last
+            except MTPServeError as error:
+                if not started:
+                    await error_response(error)(scope, receive, send)
+                    return
+                last = self.encoded(self.failed(error))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class NamedEventStream(EventStream):
+    """Events with their objects' type as their name, and nothing after the last one: Anthropic's streams, and OpenAI's newer ones."""
+
+    last = b""
+
+    def failed(self, error: MTPServeError) -> Rendered:
+        """Anthropic's: in OpenAI's streams of this kind a failure is an event of its own."""
+        return anthropics(*describe(error))
+
+    def encoded(self, each: Any) -> bytes:
+        return f"event: {each.type}\n".encode() + event(each)

@@ -1,0 +1,1 @@
+"""What operators see: metrics, the page, the log line."""

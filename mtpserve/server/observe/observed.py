@@ -1,0 +1,160 @@
+"""What the front end measures of each request, for our metrics and for the same facts under peers' names."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Protocol
+
+from mtpserve.core.protocols import EngineClient
+from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request
+
+WINDOW_S = 10.0
+SAMPLE_S = 1.0
+OUTCOMES = ("stop", "length", "abort", "error", "rejected")
+FINISHED = ("stop", "length")
+
+
+@dataclass(slots=True)
+class Observed:
+    """One request, as far as it came. Durations are in seconds."""
+
+    request: Request
+    streaming: bool
+    tokens: int = 0
+    first_token: float | None = None  # from arrival
+    decoding: float = 0.0  # from the first token to the last
+    times: FirstTokenTimes | None = None
+    outcome: str = "abort"
+    seconds: float = 0.0  # from arrival to the end
+
+    @property
+    def finished(self) -> bool:
+        return self.outcome in FINISHED
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds per token after the first."""
+        return self.decoding / (self.tokens - 1) if self.tokens > 1 else None
+
+
+class Observer(Protocol):
+    def first_token(self, seconds: float) -> None: ...
+    def step(self, seconds: float, tokens: int) -> None:
+        """Tokens that came together, `seconds` after those before them."""
+        ...
+
+    def end(self, seen: Observed) -> None: ...
+
+
+class RequestClock:
+    """Times one request. `arrival` is perf_counter's."""
+
+    def __init__(self, observers: Sequence[Observer], request: Request, arrival: float, streaming: bool) -> None:
+        self._observers = observers
+        self._seen = Observed(request, streaming)
+        self._arrival = arrival
+        self._last = arrival
+
+    def tokens(self, count: int, times: FirstTokenTimes | None) -> None:
+        if count == 0:
+            return
+        seen, now = self._seen, perf_counter()
+        gap, self._last = now - self._last, now
+        seen.tokens += count
+        if seen.first_token is None:
+            seen.first_token, seen.times = gap, times
+            for observer in self._observers:
+                observer.first_token(gap)
+        else:
+            seen.decoding += gap
+            for observer in self._observers:
+                observer.step(gap, count)
+
+    def end(self, outcome: str) -> None:
+        self._seen.outcome = outcome
+        self._seen.seconds = perf_counter() - self._arrival
+        for observer in self._observers:
+            observer.end(self._seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    at: float
+    tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of speculation None until the first draft was verified; while nothing is verified they stay what they were."""
+
+    tokens_per_second: float
+    accept_length: float | None
+    accept_rate: float | None
+
+
+class Recent:
+    """Rates over the last seconds, for readers without PromQL's `rate` and for dashboards made for SGLang and vLLM.
+
+    A window of at least WINDOW_S seconds that ends now. Reading it has no effect on other readers.
+
+    samples   | s0 | s1 | s2 | … | now        s0: the youngest that is at least WINDOW_S old, or the first of all
+              └──── the window ────┘
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._samples = deque([Sample(clock(), 0, 0, 0, 0)])
+        self._length: float | None = None
+        self._rate: float | None = None
+
+    def rates(self, stats: EngineStats) -> Rates:
+        now = Sample(
+            self._clock(), stats.generation_tokens_total, stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total
+        )
+        samples = self._samples
+        while len(samples) > 1 and samples[1].at <= now.at - WINDOW_S:
+            samples.popleft()
+        then = samples[0]
+        if now.at - samples[-1].at >= SAMPLE_S:
+            samples.append(now)
+        if now.drafts > then.drafts:
+            self._length = 1 + (now.accepted - then.accepted) / (now.drafts - then.drafts)
+            self._rate = (now.accepted - then.accepted) / (now.draft_tokens - then.draft_tokens)
+        seconds = now.at - then.at
+        return Rates((now.tokens - then.tokens) / seconds if seconds > 0 else 0.0, self._length, self._rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What one scrape sees of the engine."""
+
+    stats: EngineStats
+    rates: Rates
+    card: ModelCard
+    alive: bool
+
+    @property
+    def page_share(self) -> float:
+        return self.stats.pages_used / max(1, self.stats.pages_total)
+
+
+class EngineView:
+    """The engine as its collectors read it."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._recent = Recent()
+
+    @property
+    def card(self) -> ModelCard:
+        return self._client.card
+
+    def scrape(self) -> Scrape:
+        client, stats = self._client, self._client.stats()
+        return Scrape(stats, self._recent.rates(stats), client.card, client.dead is None)

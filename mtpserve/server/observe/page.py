@@ -1,0 +1,89 @@
+"""The page at `/`: what the server does now, and a playground. One file without a build step or anything from elsewhere; here it is
+served, with the numbers that it asks for every second.
+
+Its own script and style are the only ones that a browser may run on it: the policy names them by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve import __version__
+from mtpserve.core.request import EngineStats, ModelCard
+from mtpserve.server.http.rendering import JSON, Rendered
+
+if TYPE_CHECKING:
+    from mtpserve.server.service import Service
+
+
+class Stats(Rendered):
+    """The engine's counters and gauges as they are, and what is needed to read them. `dead` says why the engine is gone."""
+
+    model: str
+    version: str
+    dead: str | None
+    draining: bool
+    warnings: list[str]
+    speculative_steps: int
+    context_length: int
+    page_size: int
+    stats: EngineStats
+
+
+HTML = (Path(__file__).parent / "page.html").read_bytes()
+SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot. The output means nothing."
+LOSSY = "LOSSY: acceptance thresholds below 1. The output is not what the model alone would give."
+
+
+def hashes(tag: str) -> str:
+    tags = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), HTML, re.DOTALL)
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'" for inside in tags)
+
+
+HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def page_response(status: int = 200) -> Response:
+    """503 while the model loads: a browser shows the page all the same, and a probe is not misled."""
+    return Response(HTML, status, HEADERS, "text/html; charset=utf-8")
+
+
+async def page() -> Response:
+    """The page, for browsers."""
+    return page_response()
+
+
+def warnings(card: ModelCard) -> list[str]:
+    """What every reader of the output must know."""
+    return [text for text, said in ((LOSSY, card.lossy), (SYNTHETIC, card.synthetic_acceptance is not None)) if said]
+
+
+async def stats(request: Request) -> Response:
+    """The engine's counters and gauges."""
+    service: Service = request.app.state.service
+    card = service.client.card
+    body = Stats(
+        model=card.name,
+        version=__version__,
+        dead=service.client.dead,
+        draining=service.draining,
+        warnings=warnings(card),
+        speculative_steps=card.speculative_steps,
+        context_length=card.context_length,
+        page_size=card.page_size,
+        stats=service.client.stats(),
+    )
+    return JSON(body, headers={"Cache-Control": "no-store"})

@@ -1,0 +1,218 @@
+"""The answers of completions and chat completions, whole or in chunks. What differs between the two is in their own modules."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import time
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.errors import RequestFailed
+from mtpserve.core.request import TokenLogprob
+from mtpserve.server.generation import Added, Choice, Generation
+from mtpserve.server.http.rendering import JSON
+from mtpserve.server.http.sse import EventStream, unless_gone
+from mtpserve.server.openai.body import GenerationRequest
+from mtpserve.server.openai.logprobs import ById, Offsets, TokenNames, prompt_scores
+from mtpserve.server.openai.objects import (
+    ChatChoice,
+    ChatLogprobs,
+    ChatObject,
+    Chunk,
+    ChunkChoice,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionObject,
+)
+from mtpserve.server.openai.usage import Trace, Usage
+from mtpserve.server.service import StepOutput
+
+Fields = dict[str, Any]  # of a choice's Struct
+
+
+@dataclass(slots=True)
+class ChoiceWriter(ABC):
+    """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `whole` all of it; it is asked for one of the two.
+
+    `echo` is the prompt's text where it goes in front of the output, with the prompt's scores if log-probabilities are wanted.
+    """
+
+    index: int
+    choice: Choice
+    body: GenerationRequest
+    echo: str | None = None
+    opened: int = 0  # blocks, in chunks
+    started: bool = False  # in chunks: the choice's first one is written
+    names: TokenNames = field(init=False)
+    _offsets: Offsets = field(init=False)
+    _trace: Trace = field(init=False)
+    _steps: list[StepOutput] = field(default_factory=list)  # not shown yet
+    _added: Added = field(default_factory=list)  # by these steps
+    _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
+    _begun: bool = False  # the prompt's part was shown
+
+    prefix: ClassVar[str]  # of the answer's id
+    chunk_object: ClassVar[str]
+    one_prompt: ClassVar[bool]  # whose token ids, if they are asked for, are beside the choices, not in them
+    opening: ClassVar[Fields | None] = None  # what a choice's first chunk has before any text
+    silent: ClassVar[Fields]  # what a chunk without text has
+    choice_type: ClassVar[type[CompletionChoice] | type[ChatChoice]]
+    answer_type: ClassVar[type[CompletionObject] | type[ChatObject]]
+
+    def __post_init__(self) -> None:
+        tokenizer = self.choice.service.tokenizer
+        self.names = ById(tokenizer) if self.body.return_tokens_as_token_ids else tokenizer
+        self._offsets = Offsets(tokenizer, self.echo or "", self.choice.request.sampling.skip_special_tokens)
+        self._trace = Trace(tokenizer)
+
+    @abstractmethod
+    def output(self) -> Fields:
+        """All of the output."""
+
+    @abstractmethod
+    def parts(self, added: Added) -> Iterable[Fields]:
+        """What was added, in parts that each become a chunk."""
+
+    @abstractmethod
+    def logprobs(
+        self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int
+    ) -> CompletionLogprobs | ChatLogprobs: ...
+
+    def add(self, step: StepOutput, added: Added) -> None:
+        self._steps.append(step)
+        self._added += added
+        self._scored += step.prompt_logprobs or []
+
+    def chunks(self) -> list[ChunkChoice]:
+        """The last one has the finish_reason. Empty while there is nothing to show: scores of the prompt alone, tokens that end inside
+        a character, or text that may become something else than text."""
+        body, steps, finish = self.body, self._steps, self.choice.finish
+        shown = any(step.text or step.logprobs for step in steps)
+        told = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
+        fronted = self._begins() and (self.echo is not None or body.prompt_logprobs is not None)
+        if not (finish or shown or told or fronted):
+            return []
+        added, beside = self._take()
+        parts = list(self.parts(added))
+        if not parts and (finish or beside):
+            parts = [{**self.silent}]
+        if parts:
+            parts[0] |= beside
+            parts[-1] |= {"finish_reason": self._finish_reason()} | (self._ended() if finish is not None else {})
+        return [ChunkChoice(self.index, **part) for part in parts]
+
+    def whole(self) -> CompletionChoice | ChatChoice:
+        _, beside = self._take()
+        fields = self.output() | beside | self._ended()
+        return self.choice_type(index=self.index, finish_reason=self._finish_reason(), **fields)
+
+    def _finish_reason(self) -> str | None:
+        return "tool_calls" if self.choice.called else self.choice.finish
+
+    def _ended(self) -> Fields:
+        """What ended an output that stopped, in vLLM's word, for which the model's own end is nothing, and in SGLang's."""
+        matched = self.choice.matched
+        asked = isinstance(matched, str) or matched in self.choice.request.sampling.stop_token_ids
+        return {"stop_reason": matched if asked else None, "matched_stop": matched}
+
+    def _begins(self) -> bool:
+        """The prompt's part goes with the first tokens: its scores are complete by then."""
+        return not self._begun and any(step.tokens or step.finish is not None for step in self._steps)
+
+    def _take(self) -> tuple[Added, Fields]:
+        begins, body, prompt = self._begins(), self.body, self.choice.request.prompt
+        steps, added = self._steps, self._added
+        self._steps, self._added, self._begun = [], [], self._begun or begins
+        beside: Fields = {}
+        if (top := body.top_logprobs_wanted) is not None:
+            tokens = [token for step in steps for token in step.tokens]
+            scores: list[TokenLogprob | None] = [score for step in steps for score in step.logprobs or []]
+            if begins and self.echo is not None:
+                tokens, scores = [*prompt, *tokens], [None, *self._prompt_scored(), *scores]
+            if tokens:
+                beside["logprobs"] = self.logprobs(tokens, scores, self._offsets.take(tokens), top)
+        if body.prompt_logprobs is not None and begins:
+            tokenizer = self.choice.service.tokenizer
+            beside["prompt_logprobs"] = prompt_scores(tokenizer, prompt, self._prompt_scored(), body.prompt_logprobs)
+        if body.return_token_ids:
+            beside["token_ids"] = [token for step in steps for token in step.tokens]
+            if begins and not self.one_prompt:
+                beside["prompt_token_ids"] = prompt
+        if body.return_spec_trace:
+            beside["spec_trace"] = [self._trace.step(step) for step in steps if step.tokens]
+        return [*([(0, self.echo)] if begins and self.echo else []), *added], beside
+
+    def _prompt_scored(self) -> list[TokenLogprob]:
+        prompt = self.choice.request.prompt
+        if len(self._scored) != len(prompt) - 1:
+            raise RequestFailed(f"the engine scored {len(self._scored)} of {len(prompt) - 1} tokens of the prompt")
+        return self._scored
+
+
+def id_of(body: GenerationRequest, writer: type[ChoiceWriter]) -> str:
+    return body.rid or body.request_id or f"{writer.prefix}-{uuid.uuid4().hex}"
+
+
+class Answer:
+    """`echoes` are the prompts' texts, one for each choice, where they go in front of the outputs."""
+
+    def __init__(
+        self, id: str, body: GenerationRequest, generation: Generation, writer: type[ChoiceWriter], echoes: Sequence[str | None] = ()
+    ) -> None:
+        self.body, self.generation, self.writer = body, generation, writer
+        texts = echoes or [None] * len(generation.choices)
+        self.writers = [
+            writer(index, choice, body, echo) for index, (choice, echo) in enumerate(zip(generation.choices, texts, strict=True))
+        ]
+        prompts = [choice.request.prompt for choice in generation.choices[:: body.choices]]
+        self.usage = Usage(sum(map(len, prompts)), generation.choices)
+        self._head: Fields = {"id": id, "created": int(time()), "model": generation.service.model}  # a date, not a duration
+        # Where they are not in the choices.
+        self._prompt_ids: Fields = {"prompt_token_ids": prompts[0]} if body.return_token_ids and writer.one_prompt else {}
+
+    async def _steps(self) -> AsyncGenerator[ChoiceWriter, None]:
+        async with contextlib.aclosing(self.generation.steps()) as steps:
+            async for index, step, added in steps:
+                self.usage.add(step)
+                self.writers[index].add(step, added)
+                yield self.writers[index]
+
+    async def whole(self) -> CompletionObject | ChatObject:
+        async for _ in self._steps():
+            pass
+        choices: Any = [writer.whole() for writer in self.writers]
+        fields = self._head | self._prompt_ids
+        return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
+        body = self.body
+        async with contextlib.aclosing(self._steps()) as steps:
+            async for writer in steps:
+                contents = writer.chunks()
+                if not writer.started:
+                    writer.started = True
+                    if (opening := writer.opening) is not None:
+                        yield self._chunk(ChunkChoice(writer.index, **opening), **(self._prompt_ids if writer.index == 0 else {}))
+                for content in contents:
+                    yield self._chunk(content)
+        if body.include_usage:
+            yield Chunk(**self._head, object=self.writer.chunk_object, choices=[], usage=self.usage.object())
+
+    def _chunk(self, content: ChunkChoice, **more: Any) -> Chunk:
+        if self.body.usage_in_every_chunk:
+            more["usage"] = self.usage.object()
+        elif self.body.include_usage:
+            more["usage"] = None
+        return Chunk(**self._head, object=self.writer.chunk_object, choices=[content], **more)
+
+    async def respond(self, request: Request) -> Response:
+        if self.body.stream:
+            return EventStream(self.chunks(), self.generation.service.server_config.sse_keep_alive_interval)
+        return JSON(await unless_gone(request.receive, self.whole()))

@@ -1,0 +1,77 @@
+"""POST /v1/chat/completions: the messages, rendered by the model's own template, continued; tools and reasoning in OpenAI's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, ClassVar
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.request import TokenLogprob
+from mtpserve.server.generation import Added, continued
+from mtpserve.server.http.errors import renamed
+from mtpserve.server.openai import objects
+from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
+from mtpserve.server.openai.body import ChatRequest
+from mtpserve.server.openai.logprobs import chat_logprobs
+from mtpserve.server.service import Service
+
+
+@dataclass(slots=True)
+class ChatWriter(ChoiceWriter):
+    prefix = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+    one_prompt = True
+    opening: ClassVar[Fields | None] = {"delta": objects.Delta("assistant", "")}
+    silent: ClassVar[Fields] = {"delta": objects.Delta()}
+    choice_type = objects.ChatChoice
+    answer_type = objects.ChatObject
+
+    def output(self) -> Fields:
+        choice = self.choice
+        content, reasoning = choice.text(), choice.text("reasoning")
+        calls = [objects.ToolCall(call.call_id, "function", objects.FunctionCall(call.name, call.text)) for call in choice.calls]
+        message = objects.AnswerMessage("assistant", content or (None if calls or reasoning else ""))
+        if choice.reader is not None and choice.reader.tells_reasoning:
+            message.reasoning_content = message.reasoning = reasoning or None
+        if calls:
+            message.tool_calls = calls
+        return {"message": message}
+
+    def parts(self, added: Added) -> Iterator[Fields]:
+        for index, text in added:
+            block = self.choice.blocks[index]
+            begins, self.opened = index >= self.opened, index + 1
+            number = sum(before.kind == "call" for before in self.choice.blocks[:index])
+            match block.kind:
+                case "text" if text:
+                    yield {"delta": objects.Delta(content=text)}
+                case "reasoning" if text:
+                    yield {"delta": objects.Delta(reasoning_content=text, reasoning=text)}
+                case "call":
+                    if begins:
+                        yield {"delta": call_delta(number, name=block.name, id=block.call_id, type="function")}
+                    if text:
+                        yield {"delta": call_delta(number, text)}
+
+    def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> objects.ChatLogprobs:
+        return chat_logprobs(self.names, tokens, [score for score in scores if score is not None], top)
+
+
+def call_delta(number: int, arguments: str = "", name: str | UnsetType = UNSET, **head: Any) -> objects.Delta:
+    function = objects.FunctionDelta(name=name, arguments=arguments)
+    return objects.Delta(tool_calls=[objects.ToolCallDelta(index=number, function=function, **head)])
+
+
+async def chat(request: Request, body: ChatRequest) -> Response:
+    """Continue a conversation, as OpenAI's chat completions."""
+    arrival = perf_counter()
+    service: Service = request.app.state.service
+    id = id_of(body, ChatWriter)
+    with renamed({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
+        generation = await continued(service, body, id, arrival)
+    return await Answer(id, body, generation, ChatWriter).respond(request)

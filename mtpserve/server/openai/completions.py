@@ -1,0 +1,76 @@
+"""POST /v1/completions: one or several prompts, as text or tokens, each continued. Chat templates play no part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.request import TokenLogprob
+from mtpserve.server.generation import Added, Choice, Generation, requests_of
+from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
+from mtpserve.server.openai.body import CompletionRequest
+from mtpserve.server.openai.logprobs import completion_logprobs
+from mtpserve.server.openai.objects import CompletionChoice, CompletionLogprobs, CompletionObject
+from mtpserve.server.service import Service
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@dataclass(slots=True)
+class CompletionWriter(ChoiceWriter):
+    prefix = "cmpl"
+    chunk_object = "text_completion"
+    one_prompt = False
+    silent: ClassVar[Fields] = {"text": ""}
+    choice_type = CompletionChoice
+    answer_type = CompletionObject
+
+    def output(self) -> Fields:
+        return {"text": (self.echo or "") + self.choice.text()}
+
+    def parts(self, added: Added) -> list[Fields]:
+        text = "".join(text for _, text in added)
+        return [{"text": text}] if text else []
+
+    def logprobs(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None], offsets: list[int], top: int) -> CompletionLogprobs:
+        return completion_logprobs(self.names, tokens, scores, offsets, top)
+
+
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue one or several prompts, as OpenAI's completions."""
+    arrival = perf_counter()
+    service: Service = request.app.state.service
+    service.admit(body.model)
+    body.check()
+    sampling = body.sampling(service.tokenizer.defaults, body.max_tokens or None)
+    if body.echo and body.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+    service.check_sampling(sampling)
+    spelling, id = await service.spelling(sampling), id_of(body, CompletionWriter)
+    context, skip = service.client.card.context_length, sampling.skip_special_tokens
+    choices: list[Choice] = []
+    echoes: list[str | None] = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            ids = await service.encode(prompt, "prompt", special=body.add_special_tokens is not False)
+        else:
+            ids = prompt
+            service.check_ids(ids if body.truncate_prompt_tokens else ids[:context], "prompt")
+        whole, ids = len(ids), service.truncated(ids, body.truncate_prompt_tokens, body.max_tokens)
+        service.check_length(ids, body.max_tokens, "prompt")
+        max_tokens = min(DEFAULT_MAX_TOKENS, context - len(ids)) if body.max_tokens is None else max(body.max_tokens, 1)
+        echo = None
+        if body.echo:  # a text as the client wrote it, not as it comes back from the tokenizer
+            written = isinstance(prompt, str) and len(ids) == whole
+            echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip)
+        own = replace(sampling, max_tokens=max_tokens)
+        requests = requests_of(service, spelling, id, ids, own, body.choices, first=len(choices))
+        choices += [Choice(service, each) for each in requests]
+        echoes += [echo] * body.choices
+    generation = Generation(service, choices, arrival, body.timeout, bool(body.stream), scores_only=body.max_tokens == 0)
+    return await Answer(id, body, generation, CompletionWriter, echoes).respond(request)

@@ -1,0 +1,194 @@
+"""What /v1/completions and /v1/chat/completions answer, whole and in chunks; with vLLM's and SGLang's fields beside OpenAI's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
+
+from mtpserve.server.http.rendering import Rendered
+
+
+class TokenDetails(Rendered):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    reasoning_tokens: int
+
+
+class SpeculativeUsage(Rendered):
+    """Ours."""
+
+    steps: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class UsageObject(Rendered):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: TokenDetails
+    speculative: SpeculativeUsage
+
+
+class Proposed(Rendered):
+    token: int
+    text: str
+    parent: int
+    source: str
+    accepted: bool
+
+
+class TraceStep(Rendered):
+    """What a step committed, what had been proposed, by whom, and what of that was accepted."""
+
+    tokens: list[int]
+    texts: list[str]
+    proposed: list[Proposed]
+
+
+class PromptLogprob(Rendered):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class CompletionLogprobs(Rendered):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TokenScore(Rendered):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ScoredToken(TokenScore):
+    top_logprobs: list[TokenScore]
+
+
+class ChatLogprobs(Rendered):
+    content: list[ScoredToken]
+    refusal: None = None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(Rendered, kw_only=True):
+    """`stop_reason` (vLLM's word) and `matched_stop` (SGLang's) say what ended a choice that stopped."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    spec_trace: list[TraceStep] | UnsetType = UNSET
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
+
+
+class CompletionObject(Rendered, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageObject
+
+
+class FunctionCall(Rendered):
+    name: str
+    arguments: str
+
+
+class ToolCall(Rendered):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class AnswerMessage(Rendered):
+    """Reasoning is under the name that DeepSeek, SGLang and older vLLMs have for it, and under that of newer vLLMs."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Rendered, kw_only=True):
+    """As a completion's, but that the prompt's token ids are beside the choices."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    spec_trace: list[TraceStep] | UnsetType = UNSET
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
+
+
+class ChatObject(Rendered, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    choices: list[ChatChoice]
+    usage: UsageObject
+
+
+class FunctionDelta(Rendered, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Rendered, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class Delta(Rendered):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+class ChunkChoice(Rendered):
+    """`text` is a completion's, `delta` a chat's. `stop_reason` and `matched_stop` are in a choice's last chunk."""
+
+    index: int
+    logprobs: CompletionLogprobs | ChatLogprobs | None = None
+    finish_reason: str | None = None
+    text: str | UnsetType = UNSET
+    delta: Delta | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    spec_trace: list[TraceStep] | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
+    matched_stop: int | str | UnsetType | None = UNSET
+
+
+class Chunk(Rendered):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: UsageObject | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

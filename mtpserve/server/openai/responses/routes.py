@@ -1,0 +1,77 @@
+"""/v1/responses: OpenAI's newer API, with the conversations that it may go on from."""
+
+from __future__ import annotations
+
+import uuid
+from time import perf_counter
+
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.errors import MTPServeError
+from mtpserve.server.generation import continued
+from mtpserve.server.http.errors import NotStored, renamed, renaming
+from mtpserve.server.http.rendering import JSON
+from mtpserve.server.http.sse import NamedEventStream, unless_gone
+from mtpserve.server.openai.responses.answer import ResponseAnswer, events
+from mtpserve.server.openai.responses.body import ResponsesRequest, messages_of
+from mtpserve.server.openai.responses.objects import DeletedResponse
+from mtpserve.server.openai.responses.store import ResponseStore
+from mtpserve.server.service import Service
+
+RENAMED = {
+    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text", "reasoning_effort": "reasoning", ".function": "",
+}  # fmt: skip
+
+
+def store_of(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.responses
+    return store
+
+
+async def create(request: Request, body: ResponsesRequest) -> Response:
+    """Answer an input, as OpenAI's responses; kept for a while unless `store` is false."""
+    arrival = perf_counter()
+    service: Service = request.app.state.service
+    service.check_alive()
+    body.check()
+    before = store_of(request).get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
+    id = f"resp_{uuid.uuid4().hex}"
+    offer = body.offer()
+    with renamed(RENAMED | offer.places):
+        conversation = [*([] if before is None else before.conversation), *messages_of(body.input)]
+        generation = await continued(service, body.chat(conversation, offer), id, arrival)
+    answer = ResponseAnswer(id, body, generation, store_of(request), conversation, offer.members)
+    if body.stream:
+        return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
+    try:
+        with renamed(RENAMED):
+            await unless_gone(request.receive, generation.whole())
+    except MTPServeError as error:
+        answer.failed(error)
+        raise
+    finally:
+        if answer.status == "in_progress":
+            answer.finished()
+    return JSON(answer.object())
+
+
+async def retrieve(request: Request, id: str) -> Response:
+    """A response that is kept, or one that is still being written."""
+    return JSON(store_of(request).get(id, "response_id").object)
+
+
+async def cancel(request: Request, id: str) -> Response:
+    """End a response that is being written: it answers with what it has. 404 for one that is not."""
+    service: Service = request.app.state.service
+    stored = store_of(request).get(id, "response_id")
+    if not service.abort(id):
+        raise NotStored(f"the response {id[:50]!r} is not being written", "response_id")
+    return JSON(replace(stored.object, status="cancelled"))
+
+
+async def delete(request: Request, id: str) -> Response:
+    """Forget a response."""
+    store_of(request).delete(id)
+    return JSON(DeletedResponse(id, "response", True))

@@ -1,0 +1,55 @@
+"""The responses that /v1/responses keeps, in memory and bounded: the oldest go first. Nothing survives the server."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from mtpserve.server.conversation import ChatMessage
+from mtpserve.server.http.errors import NotStored
+from mtpserve.server.openai.responses.objects import ResponseObject
+
+MAX_RESPONSES = 1024
+MAX_CHARACTERS = 32 << 20  # of all conversations together
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response's object, and the conversation up to its end, instructions left out: they are not inherited."""
+
+    object: ResponseObject
+    conversation: list[ChatMessage]
+
+    @property
+    def characters(self) -> int:
+        return sum(message.characters for message in self.conversation)
+
+
+@dataclass(slots=True)
+class ResponseStore:
+    """Ids are random: a client that knows one may read the response."""
+
+    _kept: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    _characters: int = 0
+
+    def put(self, id: str, stored: Stored) -> None:
+        """Also instead of what was kept under this id."""
+        self._drop(id)
+        self._kept[id] = stored
+        self._characters += stored.characters
+        while len(self._kept) > MAX_RESPONSES or self._characters > MAX_CHARACTERS:
+            self._drop(next(iter(self._kept)))
+
+    def get(self, id: str, field: str) -> Stored:
+        """Raises NotStored, for the request's `field`."""
+        if id not in self._kept:
+            raise NotStored(f"the response {id[:50]!r} is not kept: it never was, or others have taken its place", field)
+        return self._kept[id]
+
+    def delete(self, id: str) -> None:
+        self.get(id, "response_id")
+        self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        stored = self._kept.pop(id, None)
+        self._characters -= 0 if stored is None else stored.characters

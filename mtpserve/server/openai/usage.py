@@ -1,0 +1,70 @@
+"""What a request used: OpenAI's counts, and what speculation did for it."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+
+from mtpserve.core.request import Proposal
+from mtpserve.server.generation import Choice
+from mtpserve.server.openai.objects import Proposed, SpeculativeUsage, TokenDetails, TraceStep, UsageObject
+from mtpserve.server.service import StepOutput
+from mtpserve.text.tokenizer import Tokenizer
+
+PREDICTION = "prediction"  # the source of drafts from the client's predicted output
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of all choices together; a prompt counts once, however many continue it."""
+
+    prompt_tokens: int
+    choices: list[Choice]
+    completion_tokens: int = 0
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
+
+    def add(self, step: StepOutput) -> None:
+        self.completion_tokens += len(step.tokens)
+        if not step.tokens:
+            return
+        self.steps += 1
+        proposal, kept = step.proposal, step.kept
+        self.draft_tokens += len(proposal.tokens)
+        self.accepted_tokens += len(kept)
+        self.predicted += proposal.sources.count(PREDICTION)
+        self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in kept)
+
+    def object(self) -> UsageObject:
+        reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
+        return UsageObject(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.prompt_tokens + self.completion_tokens,
+            TokenDetails(self.predicted_accepted, self.predicted - self.predicted_accepted, reasoning_tokens),
+            SpeculativeUsage(self.steps, self.draft_tokens, self.accepted_tokens),
+        )
+
+
+class Trace:
+    """One choice's steps.
+
+    Where a character is made of several tokens, the one that completes it has it in `texts`. Special tokens are spelled out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, step: StepOutput) -> TraceStep:
+        proposal: Proposal = step.proposal
+        kept, tokenizer = set(step.kept), self._tokenizer
+        nodes = enumerate(zip(proposal.tokens, proposal.parents, proposal.sources, strict=True), 1)
+        return TraceStep(
+            step.tokens,
+            [self._decoder.decode(tokenizer.token_bytes(token)) for token in step.tokens],
+            [Proposed(token, tokenizer.token_text(token), parent, source, node in kept) for node, (token, parent, source) in nodes],
+        )

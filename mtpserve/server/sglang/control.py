@@ -1,0 +1,67 @@
+"""SGLang's routes for operators: a health check by generating, ending requests, flushing the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from time import perf_counter
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.errors import EngineBusy, InvalidRequest
+from mtpserve.core.request import Request as EngineRequest
+from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.server.about import Healthy
+from mtpserve.server.body import RequestId, Strict
+from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.service import Service
+
+TRIAL_S = 20.0  # as long as SGLang waits
+
+
+class Flushed(Rendered):
+    success: bool
+    message: str
+
+
+class Aborted(Rendered):
+    aborted: int  # choices that were running or waiting
+
+
+class AbortRequest(Strict):
+    """`rid` is the id that the client gave its request, or the one in the answer."""
+
+    rid: RequestId | None = None
+    abort_all: bool | None = None
+
+
+async def health_generate(request: Request) -> Response:
+    """Like /health, but the engine has to compute a token; 503 when that takes longer than 20 seconds."""
+    service: Service = request.app.state.service
+    service.check_alive()
+    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, speculation=Speculation(enabled=False))
+    trial = EngineRequest(f"health-{uuid.uuid4().hex}", [0], sampling)
+    try:
+        async with asyncio.timeout(TRIAL_S), contextlib.aclosing(service.generate(trial, perf_counter())) as pieces:
+            async for _ in pieces:
+                pass
+    except TimeoutError:
+        raise EngineBusy(f"the engine computed no token within {TRIAL_S:g} s") from None
+    return JSON(Healthy("ok"))
+
+
+async def flush_cache(request: Request) -> Response:
+    """Always done: a request's pages are freed when it ends, and nothing is kept for the next one."""
+    service: Service = request.app.state.service
+    service.check_alive()
+    return JSON(Flushed(True, "nothing is cached between requests"))
+
+
+async def abort_request(request: Request, body: AbortRequest) -> Response:
+    """End requests: they answer with what they have, finish_reason "abort". Ids that are not running are ignored."""
+    service: Service = request.app.state.service
+    if (body.rid is None) == (not body.abort_all):
+        raise InvalidRequest("give either rid or abort_all: true", "rid")
+    return JSON(Aborted(service.abort(body.rid)))

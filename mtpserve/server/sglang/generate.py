@@ -1,0 +1,206 @@
+"""POST /generate as SGLang has it: a prompt's whole state in each answer, `text` growing from chunk to chunk of a stream."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.request import Finish, TokenLogprob
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.server.generation import Choice, Generation, requests_of
+from mtpserve.server.http.errors import renamed, renaming
+from mtpserve.server.http.rendering import JSON, Rendered, finite
+from mtpserve.server.http.sse import EventStream, unless_gone
+from mtpserve.server.service import Service, StepOutput
+from mtpserve.server.sglang.body import DEFAULT_MAX_TOKENS, NativeRequest, NativeSampling
+from mtpserve.text.requests import Spelling
+
+RENAMED = {
+    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed", "logprobs": "top_logprobs_num",
+    "structured_outputs": "structural_tag",
+}  # fmt: skip
+
+
+class FinishReason(Rendered):
+    """`length` is of the type length, `matched` of the type stop."""
+
+    type: str
+    length: int | UnsetType = UNSET
+    matched: int | str | UnsetType | None = UNSET
+
+
+Triple = tuple[float | None, int, str | None]  # a log-probability, a token, and its text where that is asked for
+
+
+class MetaInfo(Rendered, kw_only=True):
+    """`spec_…` is there once anything was drafted; the log-probabilities come with `return_logprob`."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float
+    spec_verify_ct: int | UnsetType = UNSET
+    spec_accept_length: float | UnsetType = UNSET
+    spec_accept_rate: float | UnsetType = UNSET
+    spec_num_correct_drafts: int | UnsetType = UNSET
+    spec_num_proposed_drafts: int | UnsetType = UNSET
+    spec_correct_drafts_histogram: list[int] | UnsetType = UNSET
+    input_token_logprobs: list[Triple] | UnsetType = UNSET
+    output_token_logprobs: list[Triple] | UnsetType = UNSET
+    input_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
+    output_top_logprobs: list[list[Triple] | None] | UnsetType = UNSET
+
+
+class Generated(Rendered):
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET  # in the chunks of several
+
+
+@dataclass(slots=True)
+class NativeChoice:
+    """One choice in SGLang's layout."""
+
+    id: str
+    choice: Choice
+    body: NativeRequest
+    arrival: float  # perf_counter's
+    scores: list[TokenLogprob] = field(default_factory=list)
+    prompt_scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # a prompt's first token has none
+    proposed: int = 0
+    correct: list[int] = field(default_factory=list)  # drafts accepted, one number for each verification
+
+    def add(self, step: StepOutput) -> None:
+        self.scores += step.logprobs or []
+        self.prompt_scores += step.prompt_logprobs or []
+        if step.proposal.tokens:
+            self.proposed += len(step.proposal.tokens)
+            self.correct.append(len(step.kept))
+
+    def object(self) -> Generated:
+        meta = MetaInfo(
+            id=self.id,
+            finish_reason=None if self.choice.finish is None else self._reason(self.choice.finish),
+            prompt_tokens=len(self.choice.request.prompt),
+            completion_tokens=len(self.choice.tokens),
+            cached_tokens=0,
+            e2e_latency=perf_counter() - self.arrival,
+        )
+        self._add_speculation(meta)
+        self._add_logprobs(meta)
+        return Generated(self.choice.text(), self.choice.tokens, meta)
+
+    def _reason(self, finish: Finish) -> FinishReason:
+        if finish is Finish.LENGTH:
+            return FinishReason("length", length=len(self.choice.tokens))
+        if finish is Finish.STOP:
+            return FinishReason("stop", matched=self.choice.matched)
+        return FinishReason(finish.value)
+
+    def _add_speculation(self, meta: MetaInfo) -> None:
+        """Of the verifications that had drafts; nothing where none had."""
+        if not self.correct:
+            return
+        meta.spec_verify_ct = len(self.correct)
+        meta.spec_accept_length = len(self.choice.tokens) / len(self.correct)
+        meta.spec_accept_rate = sum(self.correct) / self.proposed
+        meta.spec_num_correct_drafts = sum(self.correct)
+        meta.spec_num_proposed_drafts = self.proposed
+        meta.spec_correct_drafts_histogram = [self.correct.count(count) for count in range(max(self.correct) + 1)]
+
+    def _add_logprobs(self, meta: MetaInfo) -> None:
+        body = self.body
+        if not body.return_logprob:
+            return
+        prompt = self.choice.request.prompt
+        start = scored_from(body, prompt)
+        of_prompt = [] if start is None else list(zip(prompt[start:], self.prompt_scores[start:], strict=False))
+        of_output = list(zip(self.choice.tokens, self.scores, strict=False))
+        meta.input_token_logprobs = [self._triple(token, None if score is None else score.logprob) for token, score in of_prompt]
+        meta.output_token_logprobs = [self._triple(token, score.logprob) for token, score in of_output]
+        if top := body.top_logprobs_num:
+            meta.input_top_logprobs = [self._top(score, top) for _, score in of_prompt]
+            meta.output_top_logprobs = [self._top(score, top) for _, score in of_output]
+
+    def _top(self, score: TokenLogprob | None, top: int) -> list[Triple] | None:
+        return None if score is None else [self._triple(id, logprob) for id, logprob in score.top[:top]]
+
+    def _triple(self, token: int, logprob: float | None) -> Triple:
+        text = self.choice.service.tokenizer.token_text(token) if self.body.return_text_in_logprobs else None
+        return None if logprob is None else finite(logprob), token, text
+
+
+def scored_from(body: NativeRequest, prompt: list[int]) -> int | None:
+    """The first prompt token whose log-probability is asked for."""
+    start = -1 if body.logprob_start_len is None else body.logprob_start_len
+    return start if body.return_logprob and 0 <= start < len(prompt) else None
+
+
+async def choices_of(
+    service: Service, body: NativeRequest, sampling: SamplingParams, spelling: Spelling, arrival: float
+) -> list[NativeChoice]:
+    """One for each prompt and choice, in this order."""
+    choices: list[NativeChoice] = []
+    context, asked = service.client.card.context_length, sampling.max_tokens
+    top = (body.top_logprobs_num or 0) if body.return_logprob else None
+    for number, prompt in enumerate(body.prompts):
+        if isinstance(prompt, str):
+            ids = await service.encode(prompt, body.field, special=True)
+        else:
+            ids = prompt
+            service.check_ids(ids[:context], body.field)
+        service.check_length(ids, asked, body.field)
+        of_prompt = None if scored_from(body, ids) is None else top
+        limit = min(DEFAULT_MAX_TOKENS, context - len(ids)) if asked is None else asked
+        one = replace(sampling, max_tokens=limit, logprobs=top, prompt_logprobs=of_prompt)
+        rid = body.rid[number] if isinstance(body.rid, list) else body.rid
+        id = rid or uuid.uuid4().hex
+        id = f"{id}-{number}" if rid is not None and body.listed and not isinstance(body.rid, list) else id
+        requests = requests_of(service, spelling, id, ids, one, body.choices)
+        choices += [NativeChoice(id, Choice(service, each), body, arrival) for each in requests]
+    return choices
+
+
+async def generate(request: Request, body: NativeRequest) -> Response:
+    """Continue one or several prompts. The fields are SGLang's, and so are the answer and its `meta_info`."""
+    arrival = perf_counter()
+    service: Service = request.app.state.service
+    service.check_alive()
+    body.check()
+    with renamed(RENAMED):
+        params = (body.sampling_params or NativeSampling()).params(service.tokenizer.defaults)
+        params = replace(params, logprobs=body.top_logprobs_num if body.return_logprob else None, priority=body.priority or 0)
+        service.check_sampling(params)
+        spelling = await service.spelling(params)
+        made = await choices_of(service, body, params, spelling, arrival)
+    generation = Generation(service, [each.choice for each in made], arrival, body.timeout, bool(body.stream))
+    several = body.listed or body.choices > 1
+
+    async def chunks() -> AsyncGenerator[Generated, None]:
+        async with contextlib.aclosing(generation.steps()) as steps:
+            async for index, step, _ in steps:
+                made[index].add(step)
+                chunk = made[index].object()
+                chunk.index = index if several else UNSET
+                yield chunk
+
+    async def whole() -> list[Generated]:
+        async for index, step, _ in generation.steps():
+            made[index].add(step)
+        return [each.object() for each in made]
+
+    if body.stream:
+        return EventStream(renaming(chunks(), RENAMED), service.server_config.sse_keep_alive_interval)
+    with renamed(RENAMED):
+        answers = await unless_gone(request.receive, whole())
+    return JSON(answers if several else answers[0])

@@ -1,0 +1,93 @@
+"""SGLang's helpers for clients of /generate: a model's text taken apart into calls, or into reasoning and the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.body import Strict
+from mtpserve.server.http.errors import ContextLengthExceeded
+from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.service import MAX_BYTES_PER_TOKEN, Service
+from mtpserve.server.tools import Formats, call_format, tool_use
+from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
+from mtpserve.text.parsers.output import OutputParser
+from mtpserve.text.parsers.reasoning import Opening, Thinking
+from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
+from mtpserve.text.requests import check_text
+
+
+class ParseFunctionCall(Strict):
+    """`tool_call_parser`: by default the server's own."""
+
+    text: str
+    tools: list[Any]
+    tool_call_parser: str | None = None
+
+
+class SeparateReasoning(Strict):
+    """`reasoning_parser`: by default the server's own."""
+
+    text: str
+    reasoning_parser: str | None = None
+
+
+class ParsedCall(Rendered):
+    tool_index: int  # -1: none of the tools
+    name: str
+    parameters: str
+
+
+class ParsedCalls(Rendered):
+    normal_text: str
+    calls: list[ParsedCall]
+
+
+class SeparatedReasoning(Rendered):
+    reasoning_text: str
+    text: str
+
+
+async def parse_function_call(request: Request, body: ParseFunctionCall) -> Response:
+    """The calls in a text, and the text without them."""
+    service: Service = request.app.state.service
+    name = known(body.tool_call_parser or service.formats.tool_calls, TOOL_CALLS.names(), "tool_call_parser")
+    formats = Formats(name, None)
+    use = tool_use(body.tools, None, None, formats)
+    events = await taken_apart(service, body.text, OutputParser(calls=call_format(use, formats)))
+    names = [tool.name for tool in use.tools]
+    calls: list[ParsedCall] = []
+    for event in events:
+        match event:
+            case CallBegin(_, _, name):
+                calls.append(ParsedCall(names.index(name) if name in names else -1, name, ""))
+            case Arguments(_, text):
+                calls[-1].parameters += text
+    return JSON(ParsedCalls("".join(event.text for event in events if isinstance(event, Content)), calls))
+
+
+async def separate_reasoning(request: Request, body: SeparateReasoning) -> Response:
+    """The reasoning in front of an answer, and the answer."""
+    service: Service = request.app.state.service
+    name = known(body.reasoning_parser or service.formats.reasoning, REASONINGS.names(), "reasoning_parser")
+    thinking: Thinking = REASONINGS.get(name)()
+    events = await taken_apart(service, body.text, OutputParser(thinking, Opening.INSIDE if thinking.always else Opening.MAYBE))
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    return JSON(SeparatedReasoning(reasoning, "".join(event.text for event in events if isinstance(event, Content))))
+
+
+def known(name: str | None, names: list[str], field: str) -> str:
+    if name not in names:
+        raise InvalidRequest(f"{field} must be one of {', '.join(names)}, got {'nothing' if name is None else repr(name[:50])}", field)
+    return name
+
+
+async def taken_apart(service: Service, text: str, parser: OutputParser) -> list[Event]:
+    if len(text) > MAX_BYTES_PER_TOKEN * service.client.card.context_length:
+        raise ContextLengthExceeded(f"text has {len(text)} characters, more than an answer of this model can have", "text")
+    check_text(text, "text")
+    return await asyncio.to_thread(lambda: [*parser.feed(text), *parser.finish()])
