@@ -46,7 +46,7 @@ def test_linear(outputs: int, inputs: int, bias: bool, dtype: torch.dtype) -> No
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (130, 200), (384, 128)])
 def test_rows(outputs: int, inputs: int) -> None:
     torch.manual_seed(0)
-    linear = Linear(inputs, (outputs,), Blockwise())
+    linear = Linear(inputs, (outputs,), Blockwise(torch_kernels.torch_kernels()))
     make_room(linear, "weight", linear.parts)
     assert linear.weight_scale_inv is not None
     wide = fill(linear.weight, linear.weight_scale_inv, torch.randn(outputs, inputs) * torch.logspace(-3, 3, outputs)[:, None])
@@ -57,7 +57,7 @@ def test_rows(outputs: int, inputs: int) -> None:
 
 @pytest.mark.parametrize("outputs", [40, 5000])
 def test_rows_of_a_layer_without_scales(outputs: int) -> None:
-    linear = Linear(64, (outputs,), Blockwise())
+    linear = Linear(64, (outputs,), Blockwise(torch_kernels.torch_kernels()))
     linear.weight.data = torch.randn(outputs, 64)
     ids = torch.tensor([3, 17, 39])
     wanted = linear.weight.data[ids].clone()

@@ -138,8 +138,9 @@ def test_a_prediction_goes_with_its_request(end: str) -> None:
         engine.abort("0")
     while engine.has_work and "0" in engine._scheduler.live:
         engine.step()
+    engine.add(Request("2", [1, 2], SamplingParams(max_tokens=6)))
     engine.step()
-    assert not seats.predictions and engine.has_work
+    assert engine._scheduler.live["2"].seat == 0 and not seats.predictions
 
 
 # -- which are made, and how wide -------------------------------------------------------------------------------------------------

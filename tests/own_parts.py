@@ -1,0 +1,71 @@
+"""Parts that the package knows nothing of, as somebody who adds one would write them: see tests/test_additions.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.attention.contexts import LayerContext
+from mtpserve.attention.reference import PlannedAttention, ReferenceAttention
+from mtpserve.core.arch import ModelArch
+from mtpserve.core.batch import Batch
+from mtpserve.core.protocols import LinearKernels
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.torch_kernels import silu_mul, torch_kernels
+from mtpserve.models.family import Family
+from mtpserve.models.mimo import MIMO
+from mtpserve.weights.hf import HFConfig
+
+CALLED: list[str] = []  # by what was added
+
+
+def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
+    """MiMo without biases, whatever its config says."""
+    CALLED.append("family")
+    return replace(MIMO.arch(config, mtp_layers), family="own", qkv_bias=False)
+
+
+FAMILY = Family(arch, MIMO.build, MIMO.trunk_rules, MIMO.mtp_rules)
+
+
+class OwnAttention(ReferenceAttention):
+    def plan(self, batch: Batch) -> list[LayerContext[PlannedAttention]]:
+        CALLED.append("attention")
+        return super().plan(batch)
+
+
+def own_silu_mul(gate_up: Tensor, /) -> Tensor:
+    CALLED.append("kernels")
+    return silu_mul(gate_up)
+
+
+def own_kernels() -> Kernels:
+    return replace(torch_kernels(), silu_mul=own_silu_mul)
+
+
+class Doubled:
+    """core.protocols.LinearMethod: weights are stored as twice their value."""
+
+    def __init__(self, kernels: LinearKernels) -> None:
+        pass
+
+    def finish(self, module: nn.Module) -> None:
+        CALLED.append("format")
+        module.weight = nn.Parameter(2 * cast(Tensor, module.weight), requires_grad=False)
+
+    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, cast(Tensor, module.weight) / 2, cast("Tensor | None", module.bias))
+
+    def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
+        return cast(Tensor, module.weight)[ids] / 2
+
+
+def built(arch: ModelArch, method: str) -> DecoderModel:
+    from mtpserve.quant.registry import METHODS
+
+    kernels = torch_kernels()
+    return MIMO.build(arch, METHODS.get(method)(kernels), torch.float32, 400, kernels)
