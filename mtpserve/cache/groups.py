@@ -78,8 +78,10 @@ class PageGroups:
 
     def has(self, held: Sequence[Held], tokens: int) -> bool:
         """Whether a request has the pages of all columns up to `tokens`, but for those that it has released."""
-        columns = self.columns(tokens)
-        return all(one.first + len(one.pages) >= columns for one in held)
+        for one in held:  # a loop: asked for every request in every step
+            if (one.first + len(one.pages)) * self.page_size < tokens:
+                return False
+        return True
 
     def missing(self, held: Sequence[Held], start: int, tokens: int, lookahead: int) -> list[int]:
         """Pages of each group that a request lacks which computes `tokens` from `start` on."""
