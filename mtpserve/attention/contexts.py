@@ -58,7 +58,7 @@ def slots_of(batch: Batch, group: int) -> Tensor:
     if group == 0:
         return batch.slots
     slots = batch.seats.slots(batch.row_seats, batch.index + batch.shift, group)
-    return slots if batch.unstored is None else slots.index_fill(0, batch.unstored, batch.seats.spare_slots[group])
+    return slots if batch.unstored is None else slots.index_fill(0, batch.cu_q[batch.unstored], batch.seats.spare_slots[group])
 
 
 def contexts(stores: Stores, planned: Sequence[P]) -> list[LayerContext[P]]:

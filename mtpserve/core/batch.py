@@ -65,7 +65,7 @@ class Batch:
     shift: int = 0
     # [N] int64, spans that start right after pages which another request computed; None: none does.
     resumed: Tensor | None = None
-    # [N] int64, rows that are computed and not stored: their slots are spare. None: all are stored.
+    # [N] int64, spans whose first row is computed and not stored: its slot is spare. None: all rows are stored.
     unstored: Tensor | None = None
     # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there is none. None: nowhere is one.
     predictions: tuple[Tensor, Tensor] | None = None

@@ -80,21 +80,20 @@ class Rows:
     trees: bool
     sampler: Sampler
     resumed: Tensor | None = None  # [N] spans that start right after pages of another request
-    unstored: Tensor | None = None  # [N] rows of tokens that lie in such pages: they are computed again, and not stored
+    unstored: Tensor | None = None  # [N] spans whose first token is in such a page: it is computed again, and not stored
     predictions: tuple[Tensor, Tensor] | None = None  # see Batch
 
 
 def after_others(plans: Seq[SpanPlan], records: Seq[Record], lag: int | None) -> tuple[list[int], list[int]]:
     """`Rows.resumed` and `Rows.unstored`. With a draft model of lag 0 the first row of every request is missing, too."""
-    resumed, unstored, row = list[int](), list[int](), 0
+    resumed, unstored = list[int](), list[int]()
     for r, (plan, record) in enumerate(zip(plans, records, strict=True)):
         given = record.admission
         if plan.start == given.computed:
             if plan.start < given.shared:
-                unstored.append(row)
+                unstored.append(r)
             elif lag == 0 or (lag is not None and given.shared > 0):
                 resumed.append(r)
-        row += plan.width
     return resumed, unstored
 
 
@@ -110,8 +109,7 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
         resumed=given.resumed,
         predictions=given.predictions,
     )
-    if given.unstored is not None:
-        batch = replace(batch, slots=batch.slots.index_fill(0, given.unstored, seats.spare_slots[0]), unstored=given.unstored)
+    batch = without_stores(batch, given.unstored)
     if not given.trees or rows.widest == 0:
         return batch
     tree = seats.waiting_tree(seat_ids, rows.widest)
@@ -120,6 +118,13 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
     positions = torch.where(rows.node > 0, root[rows.row_span] + tree.depths[rows.row_span, rows.node], batch.index)
     bits = torch.where(rows.node > 0, tree.ancestors[rows.row_span, rows.node], -1)
     return replace(batch, positions=positions, tree=tree, tree_bits=bits, tree_start=root)
+
+
+def without_stores(batch: Batch, spans: Tensor | None) -> Batch:
+    """The first rows of these spans are stored in the page that pads batches."""
+    if spans is None:
+        return batch
+    return replace(batch, slots=batch.slots.index_fill(0, batch.cu_q[spans], batch.seats.spare_slots[0]), unstored=spans)
 
 
 def place(rows: RowLayout, seats: SeatTensors, seat_ids: Tensor, start: Tensor, sampler: Sampler, draft_spans: Tensor | None) -> Batch:
@@ -158,6 +163,7 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     start = batch.index[batch.cu_q[:-1]]
     chained = place(rows, seats, batch.seat_ids, start, batch.sampler, batch.draft_spans)
     chained = replace(chained, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
+    chained = without_stores(chained, batch.unstored)
     node = verdict.path[rows.row_span, rows.node]
     old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)
     # Node j was stored j slots after the root, and so will be the path's j-th.

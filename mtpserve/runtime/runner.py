@@ -163,7 +163,7 @@ class Runner:
         more = [] if groups is None else groups.lists
         resumed, unstored = after_others(plans, records, self.drafter.lag)
         there = staged([hosts, drafting, wanted, resumed, unstored, *more], self.seats.device)
-        seat_ids, draft_spans, each, resumed_spans, unstored_rows, *lists = there
+        seat_ids, draft_spans, each, resumed_spans, unstored_spans, *lists = there
         rules = None if groups is None else BatchRules(self.sampling.rules, records, groups, lists)
         layout = tuple((plan.length, plan.drafts, plan.samples) for plan in plans)
         return Rows(
@@ -174,7 +174,7 @@ class Runner:
             not self.seats.branching.isdisjoint(hosts),
             BatchSampler(self.sampling, self.asked(records), rules),
             resumed_spans if resumed else None,
-            unstored_rows if unstored else None,
+            unstored_spans if unstored else None,
             self.seats.predicted(hosts),
         )
 
