@@ -12,7 +12,7 @@ from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 
 
-class Planned(Protocol):
+class BatchAttention(Protocol):
     """A batch, planned for the layers of one store."""
 
     @property
@@ -26,7 +26,7 @@ class Planned(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Planned, covariant=True)
+P = TypeVar("P", bound=BatchAttention, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)

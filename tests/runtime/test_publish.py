@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Hidden, Span
+from mtpserve.core.batch import Hidden
+from mtpserve.core.plan import Admission, SpanPlan
 from mtpserve.core.protocols import Trunk
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.core.sequence import Sequence
 from mtpserve.runtime.publish import SCORED, prompt_logprobs
+from mtpserve.runtime.records import Record
 from mtpserve.spec.logprobs import ranked
 
 VOCAB, HIDDEN = 50, 8
@@ -30,25 +31,26 @@ class Head:
         return head @ self.weight.T
 
 
-def span(start: int, length: int, prompt: int, **options: Any) -> Span:
+def span(start: int, length: int, prompt: int, **options: Any) -> tuple[SpanPlan, Record]:
     tokens = torch.randint(VOCAB, (prompt,), generator=torch.Generator().manual_seed(prompt)).tolist()
-    seq = Sequence("", tokens, prompt, SamplingParams(max_tokens=4, **options), prompt + 4, 0)
-    return Span(seq, start, length, 0, start + length == prompt, False)
+    admission = Admission(0, "", tokens, prompt, 0, prompt + 4, 0, SamplingParams(max_tokens=4, **options))
+    return SpanPlan(0, start, length, 0, start + length == prompt, False), Record(admission)
 
 
 @pytest.mark.parametrize("length", [1, 5, SCORED, SCORED + 1, 3 * SCORED + 7])
 @pytest.mark.parametrize("top", [0, 3])
 def test_slices_are_the_whole(length: int, top: int) -> None:
-    spans = [span(0, 9, 20), span(4, length, length + 30, prompt_logprobs=top), span(6, 5, 11, prompt_logprobs=top)]
+    given = [span(0, 9, 20), span(4, length, length + 30, prompt_logprobs=top), span(6, 5, 11, prompt_logprobs=top)]
+    spans, records = [plan for plan, _ in given], [record for _, record in given]
     rows = sum(each.width for each in spans)
     head = torch.randint(-3, 4, (rows, HIDDEN), generator=torch.Generator().manual_seed(1)).float()
     model = Head()
-    found = prompt_logprobs(spans, Hidden(head, head), cast(Trunk, model))
+    found = prompt_logprobs(spans, records, Hidden(head, head), cast(Trunk, model))
     assert set(found) == {1, 2} and max(model.rows) <= SCORED
     # The last row of the whole prompt has no token of the prompt after it.
     for r, first, count in ((1, 9, length), (2, 9 + length, 4)):
         each = spans[r]
-        after = torch.tensor([each.seq.tokens[each.start + 1 : each.start + count + 1]])
+        after = torch.tensor([records[r].tokens[each.start + 1 : each.start + count + 1]])
         wanted = ranked((head[first : first + count] @ model.weight.T).log_softmax(-1).unsqueeze(0), after, top)
         for name in ("chosen", "ranks", "top_ids", "top"):
             assert torch.equal(getattr(found[r], name), getattr(wanted, name)), name
