@@ -133,7 +133,7 @@ def gap_error(here: TokenLogprob, there: TokenLogprob) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PlainRun:
     """What plain decoding gave, to be compared with what it gives in another format."""
 
     options: dict[str, Any]  # of LLM

@@ -13,7 +13,7 @@ from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch
 
 
-class Planned(Protocol):
+class BatchAttention(Protocol):
     """A batch, planned for the layers of one store."""
 
     @property
@@ -27,7 +27,7 @@ class Planned(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Planned, covariant=True)
+P = TypeVar("P", bound=BatchAttention, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)

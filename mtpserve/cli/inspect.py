@@ -1,6 +1,6 @@
 """`mtpserve inspect MODEL`: prints a checkpoint's architecture, weights and memory plan. Reads headers only, not the weights.
 
-With `--token-map OUT.json` and text files it counts their tokens instead, and writes the most frequent for `--speculative-token-map`.
+With `--token-map OUT.json` and text files it counts their tokens instead, and writes the most frequent, for the smaller head.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING
 
 from mtpserve.cli.options import add_options, given, settings
 from mtpserve.cli.parser import Parser
@@ -31,7 +31,7 @@ def parser() -> Parser:
     made = Parser(
         prog="mtpserve inspect",
         usage="%(prog)s [MODEL] [options]",
-        description="Print a checkpoint's architecture, MTP layout, weights and memory plan.",
+        description="Print a checkpoint's architecture, weights and memory plan.",
     )
     made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="directory of the checkpoint, or 'demo'; the same as --model")
     made.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served")
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
 
     report = inspect_model(engine)
     if chosen.json:
-        print(json.dumps(as_json(report), indent=2))
+        print(json.dumps(report.as_json(), indent=2))
     else:
         show(report, memory_alone=chosen.memory)
     return 0
@@ -85,12 +85,6 @@ def write_token_map(engine: EngineConfig, out: str, size: int, texts: list[str],
         table.add_row(f"{n:,}", f"{share:.2%}", f"written to {out}" if n == size else "")
     console.print(table)
     console.print(f"note: {made.counted:,} tokens counted, {made.distinct:,} of them different")
-
-
-def as_json(report: InspectReport) -> dict[str, Any]:
-    weights = [dict(zip(("group", "tensors", "parameters", "dtype", "bytes"), row, strict=True)) for row in report.weights]
-    memory = [dict(zip(("what", "bytes"), row, strict=True)) for row in report.memory]
-    return {"arch": asdict(report.arch), "mtp_prefix": report.mtp_prefix, "weights": weights, "memory": memory, "notes": report.notes}
 
 
 def show(report: InspectReport, memory_alone: bool) -> None:
@@ -127,8 +121,8 @@ def architecture(console: Console, report: InspectReport) -> Table:
     table = plain(console, "architecture", "field", "value")
     for name, value in flat(report.arch):
         table.add_row(name, value)
-    if report.arch.mtp is not None:
-        table.add_row("mtp.tensors", f"{report.mtp_prefix}*" if report.mtp_prefix else "-")
+    for name, value in report.tensors:
+        table.add_row(name, value)
     return table
 
 

@@ -140,3 +140,9 @@ class ModelArch:
     def num_layers(self) -> int:
         """Of the trunk."""
         return len(self.layers) - (self.mtp.layers if self.mtp else 0)
+
+    @property
+    def summary(self) -> str:
+        """In one line, for people."""
+        mtp = "an MTP layer" if self.mtp is not None else "no MTP layer"
+        return f"{self.family} with {self.num_layers} layers of {self.hidden}, {self.heads} heads, a vocabulary of {self.vocab}, {mtp}"

@@ -48,7 +48,7 @@ class Proposal(msgspec.Struct, frozen=True, gc=False):
 
     tokens: list[int] = []
     parents: list[int] = []  # the node that each continues
-    sources: list[str] = []  # who proposed each: see core.batch.Source
+    sources: list[str] = []  # the source of each: see core.batch.Source
     path: list[int] = []  # the nodes that were accepted, in order
 
 
@@ -72,7 +72,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     proposal: Proposal = Proposal()
     finish: Finish | None = None
     error: str | None = None
-    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request asks for them
+    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request wants them
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens, from the second on
     times: FirstTokenTimes | None = None  # with the first token
 
@@ -113,3 +113,15 @@ class EngineStats:
     accept_lengths: list[int] = field(default_factory=list)  # [n]: verifications that committed n+1 tokens
     draft_tokens_by_source: dict[str, int] = field(default_factory=dict)
     accepted_tokens_by_source: dict[str, int] = field(default_factory=dict)
+
+    def accept_length(self, before: EngineStats | None = None) -> float | None:
+        """Mean number of tokens that a verification committed, since `before` or since the start; None: there was none."""
+        start = before or EngineStats()
+        count = self.drafts_total - start.drafts_total
+        return 1 + (self.accepted_tokens_total - start.accepted_tokens_total) / count if count else None
+
+    def accept_rate(self, before: EngineStats | None = None) -> float | None:
+        """Share of the draft tokens that were accepted, since `before` or since the start; None: there were none."""
+        start = before or EngineStats()
+        count = self.draft_tokens_total - start.draft_tokens_total
+        return (self.accepted_tokens_total - start.accepted_tokens_total) / count if count else None

@@ -33,7 +33,8 @@ from mtpserve.core.sequence import Sequence
 from mtpserve.engine.faults import is_fatal
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
-from mtpserve.engine.stats import count, new_stats
+from mtpserve.engine.stats import count
+from mtpserve.spec.counts import new_stats
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
@@ -20,6 +21,16 @@ class InspectReport:
     weights: list[tuple[str, int, int, str, int]]  # group, tensors, parameters, dtype, bytes in the checkpoint
     memory: list[tuple[str, int]]
     notes: list[str]
+
+    @property
+    def tensors(self) -> list[tuple[str, str]]:
+        """The names of the MTP layer's tensors, as a row of the table of the architecture; no row where there is no such layer."""
+        return [("mtp.tensors", f"{self.mtp_prefix}*" if self.mtp_prefix else "-")] if self.arch.mtp is not None else []
+
+    def as_json(self) -> dict[str, Any]:
+        weights = [dict(zip(("group", "tensors", "parameters", "dtype", "bytes"), row, strict=True)) for row in self.weights]
+        memory = [dict(zip(("what", "bytes"), row, strict=True)) for row in self.memory]
+        return {"arch": asdict(self.arch), "mtp_prefix": self.mtp_prefix, "weights": weights, "memory": memory, "notes": self.notes}
 
 
 def inspect_model(config: EngineConfig) -> InspectReport:

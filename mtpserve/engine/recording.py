@@ -15,7 +15,6 @@ import msgspec
 
 from mtpserve import __version__
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError, LoadError
 from mtpserve.core.plan import StepPlan, StepResult
 from mtpserve.core.protocols import Launched, ModelRunner
@@ -77,15 +76,10 @@ Event = StepPlanned | StepRead | StepRaised
 def header_of(config: EngineConfig, planned: Plan) -> Header:
     arch, memory, seed = planned.found.arch, planned.memory, config.scheduler.random_seed
     return Header(
-        config, described(arch), planned.device.type, str(planned.dtype).removeprefix("torch."), overlap_of(config, planned.device),
+        config, arch.summary, planned.device.type, str(planned.dtype).removeprefix("torch."), overlap_of(config, planned.device),
         memory.pages[0], config.cache.page_size, memory.max_running, memory.context_length, arch.eos_ids,
         "the system" if seed is None else f"--random-seed {seed}",
     )  # fmt: skip
-
-
-def described(arch: ModelArch) -> str:
-    mtp = "an MTP layer" if arch.mtp is not None else "no MTP layer"
-    return f"{arch.family} with {arch.num_layers} layers of {arch.hidden}, {arch.heads} heads, a vocabulary of {arch.vocab}, {mtp}"
 
 
 class StepRecorder:

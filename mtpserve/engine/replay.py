@@ -11,9 +11,10 @@ from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.request import TokenLogprob
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.planning import describe, drafts_itself, plan
-from mtpserve.engine.recording import Header, Recording, StepPlanned, StepRaised, StepRead, described, header_of
+from mtpserve.engine.recording import Header, Recording, StepPlanned, StepRaised, StepRead, header_of
 
 CLOSE = 0.01  # between log-probabilities that count as the same: threads and hardware change their last digits
+SCORES = ("logprobs", "prompt_logprobs")  # of a result: compared within CLOSE; everything else must be equal
 FREE = ("config", "seeds")  # parts of a header that need not agree
 
 
@@ -63,7 +64,7 @@ def config_of(header: Header, model: str | None) -> EngineConfig:
 
 def check_same(header: Header, config: EngineConfig) -> None:
     """Raises LoadError for a model or a machine on which the plans would mean something else."""
-    model = described(describe(config, want_mtp=drafts_itself(config.spec)).arch)
+    model = describe(config, want_mtp=drafts_itself(config.spec)).arch.summary
     if model != header.model:
         raise LoadError(f"{config.model.model}: is {model}; the steps were recorded with {header.model}")
     now = header_of(config, plan(config))
@@ -141,11 +142,11 @@ class Replay:
 
 def difference(recorded: SpanResult, now: SpanResult) -> str | None:
     """In words; None: there is none."""
-    for name in ("error", "tokens", "accepted", "drafts", "proposed", "parents", "sources", "path"):
+    for name in ("error", *(each for each in SpanResult.__struct_fields__ if each not in (*SCORES, "error"))):
         before, after = getattr(recorded, name), getattr(now, name)
         if before != after:
             return f"{name} were {before} when it was recorded, and are {after} now"
-    for name in ("logprobs", "prompt_logprobs"):
+    for name in SCORES:
         before, after = getattr(recorded, name), getattr(now, name)
         if not close(before, after):
             return f"the {name} differ by more than {CLOSE}"

@@ -11,9 +11,9 @@ from mtpserve.core.arch import Features, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.embedding import Embedding, TiedHead
+from mtpserve.layers.fusion import Fusion
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
-from mtpserve.layers.mtp import MTPFusion
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope, Rotation
 
@@ -47,7 +47,7 @@ class MTPHead(nn.Module):
         self.arch, self.borrowed = arch.mtp, [trunk]
         self.features = Features(last=arch.mtp.hidden_in)
         self.layers = arch.layers[arch.num_layers :]
-        self.fusion = MTPFusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, method, kernels)
+        self.fusion = Fusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, method, kernels)
         self.layer = DecoderLayer(arch, attention, mlp, kernels)
         self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
 

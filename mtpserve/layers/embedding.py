@@ -1,4 +1,4 @@
-"""Token embedding. The trunk's one is the MTP layer's too; a tied language-model head multiplies the same tensor."""
+"""Token embedding, and the language-model head of checkpoints that tie it to the same tensor."""
 
 from __future__ import annotations
 

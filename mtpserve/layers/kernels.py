@@ -89,7 +89,7 @@ class RoutedExperts(Protocol):
     def down_scale_inv(self) -> Tensor | None: ...
 
 
-class Experts(Protocol):
+class MixExperts(Protocol):
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None, /) -> Tensor:
         """x [T, H], weights and chosen [T, K] → [T, H]: the chosen experts' outputs by their weights, and the shared expert's."""
         ...
@@ -102,7 +102,7 @@ class Kernels:
     rope_store: RopeStore
     latent_store: LatentStore
     route: Route
-    experts: Experts
+    experts: MixExperts
     linear_fp8: LinearFP8
 
 

@@ -26,7 +26,7 @@ def seat(records: Seq[Record], pages: Seq[NewPages], seats: SeatTensors, samplin
     """`records` are those of requests that were admitted just now."""
     biased = [(record.seat, token, bias) for record in records if record.asks_bias for token, bias in biases(record).items()]
     entries = [(each.group, each.seat, column, page) for each in pages for column, page in enumerate(each.pages, each.first)]
-    there = iter(
+    parts = iter(
         staged(
             [
                 [number for entry in entries for number in entry],
@@ -43,13 +43,13 @@ def seat(records: Seq[Record], pages: Seq[NewPages], seats: SeatTensors, samplin
         )
     )
     if entries:
-        groups, rows, columns, ids = next(there).view(-1, 4).unbind(1)
+        groups, rows, columns, ids = next(parts).view(-1, 4).unbind(1)
         seats.page_tables[groups, rows, columns] = ids
     else:
-        next(there)
+        next(parts)
     if not records:
         return
-    seat_ids, whole, real = next(there), next(there).view(-1, INTEGERS + STOPS), floats(next(there)).view(-1, NUMBERS)
+    seat_ids, whole, real = next(parts), next(parts).view(-1, INTEGERS + STOPS), floats(next(parts)).view(-1, NUMBERS)
     seats.counts[:, seat_ids] = whole[:, :5].T
     seats.stops[seat_ids] = whole[:, INTEGERS:]
     seats.done.index_fill_(0, seat_ids, False)
@@ -58,14 +58,14 @@ def seat(records: Seq[Record], pages: Seq[NewPages], seats: SeatTensors, samplin
     sampling.rules.least[seat_ids] = whole[:, 8]
     sampling.numbers[:, seat_ids] = real[:, :3].T
     sampling.rules.penalties[seat_ids] = real[:, 3:]
-    write_biases(sampling.rules, records, seat_ids, next(there), next(there), floats(next(there)))
+    write_biases(sampling.rules, records, seat_ids, next(parts), next(parts), floats(next(parts)))
     for record in records:
-        tokens = next(there)
+        tokens = next(parts)
         seats.tokens[record.seat, : len(tokens)].copy_(tokens)
         if record.asks_penalty:
             sampling.rules.count(record.seat, tokens, record.prompt_len)
     for record in records:
-        seats.predict(record.seat, next(there))
+        seats.predict(record.seat, next(parts))
 
 
 def integers(record: Record, eos_ids: Collection[int]) -> list[int]:
@@ -75,7 +75,7 @@ def integers(record: Record, eos_ids: Collection[int]) -> list[int]:
     return [
         *(len(given.tokens), given.computed, given.prompt_len, given.max_len, 0),
         *(max(params.top_k, 0), given.seed),
-        # Drafts from several sources, of which only one could say from which distribution it drew.
+        # Its proposals come from several sources, of which at most one knows the distribution that it drew from.
         int(not given.plain),
         params.min_tokens,
         *[*ends, *[-1] * STOPS][:STOPS],

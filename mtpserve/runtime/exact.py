@@ -1,11 +1,11 @@
-"""A model whose numbers for a row depend on that row alone, to the last bit: for `--speculative-exact`.
+"""A model whose numbers for a row depend on that row alone, to the last bit: the exact mode.
 
 Libraries choose how to add up a product by its shape, so a row that is computed among four others may differ in the last bit from
 the same row alone, and a near tie between two tokens then falls the other way. Here all rows go through the trunk in tiles of TILE,
 the last one padded: every product always has the same shape, whatever shares the pass. Tiles run one after the other through all
 layers, which is in order: a row never looks at a later one.
 
-The MTP head is left as it is: drafts decide how fast the text comes, not what it says.
+Proposals are computed as ever: they decide how fast the text comes, not what it says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Grammars in a step: each row's logits are masked by what may follow its own path. The grammars themselves are the text layer's.
 
-A grammar's state is that of the committed output and lives in the request's record; a path is tried from there and taken back, so a
-rejected draft leaves no trace.
+A grammar's state is that of the committed output and lives in the request's record; a path is tried from it and taken back, so a
+rejected path leaves no trace.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class GrammarRules:
         """Per seat the tokens that its grammar forces after what is committed; None where none of them has a grammar."""
         if not any(seat in self.by_seat for seat in seats):
             return None
-        found = []
+        tokens = []
         for seat in seats:
             grammar = self.by_seat.get(seat)
-            found.append([] if grammar is None else grammar.forced(fresh.get(seat, []), limit))
-        return found
+            tokens.append([] if grammar is None else grammar.forced(fresh.get(seat, []), limit))
+        return tokens

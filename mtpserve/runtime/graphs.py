@@ -36,7 +36,7 @@ LOG_EVERY = 10  # captures at start
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GraphOutput:
     """What a step leaves for the host, and all that a graph keeps of it: the memory of everything else is the next graph's too."""
 
     columns: Columns
@@ -45,7 +45,7 @@ class Outcome:
     trees: bool  # they branch
 
 
-Body = Callable[[], Outcome]
+Body = Callable[[], GraphOutput]
 
 
 class CaptureFailed(Exception):
@@ -53,7 +53,7 @@ class CaptureFailed(Exception):
 
 
 class Recorder(Protocol):
-    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         """Run `body` as often as needed, and give what its recorded run returns, and what repeats that run into the same tensors.
         Raises CaptureFailed."""
         ...
@@ -67,7 +67,7 @@ class CudaRecorder:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
 
-    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -108,7 +108,7 @@ class Key:
 class Recorded:
     given: Tensor  # [2, requests]: seats, wanted depths
     rows: Rows  # its tensors are read by every replay
-    outcome: Outcome
+    outcome: GraphOutput
     again: Callable[[], object]
 
 
@@ -137,7 +137,7 @@ class StepGraphs:
         self.drafts = step.drafter.sizes.proposals(step.drafter.sizes.depth, plain=True)
         self.recorded: dict[Key, Recorded | None] = {}  # None: cannot be captured
 
-    def replay(self, seats: Seq[int], wanted: Seq[int], drafts: int, asked: Asked, trees: bool) -> Outcome | None:
+    def replay(self, seats: Seq[int], wanted: Seq[int], drafts: int, asked: Asked, trees: bool) -> GraphOutput | None:
         """`drafts` of the widest span. What it gives is overwritten by the next replay, on the device and in its order. None: such a
         step cannot be captured, and nothing was done."""
         key = self.key(len(seats), drafts, max(wanted) > 0, asked, trees)
@@ -180,12 +180,12 @@ class StepGraphs:
         )  # not from the cache, which forgets
         rows = Rows(layout, seat_ids, None, Want(each, key.deepest), key.trees, BatchSampler(self.sampling, key.asked))
 
-        def body() -> Outcome:
+        def body() -> GraphOutput:
             computed = step.forward(rows)
             drafts = step.propose(rows, computed)
             if drafts is None:
-                return Outcome(computed.columns, computed.table, None, False)
-            return Outcome(computed.columns, computed.table, drafts.count, drafts.tree is not None)
+                return GraphOutput(computed.columns, computed.table, None, False)
+            return GraphOutput(computed.columns, computed.table, drafts.count, drafts.tree is not None)
 
         try:
             self.recorded[key] = Recorded(given, rows, *self.recorder.record(body))

@@ -1,4 +1,4 @@
-"""A step's outcome for the host: one table of integers, and the log-probabilities that somebody asked for."""
+"""A step's outcome for the host: one table of integers, and the log-probabilities that its requests want."""
 
 from __future__ import annotations
 
@@ -80,19 +80,19 @@ def results(
     return made
 
 
-def listed(found: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob]:
-    chosen, ranks = found.chosen[row, :count].tolist(), found.ranks[row, :count].tolist()
-    ids, values = found.top_ids[row, :count, :top].tolist(), found.top[row, :count, :top].tolist()
+def listed(scores: Logprobs, row: int, count: int, top: int) -> list[TokenLogprob]:
+    chosen, ranks = scores.chosen[row, :count].tolist(), scores.ranks[row, :count].tolist()
+    ids, values = scores.top_ids[row, :count, :top].tolist(), scores.top[row, :count, :top].tolist()
     return [TokenLogprob(c, r, list(zip(i, v, strict=True))) for c, r, i, v in zip(chosen, ranks, ids, values, strict=True)]
 
 
 def prompt_logprobs(spans: Seq[SpanPlan], records: Seq[Record], hidden: Hidden, model: Trunk) -> dict[int, Logprobs]:
-    """For spans inside the prompt of requests that ask: of the token after each row, the raw logits' log-probability, as one request.
+    """For spans inside the prompt of requests that want them: of the token after each row, the raw logits' log-probability, as one request.
 
     The rows of a prompt that was preempted and comes again are scored again; the engine passes on what is new. SCORED rows at a time: the
     float32 logits of a whole chunk, and their copies, are gigabytes.
     """
-    found, first = {}, 0
+    by_span, first = {}, 0
     for r, (span, record) in enumerate(zip(spans, records, strict=True)):
         top = record.sampling.prompt_logprobs
         rows = min(span.start + span.length, record.prompt_len - 1) - span.start
@@ -100,6 +100,6 @@ def prompt_logprobs(spans: Seq[SpanPlan], records: Seq[Record], hidden: Hidden, 
             after = upload([record.tokens[span.start + 1 : span.start + rows + 1]], hidden.head.device)
             slices = zip(hidden.head[first : first + rows].split(SCORED), after.split(SCORED, 1), strict=True)
             scored = [ranked(model.logits(part).log_softmax(-1).unsqueeze(0), tokens, top) for part, tokens in slices]
-            found[r] = Logprobs(*(torch.cat([getattr(part, field.name) for part in scored], 1) for field in fields(Logprobs)))
+            by_span[r] = Logprobs(*(torch.cat([getattr(part, field.name) for part in scored], 1) for field in fields(Logprobs)))
         first += span.width
-    return found
+    return by_span

@@ -39,7 +39,7 @@ class Record:
         return self.always_rules or self.waits
 
     def wanted(self, want: int) -> int:
-        """How deep to draft for it in a step that drafts `want` deep."""
+        """The depth of its proposals in a step that proposes `want` deep."""
         return want if self.depth is None else min(want, self.depth)
 
     def refuse(self, error: Exception) -> None:

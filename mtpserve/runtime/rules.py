@@ -1,8 +1,8 @@
 """What a request does to logits before temperature: bias, forbidden and allowed tokens, penalties, processors, its grammar.
 
-Every rule looks at the tokens before the one that is chosen: the committed ones, and the path of drafts that leads to the row. So it
-holds in the same way for plain decoding, for each place of a chain and for each node of a tree, and for drafting itself. A batch in
-which no request has a rule has no BatchRules and pays nothing.
+Every rule looks at the tokens before the one that is chosen: the committed ones, and the path of proposed tokens that leads to the
+row. So it holds in the same way for plain decoding, for each place of a chain, for each node of a tree, and for the choice of the
+proposals themselves. A batch in which no request has a rule has no BatchRules and pays nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def biases(record: Record) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class RuleGroups:
-    """Seats by what they ask, not one by one: many requests of one client ask for the same."""
+    """Seats by their rules, not one by one: many requests of one client have the same."""
 
     worded: dict[tuple[tuple[int, ...], ...], list[int]]  # words of several tokens that must not occur
     waiting: dict[tuple[int, ...], list[int]]  # stop tokens that may not come yet
@@ -117,9 +117,9 @@ class BatchRules:
         self.fresh: dict[int, list[int]] = {}  # tokens committed by this step's verdict, which the records do not have yet
         self.any_bias = any(record.asks_bias for record in records)
         self.any_penalty = any(record.asks_penalty for record in records)
-        there: Iterator[Tensor] = iter(lists)
-        self.worded = [Words(words, next(there), [next(there) for _ in words]) for words in groups.worded]
-        self.waiting = [(next(there), next(there)) for _ in groups.waiting]  # seats, stop tokens
+        parts: Iterator[Tensor] = iter(lists)
+        self.worded = [Words(words, next(parts), [next(parts) for _ in words]) for words in groups.worded]
+        self.waiting = [(next(parts), next(parts)) for _ in groups.waiting]  # seats, stop tokens
         self.grammars = GrammarRules(records, rules.vocab)
 
     def apply(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
@@ -154,11 +154,11 @@ class BatchRules:
             self.fresh = {seat: tokens[: accepted + 1] if samples else [] for seat, tokens, accepted, samples in rows}
 
     def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        found = self.grammars.forced(limit, seat_ids.tolist(), self.fresh)
-        if found is None:
+        forced = self.grammars.forced(limit, seat_ids.tolist(), self.fresh)
+        if forced is None:
             return None
-        padded = [tokens + [0] * (limit - len(tokens)) for tokens in found]
-        return upload(padded, seat_ids.device), upload([len(tokens) for tokens in found], seat_ids.device)
+        padded = [tokens + [0] * (limit - len(tokens)) for tokens in forced]
+        return upload(padded, seat_ids.device), upload([len(tokens) for tokens in forced], seat_ids.device)
 
     # -- the rules ------------------------------------------------------------------------------------------------------------
 
@@ -191,10 +191,10 @@ class BatchRules:
         counts = self.rules.counts[seat_ids]
         on_path = torch.arange(path.shape[1], device=path.device) < count.unsqueeze(1)
         counts = counts.scatter_add(1, path.masked_fill(~on_path, 0), on_path.long())
-        there = counts > 0
+        present = counts > 0
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(there | self.rules.prompt[seat_ids], repeated, logits)
-        return logits - frequency * counts - presence * there
+        logits = torch.where(present | self.rules.prompt[seat_ids], repeated, logits)
+        return logits - frequency * counts - presence * present
 
     def customised(self, logits: Tensor, processor: LogitsProcessor, owners: list[int], since: list[list[int]]) -> Tensor:
         """`owners` are the rows' seats, `since` the tokens between what the records have and the row."""

@@ -1,10 +1,10 @@
 """Logits to probabilities, per request: temperature, then top-k, top-p, min-p, each on what the one before it left; and the draws.
 
-Acceptance and drafting use the same transforms, so that proposals come from the law by which they are judged. Random numbers are
-a function of (seed, index of the token, stream): who else is in the batch cannot change them.
+Acceptance and proposals use the same transforms, so that tokens are proposed by the law that decides about them. Random numbers are
+a function of (seed, index of the token, stream): the rest of the batch cannot change them.
 
-A token is drawn by a race: each has its probability divided by exponential noise of its own, and the largest wins. Whoever races
-with the same noise over a similar distribution mostly finds the same winner, which is what lets drafts guess a random choice
+A token is drawn by a race: each has its probability divided by exponential noise of its own, and the largest wins. A race
+with the same noise over a similar distribution mostly has the same winner, so that a random choice can be guessed
 (Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
 """
 
@@ -27,20 +27,20 @@ GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a batch's requests ask for between them: whatever nobody asks for is skipped."""
+    """What a batch's requests need of the sampler, all together: what none of them needs is skipped."""
 
     all_greedy: bool = False
     any_greedy: bool = False
     largest_k: int = 0
     any_top_p: bool = False
     any_min_p: bool = False
-    any_coupled: bool = False  # some request's drafts are point masses
+    any_coupled: bool = False  # some request's proposals are point masses
     all_coupled: bool = False
     top_logprobs: int | None = None
 
     @classmethod
     def of(cls, records: Seq[Record], coupled: bool) -> Asked:
-        """`coupled`: all requests' drafts are point masses."""
+        """`coupled`: all requests' proposals are point masses."""
         params = [record.sampling for record in records]
         return cls(
             all_greedy=all(p.greedy for p in params),

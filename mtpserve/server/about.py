@@ -172,5 +172,4 @@ async def server_info(request: Request) -> Response:
 
 def state(stats: EngineStats) -> InternalState:
     names = InternalState.__struct_fields__[1:]
-    mean = 1 + stats.accepted_tokens_total / stats.drafts_total if stats.drafts_total else None
-    return InternalState(mean, **{name: getattr(stats, name) for name in names})
+    return InternalState(stats.accept_length(), **{name: getattr(stats, name) for name in names})

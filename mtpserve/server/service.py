@@ -114,7 +114,7 @@ class Service:
 
     async def spelling(self, sampling: SamplingParams) -> Spelling:
         """Once for all choices of an answer."""
-        size = self.size(sampling.speculation.prediction, "prediction") + sum(self.size(word, "bad_words") for word in sampling.bad_words)
+        size = sum(self.size(text, field) for field, text in sampling.texts())
         if size <= INLINE_BYTES:
             return spelling_of(self.tokenizer, sampling)
         return await asyncio.to_thread(spelling_of, self.tokenizer, sampling)

@@ -1,4 +1,4 @@
-"""Drafting with the checkpoint's own multi-token-prediction layer: see layers/mtp."""
+"""Drafting with the checkpoint's own multi-token-prediction layer: see layers.decoder.MTPHead."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from mtpserve.cli import inspect
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MTPArch, RopeArch
 from mtpserve.core.errors import ConfigError
+from mtpserve.engine.inspect import InspectReport
 from mtpserve.spec.token_map import TokenMap, make_token_map, read_token_map
 
 ARCH = ModelArch(
@@ -34,7 +35,7 @@ ARCH = ModelArch(
     mla=MLAArch(128, 512, 128, 64, 128),
     mtp=MTPArch(1, "embedding-hidden", "post", "post"),
 )
-REPORT = SimpleNamespace(
+REPORT = InspectReport(
     arch=ARCH,
     mtp_prefix="model.layers.6.",
     weights=[("embedding", 1, 1_048_576, "bfloat16", 2_097_152), ("trunk", 200, 11_000_000, "bfloat16", 22_000_000)],
@@ -47,7 +48,7 @@ REPORT = SimpleNamespace(
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     configs: list[EngineConfig] = []
 
-    def inspect_model(config: EngineConfig) -> SimpleNamespace:
+    def inspect_model(config: EngineConfig) -> InspectReport:
         configs.append(config)
         return REPORT
 

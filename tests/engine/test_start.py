@@ -15,7 +15,7 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
 from mtpserve.engine import planning
 from mtpserve.engine.start import build_engine
-from mtpserve.engine.stats import new_stats
+from mtpserve.spec.counts import new_stats
 from tests.engine.harness import REFERENCE, Bench
 from tests.runtime.recorders import Again
 from tests.tiny import tiny_engine, tiny_model

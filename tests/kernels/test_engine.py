@@ -18,7 +18,7 @@ from mtpserve.engine import build
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.runtime.graphs import CaptureFailed, CudaRecorder, Outcome, usual
+from mtpserve.runtime.graphs import CaptureFailed, CudaRecorder, GraphOutput, usual
 from mtpserve.runtime.publish import Columns
 from tests.runtime.recorders import Again, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
@@ -78,9 +78,9 @@ def test_a_failed_capture_spoils_nothing(device: torch.device) -> None:
     numbers, recorder, stream = torch.arange(4.0, device=device), CudaRecorder(), torch.cuda.current_stream()
     columns = Columns(0, 0, False)
 
-    def body(reads: bool) -> Outcome:
+    def body(reads: bool) -> GraphOutput:
         doubled = numbers * 2
-        return Outcome(columns, doubled + doubled.sum().item() if reads else doubled, None, False)
+        return GraphOutput(columns, doubled + doubled.sum().item() if reads else doubled, None, False)
 
     for _ in range(2):
         with pytest.raises(CaptureFailed):

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.runtime.graphs import Body, Outcome
+from mtpserve.runtime.graphs import Body, GraphOutput
 from tests.runtime.recorders import Again
 from tests.runtime.test_overlap import CHAIN, PLAIN, TREE
 from tests.tiny import tiny_engine, tiny_model
@@ -73,7 +73,7 @@ class Counting(Again):
         self.monkeypatch = monkeypatch
         self.counts: list[Counter[str]] = []
 
-    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         with self.monkeypatch.context() as patch, Launches(patch) as launches:
             body()
         self.counts.append(launches.count)

@@ -19,7 +19,7 @@ from mtpserve.core.arch import LayerKind
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import Context
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs import Body, Outcome
+from mtpserve.runtime.graphs import Body, GraphOutput
 from mtpserve.runtime.runner import Runner
 
 
@@ -36,7 +36,7 @@ class Again:
         self.recordings = 0
         self.replayed: list[int] = []  # requests of each replay, padding counted
 
-    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         first = body()
         self.recordings += 1
 
@@ -49,14 +49,14 @@ class Again:
 
         return first, again
 
-    def repeat(self, body: Body) -> Outcome:
+    def repeat(self, body: Body) -> GraphOutput:
         return body()
 
 
 class Watched(Again):
     """Every run might be the one that is captured, so none may read on the host."""
 
-    def repeat(self, body: Body) -> Outcome:
+    def repeat(self, body: Body) -> GraphOutput:
         with nothing_is_read():
             return body()
 

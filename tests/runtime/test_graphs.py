@@ -18,7 +18,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.engine import build
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs import Body, CaptureFailed, CudaRecorder, Outcome, StepGraphs, tiers, usual
+from mtpserve.runtime.graphs import Body, CaptureFailed, CudaRecorder, GraphOutput, StepGraphs, tiers, usual
 from mtpserve.runtime.sampling import Asked
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
@@ -138,7 +138,7 @@ def test_a_prediction_goes_with_its_request(end: str) -> None:
         engine.abort("0")
     while engine.has_work and "0" in engine._scheduler.live:
         engine.step()
-    engine.add(Request("2", [1, 2], SamplingParams(max_tokens=6)))
+    engine.add(Request("2", [1, 2], SamplingParams(max_tokens=6)))  # gets the seat that is free now
     engine.step()
     assert engine._scheduler.live["2"].seat == 0 and not seats.predictions
 
@@ -203,7 +203,7 @@ def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
     """Above all not what the drafts were drawn from, [requests, depth, vocabulary]: a body has put it into the seats by then."""
 
     class Marked(Again):
-        def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+        def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
             made, _ = super().record(body)
             return made, lambda: None
 
@@ -230,7 +230,7 @@ def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
 class Refusing(Again):
     """Cannot capture more than two requests."""
 
-    def record(self, body: Body) -> tuple[Outcome, Callable[[], object]]:
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         made, again = super().record(body)
         if len(made.table) > 2:
             raise CaptureFailed from RuntimeError("operation not permitted when stream is capturing\nCompile with `TORCH_USE_CUDA_DSA`")
@@ -318,9 +318,9 @@ class FakeCuda:
 def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(fault)
     cuda.install(monkeypatch)
-    recorder, made = CudaRecorder(), Outcome(None, torch.zeros(1), None, False)  # type: ignore[arg-type]
+    recorder, made = CudaRecorder(), GraphOutput(None, torch.zeros(1), None, False)  # type: ignore[arg-type]
 
-    def body() -> Outcome:
+    def body() -> GraphOutput:
         assert cuda.current == "side"
         if fault in ("body", "device") and cuda.capturing:
             raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic, perf_counter
 from typing import Protocol
 
@@ -81,17 +81,16 @@ class RequestClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Snapshot:
+    """`at` in seconds of the clock."""
+
     at: float
-    tokens: int
-    drafts: int
-    draft_tokens: int
-    accepted: int
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of speculation None until the first draft was verified; while nothing is verified they stay what they were."""
+    """`accept_…` are None until the first verification, and keep their values while nothing is verified."""
 
     tokens_per_second: float
     accept_length: float | None
@@ -109,25 +108,22 @@ class Recent:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._samples = deque([Sample(clock(), 0, 0, 0, 0)])
+        self._samples = deque([Snapshot(clock(), EngineStats())])
         self._length: float | None = None
         self._rate: float | None = None
 
     def rates(self, stats: EngineStats) -> Rates:
-        now = Sample(
-            self._clock(), stats.generation_tokens_total, stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total
-        )
+        now = Snapshot(self._clock(), replace(stats))
         samples = self._samples
         while len(samples) > 1 and samples[1].at <= now.at - WINDOW_S:
             samples.popleft()
         then = samples[0]
         if now.at - samples[-1].at >= SAMPLE_S:
             samples.append(now)
-        if now.drafts > then.drafts:
-            self._length = 1 + (now.accepted - then.accepted) / (now.drafts - then.drafts)
-            self._rate = (now.accepted - then.accepted) / (now.draft_tokens - then.draft_tokens)
-        seconds = now.at - then.at
-        return Rates((now.tokens - then.tokens) / seconds if seconds > 0 else 0.0, self._length, self._rate)
+        length, rate = stats.accept_length(then.stats), stats.accept_rate(then.stats)
+        self._length, self._rate = (self._length, self._rate) if length is None else (length, rate)
+        tokens, seconds = stats.generation_tokens_total - then.stats.generation_tokens_total, now.at - then.at
+        return Rates(tokens / seconds if seconds > 0 else 0.0, self._length, self._rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ def line(before: EngineStats, now: EngineStats, seconds: float, synthetic: str |
     share = 100 * now.pages_used / max(1, now.pages_total)
     text = f"running {now.running}  waiting {now.waiting}  pages {now.pages_used}/{now.pages_total} ({share:.0f} %)"
     text += f"  prompt {prompt:.1f} tok/s  generation {tokens:.1f} tok/s"
-    drafts = now.drafts_total - before.drafts_total
-    if drafts > 0:
-        text += f"  accept length {1 + (now.accepted_tokens_total - before.accepted_tokens_total) / drafts:.2f}"
+    length = now.accept_length(before)
+    if length is not None:
+        text += f"  accept length {length:.2f}"
     return text if synthetic is None else f"{text}  SYNTHETIC ACCEPTANCE {synthetic}"
 
 

@@ -7,44 +7,7 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from mtpserve.server.http.rendering import Rendered
-
-
-class TokenDetails(Rendered):
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-    reasoning_tokens: int
-
-
-class SpeculativeUsage(Rendered):
-    """Ours."""
-
-    steps: int
-    draft_tokens: int
-    accepted_tokens: int
-
-
-class UsageObject(Rendered):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    completion_tokens_details: TokenDetails
-    speculative: SpeculativeUsage
-
-
-class Proposed(Rendered):
-    token: int
-    text: str
-    parent: int
-    source: str
-    accepted: bool
-
-
-class TraceStep(Rendered):
-    """What a step committed, what had been proposed, by whom, and what of that was accepted."""
-
-    tokens: list[int]
-    texts: list[str]
-    proposed: list[Proposed]
+from mtpserve.server.openai.usage import TraceStep, UsageObject
 
 
 class PromptLogprob(Rendered):

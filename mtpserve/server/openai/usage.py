@@ -7,11 +7,49 @@ from dataclasses import dataclass
 
 from mtpserve.core.request import Proposal
 from mtpserve.server.generation import Choice
-from mtpserve.server.openai.objects import Proposed, SpeculativeUsage, TokenDetails, TraceStep, UsageObject
+from mtpserve.server.http.rendering import Rendered
 from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 
 PREDICTION = "prediction"  # the source of drafts from the client's predicted output
+
+
+class TokenDetails(Rendered):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    reasoning_tokens: int
+
+
+class SpeculativeUsage(Rendered):
+    """Ours."""
+
+    steps: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class UsageObject(Rendered):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: TokenDetails
+    speculative: SpeculativeUsage
+
+
+class Proposed(Rendered):
+    token: int
+    text: str
+    parent: int
+    source: str
+    accepted: bool
+
+
+class TraceStep(Rendered):
+    """What a step committed, what had been proposed, by whom, and what of that was accepted."""
+
+    tokens: list[int]
+    texts: list[str]
+    proposed: list[Proposed]
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import EngineBusy, InvalidRequest
 from mtpserve.core.request import Request as EngineRequest
-from mtpserve.core.sampling import SamplingParams, Speculation
+from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.about import Healthy
 from mtpserve.server.body import RequestId, Strict
 from mtpserve.server.http.rendering import JSON, Rendered
@@ -41,7 +41,7 @@ async def health_generate(request: Request) -> Response:
     """Like /health, but the engine has to compute a token; 503 when that takes longer than 20 seconds."""
     service: Service = request.app.state.service
     service.check_alive()
-    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, speculation=Speculation(enabled=False))
+    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     trial = EngineRequest(f"health-{uuid.uuid4().hex}", [0], sampling)
     try:
         async with asyncio.timeout(TRIAL_S), contextlib.aclosing(service.generate(trial, perf_counter())) as pieces:

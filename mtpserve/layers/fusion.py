@@ -1,4 +1,4 @@
-"""What turns a hidden state and the next token's embedding into an MTP layer's input. The layer itself is an ordinary one."""
+"""A hidden state and the next token's embedding, fused into the input of one more decoder layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
 
 
-class MTPFusion(nn.Module):
+class Fusion(nn.Module):
     """project([norm(embedding); norm(hidden)]), or the two halves the other way round: families differ.
 
     DeepSeek's paper writes [hidden; embedding], its released eh_proj is [embedding; hidden].

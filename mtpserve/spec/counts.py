@@ -1,0 +1,34 @@
+"""The counters of proposals and verifications in core.request.EngineStats."""
+
+from __future__ import annotations
+
+from mtpserve.core.batch import Source
+from mtpserve.core.request import EngineStats, Proposal
+
+
+def new_stats(depth: int, pages_total: int) -> EngineStats:
+    """`depth` of the deepest draft."""
+    return EngineStats(
+        pages_total=pages_total,
+        draft_tokens_per_position=[0] * depth,
+        accepted_tokens_per_position=[0] * depth,
+        accept_lengths=[0] * (depth + 1),
+        draft_tokens_by_source={source.name.lower(): 0 for source in Source},
+        accepted_tokens_by_source={source.name.lower(): 0 for source in Source},
+    )
+
+
+def count_verification(stats: EngineStats, proposal: Proposal, accepted: int, committed: int) -> None:
+    """Add one verification, of which `accepted` drafts and `committed` tokens were used."""
+    stats.drafts_total += 1
+    stats.draft_tokens_total += len(proposal.tokens)
+    stats.accepted_tokens_total += accepted
+    depths = [0]
+    for parent, source in zip(proposal.parents, proposal.sources, strict=True):
+        depths.append(depths[parent] + 1)
+        stats.draft_tokens_per_position[depths[-1] - 1] += 1
+        stats.draft_tokens_by_source[source] += 1
+    for depth, node in enumerate(proposal.path[:accepted]):
+        stats.accepted_tokens_per_position[depth] += 1
+        stats.accepted_tokens_by_source[proposal.sources[node - 1]] += 1
+    stats.accept_lengths[committed - 1] += 1
