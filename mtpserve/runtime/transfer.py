@@ -27,8 +27,8 @@ def staged(lists: Seq[Integers], device: torch.device) -> list[Tensor]:
     numbers = host.numpy()
     for values, start in zip(lists, starts, strict=False):
         numbers[start : start + len(values)] = values
-    there = host.to(device, non_blocking=True)
-    return [there[start : start + len(values)] for values, start in zip(lists, starts, strict=False)]
+    copy = host.to(device, non_blocking=True)
+    return [copy[start : start + len(values)] for values, start in zip(lists, starts, strict=False)]
 
 
 def bits(values: Seq[float]) -> np.ndarray[Any, np.dtype[np.int64]]:
