@@ -22,13 +22,12 @@ SCORED = 128  # rows of a prompt whose logits are there at a time
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where the host finds what, in the one table of int64 that a step sends it; one row for each span."""
+    """The columns of the table of int64 that a step copies to the host, one row for each span: accepted, failed, count, tokens, proposed,
+    sources, and for trees parents and path."""
 
     accepted: int
     drafts: int  # verified, at most
     trees: bool
-
-    ORDER = ("accepted", "failed", "count", "tokens", "proposed", "sources", "parents", "path")
 
     @property
     def widths(self) -> list[int]:

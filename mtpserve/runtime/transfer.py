@@ -41,8 +41,8 @@ def floats(staged: Tensor) -> Tensor:
     return staged.view(torch.float64).float()
 
 
-def upload(values: Seq[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    return pinned(torch.tensor(values, dtype=dtype), device).to(device, non_blocking=True)
+def upload(values: Seq[Any], device: torch.device) -> Tensor:
+    return pinned(torch.tensor(values, dtype=torch.int64), device).to(device, non_blocking=True)
 
 
 def write(target: Tensor, values: Seq[Any]) -> None:
