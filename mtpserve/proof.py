@@ -205,13 +205,13 @@ def excuse(proof: Proof, work: Work, options: dict[str, Any], without: dict[str,
     own = [score[len(prompt) - 1 :] for score, prompt in zip(sample.scores, work.prompts, strict=False)]
     lost = [divergence_at(i, place, *pair) for i in range(len(spoken)) for place, pair in enumerate(zip(own[i], spoken[i], strict=False))]
     starts = {each.prompt: each.place for each in proof.divergences}
-    found = [each for each in lost if each is not None]
-    proof.divergences += [each for each in found if each.place > starts.get(each.prompt, -1)]
+    changed = [each for each in lost if each is not None]
+    proof.divergences += [each for each in changed if each.place > starts.get(each.prompt, -1)]
     proof.divergences.sort(key=lambda each: (each.prompt, each.place))
     differing = [work.greedy()[i] for i in starts] + [one for one, a, b in zip(asked, first, second, strict=True) if a != b]
     proof.excuse = Excuse(
         rounding,
-        tokens=Share(len(found), sum(map(len, spoken))),
+        tokens=Share(len(changed), sum(map(len, spoken))),
         texts=Share(sum(a != b for a, b in zip(first, second, strict=True)), len(asked)),
         exact=differing_in_exact_mode(options, without, differing[:AGAIN]),
     )

@@ -11,7 +11,7 @@ the exact sum of the products times 1 + t_i, |t_i| <= gamma_n = nu / (1 - nu) (l
 where the c_j belong to the model and the text, not to the format or the order. They cannot be bounded in advance: a deep network's
 condition is not known, and where two experts' scores tie, rounding changes which of them computes. But the sum can be measured: the
 same weights over the same text in a format whose u is 2^-16 of this one's give the exact gap as far as this one is concerned. Let E be
-the largest error found at any place. Two evaluations g and g' of one gap then differ by
+the largest error at any place. Two evaluations g and g' of one gap then differ by
 
     |g - g'| <= |g - exact| + |g' - exact| <= 2 E
 
@@ -87,18 +87,18 @@ class Rounding:
         return True
 
 
-def chance_of(found: Share, measured: Share, factor: float) -> float:
-    """The probability of so many in `found` or more, given how many there are in both, if they come at `factor` times the rate at
+def chance_of(seen: Share, measured: Share, factor: float) -> float:
+    """The probability of so many in `seen` or more, given how many there are in both, if they come at `factor` times the rate at
     which they come in `measured` (rare events: a binomial split of two Poisson counts)."""
-    weight = factor * found.of / max(factor * found.of + measured.of, 1e-300)
-    total = found.count + measured.count
-    if found.count == 0 or weight >= 1:
+    weight = factor * seen.of / max(factor * seen.of + measured.of, 1e-300)
+    total = seen.count + measured.count
+    if seen.count == 0 or weight >= 1:
         return 1.0
     if weight <= 0:
         return 0.0
     chances = (
         math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1) + k * math.log(weight) + (total - k) * math.log1p(-weight)
-        for k in range(found.count, total + 1)
+        for k in range(seen.count, total + 1)
     )
     return min(1.0, math.fsum(map(math.exp, chances)))
 
@@ -150,9 +150,9 @@ class PlainRun:
         scale = 2.0**-16 * math.sqrt(longest) if dtype == "float32" else 1.0
         # Keys and values too: a cache in float8 is part of the rounding.
         with LLM(**self.options | {"dtype": COMPARED[dtype], "kv_cache_dtype": "auto"}) as other:
-            there = scores(other, self.texts)
+            again = scores(other, self.texts)
             changed = sum(one != done.tokens for one, done in zip(self.answers, completed(other, self.asked), strict=True))
-        pairs = [pair for one, two in zip(self.scores, there, strict=True) for pair in zip(one, two, strict=True)]
+        pairs = [pair for one, two in zip(self.scores, again, strict=True) for pair in zip(one, two, strict=True)]
         moved = sum(prefers_another(one, two.top[0][0]) for one, two in pairs)
         errors = tuple(sorted(scale * gap_error(one, two) for one, two in pairs))
         return Rounding(dtype, COMPARED[dtype], scale, errors, Share(moved, len(pairs)), Share(changed, len(self.asked)))

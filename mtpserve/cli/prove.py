@@ -33,7 +33,7 @@ def parser() -> Parser:
         help="excuse greedy divergences between tokens whose log-probabilities differ by no more, and nothing else: 0 excuses nothing "
         "(default: what rounding in --dtype is measured to explain)",
     )  # fmt: skip
-    made.add_argument("--json", metavar="FILE", help="write everything that was found here")
+    made.add_argument("--json", metavar="FILE", help="write all results here")
     add_options(made, {name: config for name, config in SECTIONS.items() if name != "server"})
     return made
 

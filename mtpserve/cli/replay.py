@@ -31,18 +31,18 @@ def run(arguments: Sequence[str]) -> int:
 
     recording = Recording(chosen.file)
     config = fetched(config_of(recording.header, chosen.model))
-    found = replay(recording, config, progress=sys.stderr.isatty())
-    print("\n".join(lines(found, f"{recording.header.model}, {recording.header.dtype} on {recording.header.device}")))
-    return 0 if found.difference is None else 1
+    outcome = replay(recording, config, progress=sys.stderr.isatty())
+    print("\n".join(lines(outcome, f"{recording.header.model}, {recording.header.dtype} on {recording.header.device}")))
+    return 0 if outcome.difference is None else 1
 
 
-def lines(found: Replayed, where: str) -> list[str]:
-    made = [f"replayed {found.steps} steps, {found.requests} requests, {found.tokens} tokens: {where}"]
-    if found.raised:
-        made.append(f"{found.raised} of the steps raised when they were recorded")
-    if found.unread:
-        made.append(f"{found.unread} of the steps had not been read when the recording ended")
-    if found.truncated:
+def lines(outcome: Replayed, where: str) -> list[str]:
+    made = [f"replayed {outcome.steps} steps, {outcome.requests} requests, {outcome.tokens} tokens: {where}"]
+    if outcome.raised:
+        made.append(f"{outcome.raised} of the steps raised when they were recorded")
+    if outcome.unread:
+        made.append(f"{outcome.unread} of the steps had not been read when the recording ended")
+    if outcome.truncated:
         made.append("the file ends in the middle of a step: what comes before was replayed")
-    made.append("every result is the same" if found.difference is None else f"first difference: {found.difference}")
+    made.append("every result is the same" if outcome.difference is None else f"first difference: {outcome.difference}")
     return made

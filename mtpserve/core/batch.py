@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Source(IntEnum):
-    """Who proposed a draft."""
+    """The source of a draft."""
 
     MTP = 0
     NGRAM = 1
@@ -22,7 +22,7 @@ class Source(IntEnum):
 
 
 class Tree(NamedTuple):
-    """Which draft continues which. Node 0 is the last committed token, draft i is node i + 1, a parent stands before its children.
+    """Which draft continues which. Node 0 is the last committed token, draft i is node i + 1, a parent comes before its children.
 
     chain of 3:   0 → 1 → 2 → 3          parents 0 1 2
     tree of 3:    0 → 1 → 3              parents 0 0 1        ancestors of node 3: bits 0, 1 and 3
@@ -49,7 +49,7 @@ class Batch:
     seat_ids: Tensor  # [R] int64
     cu_q: Tensor  # [R+1] int64, first row of each span
     kv_len: Tensor  # [R] int64, tokens in the cache after this step's rows are stored
-    draft_count: Tensor  # [R] int64, drafts that span r really has; rows behind them are padding
+    draft_count: Tensor  # [R] int64, drafts that span r really has; later rows are padding
     last_row: Tensor  # [R] int64, row of the span's last committed token
     sample_rows: Tensor  # [R, K+1] int64, that row and its drafts' rows; short spans repeat their last row
     samples: Tensor  # [R] int64, 1 where the span reaches the end of what is committed, and the request has not ended
@@ -58,10 +58,10 @@ class Batch:
     sampler: Sampler
     tree: Tree | None = None  # None: every span's drafts are a chain
     # Row t sees column c (a place in the request) where c <= index[t], and bit c - tree_start of tree_bits[t] is set or c is before
-    # tree_start of its span. None: every row sees all that stands before it.
+    # tree_start of its span. None: every row sees all columns before it.
     tree_bits: Tensor | None = None  # [T] int64, -1 for a row that is no node
     tree_start: Tensor | None = None  # [R] int64, index of node 0
-    # The key of column c (a place in the request) lies in the slot of token c + shift. Nothing else is shifted: index, kv_len, tree.
+    # The key of column c (a place in the request) is in the slot of token c + shift. Nothing else is shifted: index, kv_len, tree.
     shift: int = 0
     # [N] int64, spans that start right after pages which another request computed; None: none does.
     resumed: Tensor | None = None
@@ -105,7 +105,7 @@ class Want(NamedTuple):
     """How deep to draft for each request that may be drafted for."""
 
     each: Tensor  # [D] int64
-    deepest: int  # no request wants more; 0: nobody wants anything
+    deepest: int  # no request wants more; 0: none wants any
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,14 @@ class Verdict:
 
     tokens: Tensor  # [R, D+1] int64: accepted drafts, then the target's own token; what follows is void
     accepted: Tensor  # [R] int64: how many drafts survived; `accepted + 1` tokens are committed
-    path: Tensor | None  # [R, D+1] int64: the nodes that survived, the root first; repeats its last behind them. None: a chain's
+    path: Tensor | None  # [R, D+1] int64: the nodes that survived, the root first; then its last is repeated. None: a chain's
     failed: Tensor  # [R] bool: logits that decided something were not finite; the request ends with an error
     logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Proposals for the D spans that are drafted for. `probs` None: each proposal stands for a point mass."""
+    """Proposals for the D spans that are drafted for. `probs` None: each proposal is a point mass."""
 
     tokens: Tensor  # [D, K] int64
     count: Tensor  # [D] int64, how many of them are proposals; the rest is void

@@ -1,4 +1,4 @@
-"""The seams. A layer is handed an object of one of these kinds and never asks which."""
+"""The seams: a layer is given an object of one of these kinds, and works with any."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class SeatParameters(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Logits to tokens, by what each request of the batch asks for.
+    """Logits to tokens, by the parameters of each request of the batch.
 
     A `path` is the tokens after the committed ones where a row's logits come from: the drafts that lead to its node.
     """
@@ -177,12 +177,12 @@ class Sampler(Protocol):
 
     @property
     def has_rules(self) -> bool:
-        """Some request of the batch asks for more than temperature, top_k, top_p and min_p: `processed` needs paths."""
+        """Some request of the batch has more parameters than temperature, top_k, top_p and min_p: `processed` needs paths."""
         ...
 
     @property
     def top_logprobs(self) -> int | None:
-        """The largest number of alternatives whose log-probabilities are asked for; None: nobody asks for any."""
+        """The largest number of alternatives whose log-probabilities a request wants; None: no request wants any."""
         ...
 
     @property
@@ -193,7 +193,7 @@ class Sampler(Protocol):
         ...
 
     def coupled(self, seat_ids: Tensor) -> Tensor | None:
-        """[rows] bool: requests whose drafts are point masses. None: nobody's."""
+        """[rows] bool: requests whose drafts are point masses. None: no request's."""
         ...
 
     def processed(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class Drafter(Protocol):
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         """Called after the seats were advanced by the verdict and the surviving rows moved together. `want` speaks of the spans in
-        `batch.draft_spans`. None when nobody wants anything."""
+        `batch.draft_spans`. None when no request wants any."""
         ...
 
 

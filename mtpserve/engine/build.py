@@ -73,19 +73,19 @@ def warn(spec: SpecConfig, curve: Curve | None) -> None:
     if curve is not None:
         log.warning("SYNTHETIC ACCEPTANCE: drafts are accepted by lot, to the curve %s; the output means nothing", curve.name)
         if len(curve.lengths) < spec.steps:
-            log.warning("the curve %s ends at %d drafts: its last rate is taken for all behind them", curve.name, len(curve.lengths))
+            log.warning("the curve %s ends at %d drafts: its last rate is taken for all later ones", curve.name, len(curve.lengths))
 
 
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)
-    found, dtype, device, kept, memory = planned.found, planned.dtype, planned.device, planned.storage, planned.memory
-    arch, spec, page_size = found.arch, config.spec, config.cache.page_size
+    described, dtype, device, kept, memory = planned.found, planned.dtype, planned.device, planned.storage, planned.memory
+    arch, spec, page_size = described.arch, config.spec, config.cache.page_size
     for what, size in [*memory.rows, ("all", memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
     kernels = KERNELS.get(kernels_of(config, device))()
-    model = load_model(found, dtype, device, positions(config, arch, device), kernels, progress, kept.keep_blocks)
+    model = load_model(described, dtype, device, positions(config, arch, device), kernels, progress, kept.keep_blocks)
     curve = None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
     warn(spec, curve)
     running, record = memory.max_running, config.scheduler.record_steps
@@ -101,7 +101,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             stored=kept.cache,
             backend=backend_of(config, device),
             eos_ids=arch.eos_ids,
-            token_map=found.token_map,
+            token_map=described.token_map,
             rates=None if curve is None else curve.rates(draft_sizes(spec, config.scheduler.chunked_prefill_size).depth),
             processors=processors,
             grammars=None if config.model.numbers_for_text else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),

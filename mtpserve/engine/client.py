@@ -96,7 +96,7 @@ class ProcessClient:
         command = [sys.executable, "-m", "mtpserve.engine.process", "--endpoint-dir", self._directory, "--factory", self._factory]
         # Standard input is never written: it tells the child when this process ends, however it ends.
         # OpenMP's threads spin while they wait, and a spinning thread keeps this process from the core that it needs: with two
-        # cores both then crawl. Waiting asleep costs microseconds. Whoever has set it otherwise knows better.
+        # cores both then crawl. Waiting asleep costs microseconds. A value that is set already stays.
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, env=environment)
         self._send(self._start_message)
@@ -196,7 +196,7 @@ class ProcessClient:
             case Rejected(id):
                 self._end(id, message.error())
             case Started():
-                shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected; nobody else shall be
+                shutil.rmtree(self._directory, ignore_errors=True)  # both sockets are connected, and no other may be
             case Ready(card):
                 if not self._ready.done():
                     self._ready.set_result(card)

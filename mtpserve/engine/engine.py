@@ -6,7 +6,7 @@ Faults stay with the requests that they hit, and free what these held:
 
     non-finite logits in a request's rows    that request ends with an error
     the runner cannot seat a request         that request ends with an error, the step goes on without it
-    the runner raises in a step              nobody can say whose fault it was: all requests of that step end with an error
+    the runner raises in a step              the request at fault is unknown: all requests of that step end with an error
 
 Only a device that has failed (faults.py) ends the engine: whatever is open ends with EngineDead, and the process with an exit code.
 
@@ -44,7 +44,7 @@ class Engine:
 
     `want` is the number of drafts to propose in each step; it stays what it is, since a seed's text may depend on it. What comes of
     a step does not depend on `overlap`; with 0 its events come with the call that launched it. While more requests run than `plain_above`
-    nobody is drafted for: then a seed's text may depend on the load, though its law does not.
+    no drafts are proposed: then a seed's text may depend on the load, though its law does not.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Engine:
         return self._stats
 
     def add(self, request: Request, compiled: bool = False) -> None:
-        """Queue a request. Raises InvalidRequest for what it asks, QueueFull where too many wait already.
+        """Queue a request. Raises InvalidRequest for its parameters, QueueFull where too many wait already.
 
         `compiled`: `compile` was called for the request's grammar; otherwise that happens here.
         """
@@ -269,7 +269,7 @@ def _require_device(error: Exception) -> None:
     """Raises EngineDead where no other step can come to anything."""
     if is_fatal(error):
         reason = str(error).partition("\n")[0]  # what follows is advice for CUDA's developers
-        log.debug("the device has failed", exc_info=error)  # who hears of EngineDead logs its line
+        log.debug("the device has failed", exc_info=error)  # the receiver of EngineDead logs its message
         raise EngineDead(f"the device has failed: {reason}") from error
 
 

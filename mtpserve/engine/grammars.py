@@ -26,7 +26,7 @@ class PreparedGrammars:
             self._ready.append((spec, made))
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """A state that nobody has used: one that was prepared, or a new one, for a request that was preempted."""
+        """An unused state: one that was prepared, or a new one, for a request that was preempted."""
         with self._lock:
             for place, (known, made) in enumerate(self._ready):
                 if known == spec:

@@ -40,26 +40,26 @@ def inspect_model(config: EngineConfig) -> InspectReport:
     if config.spec.speculative_algorithm is None and plain.layout is not None and plain.layout.count == 1:
         config = replace(config, spec=SpecConfig(speculative_algorithm="MTP"))
     planned = plan(config)
-    found, dtype, device, memory = planned.found, planned.dtype, planned.device, planned.memory
-    if found.arch.mtp is None:
+    described, dtype, device, memory = planned.found, planned.dtype, planned.device, planned.memory
+    if described.arch.mtp is None:
         notes.append("no MTP layer: plain decoding only")
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {memory.counted} pages of {config.cache.page_size} tokens, "
                  f"up to {memory.max_running} requests at once, {config.spec.steps} drafts per step")  # fmt: skip
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for checkpoint in filter(None, (found.checkpoint, found.nextn)):
+    for checkpoint in filter(None, (described.checkpoint, described.nextn)):
         for name, entry in checkpoint.tensors.items():
-            prefix = found.nextn_prefix if checkpoint is found.nextn else (found.layout.prefix if found.layout else None)
+            prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefix if described.layout else None)
             row = groups[group_of(name, prefix), str(entry.dtype)]
             for i, amount in enumerate((1, math.prod(entry.shape), entry.size)):
                 row[i] += amount
-    if found.dummy:
+    if described.dummy:
         notes.append("dummy weights: the tensors are those of the model in memory, there is no checkpoint")
-        for name, parameter in empty_model(found, dtype, 1, keep_blocks=False).named_parameters():
-            row = groups[group_of(name, found.mtp_prefix), str(parameter.dtype).removeprefix("torch.")]
+        for name, parameter in empty_model(described, dtype, 1, keep_blocks=False).named_parameters():
+            row = groups[group_of(name, described.mtp_prefix), str(parameter.dtype).removeprefix("torch.")]
             for i, amount in enumerate((1, parameter.numel(), parameter.nbytes)):
                 row[i] += amount
     weights = [(group, row[0], row[1], dtype_name, row[2]) for (group, dtype_name), row in sorted(groups.items())]
-    return InspectReport(found.arch, found.mtp_prefix, weights, memory.rows, notes)
+    return InspectReport(described.arch, described.mtp_prefix, weights, memory.rows, notes)
 
 
 def token_map(config: EngineConfig, size: int, texts: Sequence[str]) -> TokenMap:

@@ -24,7 +24,7 @@ class Replayed:
     requests: int = 0
     tokens: int = 0
     raised: int = 0  # steps that raised, when they were recorded and now
-    unread: int = 0  # steps whose results nobody read
+    unread: int = 0  # steps whose results were never read
     truncated: bool = False
     difference: str | None = None  # the first; nothing after it was run
 
@@ -90,27 +90,27 @@ def run(recording: Recording, runner: ModelRunner) -> Replayed:
                 made.compare(step, result)
             case StepRaised():
                 made.compare_failure(event)
-        if made.found.difference is not None:
-            return made.found
-    made.found.unread, made.found.truncated = len(made.waiting), recording.truncated
+        if made.outcome.difference is not None:
+            return made.outcome
+    made.outcome.unread, made.outcome.truncated = len(made.waiting), recording.truncated
     for number, pending in made.waiting.items():
         if pending.result() is None:
-            made.found.difference = f"step {number}, which nobody read when it was recorded, raises {kind(pending.error)}"
+            made.outcome.difference = f"step {number}, which was not read when it was recorded, raises {kind(pending.error)}"
             break
-    return made.found
+    return made.outcome
 
 
 @dataclass(slots=True)
 class Replay:
     runner: ModelRunner
-    found: Replayed = field(default_factory=Replayed)
+    outcome: Replayed = field(default_factory=Replayed)
     names: dict[int, str] = field(default_factory=dict)
     waiting: dict[int, Pending] = field(default_factory=dict)
 
     def launch(self, number: int, planned: StepPlan) -> None:
         self.names |= {admission.seat: admission.id for admission in planned.admissions}
-        self.found.steps += 1
-        self.found.requests += sum(len(each.tokens) == each.prompt_len for each in planned.admissions)
+        self.outcome.steps += 1
+        self.outcome.requests += sum(len(each.tokens) == each.prompt_len for each in planned.admissions)
         names = {span.seat: self.names.get(span.seat, "unknown") for span in planned.spans}
         try:
             self.waiting[number] = Pending(planned, names, self.runner.launch(planned))
@@ -121,23 +121,24 @@ class Replay:
         step = self.waiting.pop(number)
         now = step.result()
         if now is None:
-            self.found.difference = f"step {number} raises {kind(step.error)}; when it was recorded it gave a result"
+            self.outcome.difference = f"step {number} raises {kind(step.error)}; when it was recorded it gave a result"
             return
         for span, before, after in zip(step.plan.spans, recorded.spans, now.spans, strict=True):
-            self.found.tokens += len(after.tokens)
+            self.outcome.tokens += len(after.tokens)
             what = difference(before, after)
-            if what is not None and self.found.difference is None:
-                self.found.difference = f"step {number}, request {step.names[span.seat]} in seat {span.seat}: {what}"
+            if what is not None and self.outcome.difference is None:
+                self.outcome.difference = f"step {number}, request {step.names[span.seat]} in seat {span.seat}: {what}"
 
     def compare_failure(self, recorded: StepRaised) -> None:
         step = self.waiting.pop(recorded.step)
         now = step.result()
         if now is not None:
             raised = f"raised {recorded.error} ({recorded.text}) when it was recorded"
-            self.found.difference = f"step {recorded.step} {raised}, and gives a result now"
+            self.outcome.difference = f"step {recorded.step} {raised}, and gives a result now"
         elif type(step.error).__name__ != recorded.error:
-            self.found.difference = f"step {recorded.step} raised {recorded.error} when it was recorded, and raises {kind(step.error)} now"
-        self.found.raised += 1
+            raised = f"raised {recorded.error} when it was recorded"
+            self.outcome.difference = f"step {recorded.step} {raised}, and raises {kind(step.error)} now"
+        self.outcome.raised += 1
 
 
 def difference(recorded: SpanResult, now: SpanResult) -> str | None:

@@ -1,4 +1,4 @@
-"""How weights, keys and values lie in memory: what was asked for, what the checkpoint has, and what the device can read."""
+"""The formats of weights, keys and values in memory: from the options, from what the checkpoint has, and from what the device reads."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ request pads it.
 
     requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    fewer drafts are masked
 
-All tiers are captured at start for what most requests ask; others when they are first needed, which takes about as long as a few dozen
+All tiers are captured at start for the usual parameters; others when they are first needed, which takes about as long as a few dozen
 steps. A step whose capture failed is launched as any other, from then on.
 """
 
@@ -118,7 +118,7 @@ def tiers(most: int) -> list[int]:
 
 
 def usual(coupled: bool) -> list[Asked]:
-    """What most requests ask for: no temperature, temperature alone, or with any of top_k, top_p and min_p. `coupled` as in Asked."""
+    """The usual parameters: no temperature, temperature alone, or with any of top_k, top_p and min_p. `coupled` as in Asked."""
     cuts = ((True, 0, False), (False, 0, False), (False, 1, True))
     wanted = [
         Asked(all_greedy=greedy, any_greedy=True, largest_k=top_k, any_top_p=top_p, any_min_p=top_p, all_coupled=coupled)

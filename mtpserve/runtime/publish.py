@@ -22,13 +22,12 @@ SCORED = 128  # rows of a prompt whose logits are there at a time
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where the host finds what, in the one table of int64 that a step sends it; one row for each span."""
+    """The columns of the table of int64 that a step copies to the host, one row for each span: accepted, failed, count, tokens, proposed,
+    sources, and for trees parents and path."""
 
     accepted: int
     drafts: int  # verified, at most
     trees: bool
-
-    ORDER = ("accepted", "failed", "count", "tokens", "proposed", "sources", "parents", "path")
 
     @property
     def widths(self) -> list[int]:
@@ -59,7 +58,7 @@ def results(
     tokens, proposed, sources, parents, path = (slice(start, end) for start, end in pairwise(ends[2:]))
     made = []
     for r, (span, record, row) in enumerate(zip(spans, records, table.tolist(), strict=False)):
-        (accepted, failed, size), asked = row[:3], record.sampling.logprobs
+        (accepted, failed, size), alternatives = row[:3], record.sampling.logprobs
         if not span.samples:
             accepted = 0
         prompt = scored.get(r)
@@ -73,7 +72,7 @@ def results(
                 row[sources][:size],
                 row[path][1 : accepted + 1] if columns.trees else list(range(1, accepted + 1)),
                 NOT_FINITE if failed else None,
-                None if asked is None or logprobs is None or not span.samples else listed(logprobs, r, accepted + 1, asked),
+                None if alternatives is None or logprobs is None or not span.samples else listed(logprobs, r, accepted + 1, alternatives),
                 None if prompt is None else listed(prompt, 0, prompt.chosen.shape[1], record.sampling.prompt_logprobs or 0),
             )
         )

@@ -1,4 +1,5 @@
-"""The host's side of a step: requests are seated, rows computed together, launched without waiting, and read when somebody asks.
+"""The host's side of a step: requests are seated, rows computed together, launched without waiting, and read when the engine needs
+the results.
 
 The steps themselves are step.py; what is replayed instead of launched, graphs.py.
 """
@@ -73,7 +74,7 @@ class LaunchedStep:
 class Runner:
     """core.protocols.ModelRunner. With `graphs`, decoding requests are replayed and the others run beside them.
 
-    `overlapped`: the engine plans with bounds anyway, so nobody waits to learn how many drafts there are.
+    `overlapped`: the engine plans with bounds anyway, so that it does not wait for the number of drafts.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Runner:
         computed = self.step.forward(rows)
         table = Download(computed.table)
         logprobs = downloads(computed.verdict.logprobs)
-        scored = {r: downloads(found) for r, found in prompt_logprobs(plans, records, computed.hidden, self.step.model).items()}
+        scored = {r: downloads(scores) for r, scores in prompt_logprobs(plans, records, computed.hidden, self.step.model).items()}
         drafts = self.step.propose(rows, computed)
         count, trees = (None, False) if drafts is None else (drafts.count, drafts.tree is not None)
         waiting = self.note([record for plan, record in zip(plans, records, strict=True) if plan.drafts_next], want, count, trees)
@@ -162,8 +163,8 @@ class Runner:
         groups = self.sampling.rules.groups(records)
         more = [] if groups is None else groups.lists
         resumed, unstored = after_others(plans, records, self.drafter.lag)
-        there = staged([hosts, drafting, wanted, resumed, unstored, *more], self.seats.device)
-        seat_ids, draft_spans, each, resumed_spans, unstored_spans, *lists = there
+        inputs = staged([hosts, drafting, wanted, resumed, unstored, *more], self.seats.device)
+        seat_ids, draft_spans, each, resumed_spans, unstored_spans, *lists = inputs
         rules = None if groups is None else BatchRules(self.sampling.rules, records, groups, lists)
         layout = tuple((plan.length, plan.drafts, plan.samples) for plan in plans)
         return Rows(
@@ -179,7 +180,7 @@ class Runner:
         )
 
     def asked(self, records: Seq[Record]) -> Asked:
-        """Steady decoding asks for the same step after step."""
+        """The same object as in the last step where the requests are the same, as in steady decoding."""
         if records != self.last[0]:
             self.last = records, Asked.of(records, self.drafter.coupled)
         return self.last[1]
@@ -204,6 +205,6 @@ class Runner:
         return Download(count)
 
 
-def downloads(found: Logprobs | None) -> tuple[Download, ...]:
-    parts: tuple[Tensor, ...] = () if found is None else (found.chosen, found.ranks, found.top_ids, found.top)
+def downloads(scores: Logprobs | None) -> tuple[Download, ...]:
+    parts: tuple[Tensor, ...] = () if scores is None else (scores.chosen, scores.ranks, scores.top_ids, scores.top)
     return tuple(Download(part) for part in parts)

@@ -14,15 +14,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
+from mtpserve_kernels.noise import finalise, keyed, noise, unit
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Verdict
 from mtpserve.core.protocols import SeatParameters
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import BatchRules, LogitRules
-
-STREAMS = 3
-GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +146,13 @@ class BatchSampler:
         return unit(finalise(self.key(seat_ids.unsqueeze(1), index, stream)))
 
     def race(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
-        key = finalise(self.key(seat_ids, index, stream)).unsqueeze(1)
-        tokens = torch.arange(1, weights.shape[1] + 1, device=weights.device)
-        return weights.double() / -torch.log1p(-unit(finalise(key + tokens * GOLDEN)))
+        return weights.double() / noise(self.key(seat_ids, index, stream), weights.shape[1])
 
     def choose(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
         return self.race(weights, seat_ids, index, stream).argmax(-1)
 
     def key(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
-        return finalise((index * STREAMS + stream) * GOLDEN) ^ self.seats.seed[seat_ids]
+        return keyed(self.seats.seed[seat_ids], index, stream)
 
 
 def keep_top_k(logits: Tensor, k: Tensor, largest: int) -> Tensor:
@@ -175,22 +171,5 @@ def keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
 
 
 def renormalised(p: Tensor, rows: Tensor) -> Tensor:
-    """The other rows stay as they are to the last bit: what one request asks for must not show in another's numbers."""
+    """The other rows stay as they are to the last bit: one request's parameters must not change another's numbers."""
     return p / p.sum(-1, keepdim=True).masked_fill(~rows, 1.0)
-
-
-def shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def unit(bits: Tensor) -> Tensor:
-    """int64 → (0, 1) float64, both ends left out: a race divides by the logarithm."""
-    return (shifted(bits, 12).double() + 0.5) * 2.0**-52
-
-
-def finalise(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele et al. 2014), a bijection of int64 in which every bit depends on every bit."""
-    x = (x ^ shifted(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ shifted(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return x ^ shifted(x, 31)

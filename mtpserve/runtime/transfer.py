@@ -27,8 +27,8 @@ def staged(lists: Seq[Integers], device: torch.device) -> list[Tensor]:
     numbers = host.numpy()
     for values, start in zip(lists, starts, strict=False):
         numbers[start : start + len(values)] = values
-    there = host.to(device, non_blocking=True)
-    return [there[start : start + len(values)] for values, start in zip(lists, starts, strict=False)]
+    copy = host.to(device, non_blocking=True)
+    return [copy[start : start + len(values)] for values, start in zip(lists, starts, strict=False)]
 
 
 def bits(values: Seq[float]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -41,8 +41,8 @@ def floats(staged: Tensor) -> Tensor:
     return staged.view(torch.float64).float()
 
 
-def upload(values: Seq[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    return pinned(torch.tensor(values, dtype=dtype), device).to(device, non_blocking=True)
+def upload(values: Seq[Any], device: torch.device) -> Tensor:
+    return pinned(torch.tensor(values, dtype=torch.int64), device).to(device, non_blocking=True)
 
 
 def write(target: Tensor, values: Seq[Any]) -> None:

@@ -59,7 +59,7 @@ def suited(service: Service, use: ToolUse, messages: list[dict[str, Any]], tools
     made = needs.suited(messages, example)
     if needs.tools_told or not tools:
         return made
-    told = instructions(tools, example)
+    text = instructions(tools, example)
     if made[0]["role"] != "system":
-        return [{"role": "system", "content": told}, *made]
-    return [{**made[0], "content": f"{made[0]['content']}\n\n{told}"}, *made[1:]]
+        return [{"role": "system", "content": text}, *made]
+    return [{**made[0], "content": f"{made[0]['content']}\n\n{text}"}, *made[1:]]

@@ -144,8 +144,8 @@ class Service:
         sampling.check_policy(self.engine_config.scheduler.scheduling_policy)
         context = self.client.card.context_length
         if (sampling.max_tokens or 0) >= context:
-            asked = str(sampling.max_tokens)[:50]
-            raise ContextLengthExceeded(f"max_tokens must be below the context of {context}, got {asked}", "max_tokens")
+            given = str(sampling.max_tokens)[:50]
+            raise ContextLengthExceeded(f"max_tokens must be below the context of {context}, got {given}", "max_tokens")
         self.check_ids(sampling.stop_token_ids, "stop_token_ids")
         self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
         self.check_ids(list(sampling.logit_bias), "logit_bias")
@@ -164,8 +164,8 @@ class Service:
         if len(prompt) >= context:
             raise self.too_long(f"{len(prompt)} tokens > {context - 1} maximum in {field}", field)
         if len(prompt) + (max_tokens or 0) > context:
-            asked = f"{field} has {len(prompt)} tokens and max_tokens is {str(max_tokens)[:50]}"
-            raise ContextLengthExceeded(f"{asked}; together they exceed the context of {context}", "max_tokens")
+            both = f"{field} has {len(prompt)} tokens and max_tokens is {str(max_tokens)[:50]}"
+            raise ContextLengthExceeded(f"{both}; together they exceed the context of {context}", "max_tokens")
 
     def matched(self, sampling: SamplingParams, tokens: Sequence[int]) -> int | str | None:
         """What ended an output that stopped: a token, or a stop string."""

@@ -36,11 +36,11 @@ def by_lot(made: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decis
         return made
     sampler, ids, length = batch.sampler, batch.seat_ids, batch.seats.length[batch.seat_ids]
     each, place = torch.arange(len(ids), device=ids.device), torch.arange(depth, device=ids.device)
-    path, there = first_children(batch, depth)
+    path, exists = first_children(batch, depth)
     drafts = batch.drafts.gather(1, path[:, 1:] - 1)
     lots = sampler.uniform(ids, length.unsqueeze(1) + place, LOT)
     allowed = logits[each.unsqueeze(1), path[:, :-1], drafts] > -torch.inf
-    accepted = (there & allowed & (lots < rates[:depth])).long().cumprod(1).sum(1)
+    accepted = (exists & allowed & (lots < rates[:depth])).long().cumprod(1).sum(1)
     row = logits[each, path[each, accepted]]
     own = row.argmax(-1) if sampler.all_greedy else sampler.choose(sampler.probs(row, ids), ids, length + accepted, DRAW)
     tokens = torch.cat([drafts, own.unsqueeze(1)], 1).index_put((each, accepted), own)
@@ -62,11 +62,11 @@ def first_children(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     if batch.tree is None:
         return torch.arange(depth + 1, device=count.device).expand(len(count), -1), number < count
     real = torch.arange(batch.tree.parents.shape[1], device=count.device) < count
-    nodes, there = [torch.zeros_like(count)], list[Tensor]()
+    nodes, exists = [torch.zeros_like(count)], list[Tensor]()
     for _ in range(depth):
         child = real & (batch.tree.parents == nodes[-1])
-        if there:
-            child = child & there[-1]
-        there.append(child.any(1, keepdim=True))
+        if exists:
+            child = child & exists[-1]
+        exists.append(child.any(1, keepdim=True))
         nodes.append(child.long().argmax(1, keepdim=True) + 1)  # argmax gives the first of equal ones
-    return torch.cat(nodes, 1), torch.cat(there, 1)
+    return torch.cat(nodes, 1), torch.cat(exists, 1)

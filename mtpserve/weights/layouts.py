@@ -67,7 +67,7 @@ def dummy_layers(config: HFConfig) -> MTPLayout | None:
 
 
 def why_no_mtp(config: HFConfig, num_layers: int) -> str:
-    """One clause for the error of a launch that asks for MTP when `mtp_layers` gives None."""
+    """One clause for the error of a launch with MTP when `mtp_layers` gives None."""
     expected = f"model.layers.{num_layers}.eh_proj.weight and model.mtp_layers.0.*"
     configured = configured_layers(config)
     if configured is None or configured[1] == 0:

@@ -1,4 +1,4 @@
-"""The layers, by import-linter's contracts in pyproject.toml, and what may stand at the top level."""
+"""The layers, by import-linter's contracts in pyproject.toml, and what may be at the top level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that must stay out, because what they stand for must: speculation below `spec`, modes, and loaders that run code."""
+"""Words that must stay out, because the things they name must: speculation below `spec`, modes, and loaders that run code."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nothing_that_is_read_can_run_code() -> None:
     assert not found
 
 
-def test_no_assertion_stands_between_a_client_and_the_engine() -> None:
+def test_the_server_asserts_nothing_that_a_client_sends() -> None:
     """`python -O` removes them. Those of the server tell mypy a type; the value is checked where it comes from."""
     asserted = {
         f"{name(file)}:{node.lineno}": ast.unparse(node.test)
@@ -95,8 +95,8 @@ def test_no_assertion_stands_between_a_client_and_the_engine() -> None:
     assert not {place: test for place, test in asserted.items() if not test.startswith("isinstance(")}
 
 
-def test_durations_are_measured_with_clocks_that_nobody_sets() -> None:
-    """A machine's date may jump. It is asked for dates alone: when an answer was made, when the server began."""
+def test_durations_are_measured_with_monotonic_clocks() -> None:
+    """A machine's date may jump. It is read for dates alone: when an answer was made, when the server began."""
     wanted = {"time.time", "datetime"}
     dated = {name(file) for file in sources(PACKAGE, KERNELS) for node in ast.walk(tree(file)) if wanted & set(imported(node))}
     assert dated == {f"mtpserve/server/{file}.py" for file in ("openai/answer", "openai/responses/answer", "app")}

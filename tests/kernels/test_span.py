@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mtpserve_kernels.attention import reference
-from mtpserve_kernels.attention.span import Tiling, span_gqa, span_mla
+from mtpserve_kernels.attention.span import SpanTiling, span_gqa, span_mla
 from torch import Tensor
 
 Span = tuple[int, int]  # tokens in the cache before the step, rows of the step
@@ -124,8 +124,8 @@ def test_prompt_chunks_beside_decoding(device: torch.device) -> None:
         check(*case.run(case.make([(0, 70), (90, 1), (40, 33), (17, 4)], 6, device), splits=2))
 
 
-@pytest.mark.parametrize("tile", [Tiling(16, 16, 4, 1), Tiling(32, 64, 4, 1), Tiling(64, 32, 8, 2), Tiling(128, 64, 8, 2)])
-def test_any_tiling_gives_the_same(device: torch.device, tile: Tiling) -> None:
+@pytest.mark.parametrize("tile", [SpanTiling(16, 16, 4, 1), SpanTiling(32, 64, 4, 1), SpanTiling(64, 32, 8, 2), SpanTiling(128, 64, 8, 2)])
+def test_any_tiling_gives_the_same(device: torch.device, tile: SpanTiling) -> None:
     case = Case(1, 64, 64, 16, tree=True)
     check(*case.run(case.make([(11, 9), (300, 1), (33, 16)], 3, device), splits=3, tile=tile))
 
@@ -163,7 +163,7 @@ def test_windows_and_shifts(device: torch.device, splits: int, tree: bool, windo
         ]
     ):
         spans = [*RAGGED, (257, 5)] if not case.latent else [(0, 3), (140, 4)]
-        tile = None if case.latent else Tiling(16, 16, 4, 1)  # narrow, so that whole blocks are before the window
+        tile = None if case.latent else SpanTiling(16, 16, 4, 1)  # narrow, so that whole blocks are before the window
         check(*case.run(case.make(spans, 4, device, seed), splits=splits, tile=tile))
 
 
@@ -171,7 +171,7 @@ def test_windows_and_shifts(device: torch.device, splits: int, tree: bool, windo
 def test_long_spans_in_a_window(device: torch.device, window: int) -> None:
     """Many tiles of one request, each with a first column of its own."""
     case = Case(1, 64, 64, 8, window=window, shift=1)
-    check(*case.run(case.make([(30, 150), (3, 70)], 3, device), splits=2, tile=Tiling(16, 16, 4, 1)))
+    check(*case.run(case.make([(30, 150), (3, 70)], 3, device), splits=2, tile=SpanTiling(16, 16, 4, 1)))
 
 
 def test_a_branch_sees_what_it_would_see_alone(device: torch.device) -> None:
@@ -202,7 +202,7 @@ def test_nan_in_a_key_is_not_lost(device: torch.device, latent: bool, splits: in
         table, seats = made["common"][:2]
         key = made["caches"][0]
         key[table[seats[0], column // 16] * 16 + column % 16, 0, -1] = torch.nan  # of the latent layout too this is no value
-        out, expected = case.run(made, splits=splits, tile=Tiling(16, 16, 4, 1))
+        out, expected = case.run(made, splits=splits, tile=SpanTiling(16, 16, 4, 1))
         broken = torch.zeros(5, dtype=torch.bool, device=device)
         broken[rows] = True
         assert torch.equal(out.isnan().all((1, 2)), broken) and torch.equal(out.isnan().any((1, 2)), broken)
@@ -213,7 +213,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
     """Bitwise, for one tiling and split count: other requests, and how many there are."""
     case = Case(2, 64, 64, 16)
     made = case.make(RAGGED, 4, device)
-    tile = Tiling(16, 32, 4, 1)
+    tile = SpanTiling(16, 32, 4, 1)
     whole, _ = case.run(made, splits=4, tile=tile)
     q, common = made["q"], list(made["common"])
     table, seats, ends, lengths, index = common[:5]

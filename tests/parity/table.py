@@ -25,6 +25,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.spec.sizes import draft_sizes
+from tests.grammars import TokenGrammar
 
 VOCAB, EOS = 6, 5
 PAGE = 64
@@ -129,38 +130,17 @@ class Halving:
         return logits
 
 
-class Alternating:
-    """A grammar: the output never repeats its last token, and after `most` tokens it ends."""
+class Alternating(TokenGrammar):
+    """The output never repeats its last token, and after `most` tokens it ends."""
 
     def __init__(self, most: int) -> None:
+        super().__init__()
         self.most = most
-        self.output: list[int] = []
-
-    def commit(self, tokens: Seq[int]) -> None:
-        for token in tokens:
-            if token not in self.allowed(self.output):
-                raise ValueError(f"{token} after {self.output}")
-            self.output.append(token)
 
     def allowed(self, output: Seq[int]) -> set[int]:
         if len(output) >= self.most or EOS in output:
             return {EOS}
         return set(range(VOCAB)) - set(output[-1:]) - ({EOS} if len(output) < 2 else set())
-
-    def accepts(self, path: Seq[int]) -> bool:
-        return all(token in self.allowed([*self.output, *path[:i]]) for i, token in enumerate(path))
-
-    def masks(self, paths: Seq[Seq[int]], rows: Any) -> list[bool]:
-        fits = [self.accepts(path) for path in paths]
-        for row, path, good in zip(rows, paths, fits, strict=True):
-            row[:] = sum(1 << token for token in self.allowed([*self.output, *path])) if good else -1
-        return fits
-
-    def forced(self, path: Seq[int], limit: int) -> list[int]:
-        found: list[int] = []
-        while self.accepts(path) and len(found) < limit and len(only := self.allowed([*self.output, *path, *found])) == 1:
-            found += only
-        return found
 
 
 class Alternatings:

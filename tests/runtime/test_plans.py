@@ -17,6 +17,7 @@ from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams, Speculation
 from mtpserve.engine.engine import Engine
 from tests.engine.harness import PROMPTS, Bench
+from tests.grammars import TokenGrammar
 from tests.tiny import VOCAB, prompts, tiny_engine, tiny_model
 
 EOS = 11
@@ -27,38 +28,14 @@ MIXED = SpecConfig(speculative_algorithm="MTP+NGRAM", speculative_num_steps=2)
 KINDS = pytest.mark.parametrize("spec", [CHAIN, TREE, NGRAM, MIXED], ids=["chain", "tree", "ngram", "mixed"])
 
 
-class Rising:
-    """A grammar: each token is at most 9 above the one before it; after the last comes 0. Nothing but EOS follows EOS."""
-
-    def __init__(self) -> None:
-        self.output: list[int] = []
+class Rising(TokenGrammar):
+    """Each token is at most 9 above the one before it; after the last comes 0. Nothing but EOS follows EOS."""
 
     def allowed(self, output: Seq[int]) -> list[int]:
         if EOS in output:
             return [EOS]
         last = output[-1] if output else -1
         return [token for token in range(last + 1, last + 10) if token < VOCAB] or [0]
-
-    def accepts(self, path: Seq[int]) -> bool:
-        return all(token in self.allowed([*self.output, *path[:i]]) for i, token in enumerate(path))
-
-    def commit(self, tokens: Seq[int]) -> None:
-        if not self.accepts(tokens):
-            raise ValueError(f"{tokens} after {self.output}")
-        self.output += tokens
-
-    def masks(self, paths: Seq[Seq[int]], rows: Any) -> list[bool]:
-        fits = [self.accepts(path) for path in paths]
-        for row, path, good in zip(rows, paths, fits, strict=True):
-            bits = sum(1 << token for token in self.allowed([*self.output, *path])) if good else (1 << 64) - 1
-            row.view("uint32")[:] = [bits & 0xFFFFFFFF, bits >> 32]
-        return fits
-
-    def forced(self, path: Seq[int], limit: int) -> list[int]:
-        found: list[int] = []
-        while self.accepts(path) and len(found) < limit and len(only := self.allowed([*self.output, *path, *found])) == 1:
-            found += only
-        return found
 
 
 class Risings:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from mtpserve_kernels.noise import STREAMS
 from scipy import stats
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.sampling import STREAMS, Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 
 CPU = torch.device("cpu")

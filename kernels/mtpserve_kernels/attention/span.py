@@ -187,7 +187,7 @@ def combine_kernel(p_out, p_partial, p_lse, E: tl.constexpr, SPLITS: tl.constexp
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class SpanTiling:
     """How the work is cut. BM rows x heads, BN keys."""
 
     BM: int
@@ -196,7 +196,7 @@ class Tiling:
     stages: int
 
 
-def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int, hip: bool) -> Tiling:
+def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int, hip: bool) -> SpanTiling:
     """For `rows` rows x heads of the widest span that share keys of `key_dim` numbers; bytes of one number of q and of the cache.
 
     What fits every chip's shared memory without spilling registers, as tests/kernels/matrix.py checks: the latent layout's accumulator is
@@ -204,16 +204,16 @@ def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int
     unit of its own precision: its tiles are small.
     """
     if hip:
-        return Tiling(16 if rows <= 16 or q_bytes == 4 else 32, 16 if latent else 32, 4, 1)
+        return SpanTiling(16 if rows <= 16 or q_bytes == 4 else 32, 16 if latent else 32, 4, 1)
     if q_bytes == 4:
-        return Tiling(16, 16, 8 if latent else 4, 1)
+        return SpanTiling(16, 16, 8 if latent else 4, 1)
     if latent:
         BM, BN = (16, 64) if rows <= 16 else (32, 32)
-        return Tiling(BM, BN // 2 if cache_bytes == 1 else BN, 8, 2)
+        return SpanTiling(BM, BN // 2 if cache_bytes == 1 else BN, 8, 2)
     if key_dim > 128:
-        return Tiling(32, 32, 4, 2) if cache_bytes == 1 else Tiling(16 if rows <= 16 else 32, 64, 4, 2)
+        return SpanTiling(32, 32, 4, 2) if cache_bytes == 1 else SpanTiling(16 if rows <= 16 else 32, 64, 4, 2)
     BM = min(max(16, triton.next_power_of_2(rows)), 64)
-    return Tiling(BM, 64, 8 if BM == 64 else 4, 3)
+    return SpanTiling(BM, 64, 8 if BM == 64 else 4, 3)
 
 
 def splits_for(programs: int, processors: int, most: int = 64) -> int:
@@ -225,7 +225,7 @@ def splits_for(programs: int, processors: int, most: int = 64) -> int:
 def span_gqa(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
-    width: int = 1, splits: int | None = None, tile: Tiling | None = None,
+    width: int = 1, splits: int | None = None, tile: SpanTiling | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E].
 
@@ -241,7 +241,7 @@ def span_gqa(
 def span_mla(
     q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, window: int = 0, shift: int = 0,
-    width: int = 1, splits: int | None = None, tile: Tiling | None = None,
+    width: int = 1, splits: int | None = None, tile: SpanTiling | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]; see `span_gqa`."""
     assert latent.shape[1] == 1 and value_dim < latent.shape[2], (latent.shape, value_dim)
@@ -252,7 +252,7 @@ def span_mla(
 def _span(
     q: Tensor, k: Tensor, v: Tensor | None, value_dim: int, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, window: int, shift: int, width: int,
-    splits: int | None, tile: Tiling | None,
+    splits: int | None, tile: SpanTiling | None,
 ) -> Tensor:  # fmt: skip
     (rows, heads, dim), kv_heads, requests = q.shape, k.shape[1], len(seats)
     assert heads % kv_heads == 0 and k.shape[2] == dim and q.is_contiguous() and k.is_contiguous(), (

@@ -9,12 +9,12 @@ float8 weights (e4m3, one scale per 128 x 128 block) are widened in registers, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mtpserve_kernels.tiling import Tiling
 
 MAX_ROWS = 64
 BLOCK = 128  # of float8 scales
@@ -63,16 +63,6 @@ def add_parts_kernel(p_out, p_partial, p_bias, rows, N: tl.constexpr, B: tl.cons
     if BIAS:
         b_sum += tl.load(p_bias + o, mask=m, other=0.0).to(tl.float32)
     tl.store(p_out + i_row * N + o, b_sum.to(p_out.dtype.element_ty), mask=m)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """BT rows, BN outputs, BK inputs."""
-
-    BT: int
-    BN: int
-    BK: int
-    stages: int
 
 
 def tiling(rows: int, x_bytes: int, hip: bool) -> Tiling:

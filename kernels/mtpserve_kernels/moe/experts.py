@@ -19,12 +19,12 @@ Moves the hit experts' 3 S H numbers, 6 S H FLOPs per row and expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mtpserve_kernels.tiling import Tiling
 
 BLOCK = 128  # of float8 scales
 
@@ -128,16 +128,6 @@ def sum_kernel(p_parts, p_out, H: tl.constexpr, PARTS: tl.constexpr, B: tl.const
     for k in tl.static_range(PARTS):
         b_sum += tl.load(p_parts + (i_row * PARTS + k) * H + o, mask=o < H, other=0.0)
     tl.store(p_out + i_row * H + o, b_sum.to(p_out.dtype.element_ty), mask=o < H)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """BT rows, BN outputs, BK inputs."""
-
-    BT: int
-    BN: int
-    BK: int
-    stages: int
 
 
 def tiling(rows: int, x_bytes: int, hip: bool) -> Tiling:

@@ -5,28 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STREAMS, COIN, DRAW = 3, 1, 2
-GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
-FIRST, SECOND = -4658895280553007687, -7723592293110705685  # SplitMix64's
+from mtpserve_kernels.noise import finalise, keyed, noise, unit
 
-
-def shifted(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def finalise(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele et al. 2014)."""
-    x = (x ^ shifted(x, 30)) * FIRST
-    x = (x ^ shifted(x, 27)) * SECOND
-    return x ^ shifted(x, 31)
-
-
-def uniform(bits: Tensor) -> Tensor:
-    return (shifted(bits, 12).double() + 0.5) * 2.0**-52
-
-
-def key(seed: Tensor, index: Tensor, stream: int) -> Tensor:
-    return finalise(finalise((index * STREAMS + stream) * GOLDEN) ^ seed)
+COIN, DRAW = 1, 2  # streams
 
 
 def law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -46,10 +27,9 @@ def law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: flo
     return p
 
 
-def race(weights: Tensor, base: Tensor) -> int:
+def race(weights: Tensor, key: Tensor) -> int:
     """The token with the largest weight over exponential noise: drawn in proportion to the weights (Gumbel's trick)."""
-    noise = -torch.log1p(-uniform(finalise(base + torch.arange(1, len(weights) + 1, device=weights.device) * GOLDEN)))
-    return int((weights.double() / noise).argmax())
+    return int((weights.double() / noise(key, len(weights))).argmax())
 
 
 def accept(
@@ -75,7 +55,7 @@ def accept(
                 break
             index = length[seat] + at
             p = law(row, float(temperature[seat]), int(top_k[seat]), float(top_p[seat]), float(min_p[seat])) if warm else None
-            chosen = int(row.argmax()) if p is None else race(p, key(seed[seat], index, DRAW))
+            chosen = int(row.argmax()) if p is None else race(p, keyed(seed[seat], index, DRAW))
             count = min(int(draft_count[r]), nodes - 1)
             children = [c for c in range(count) if (c if parents is None else int(parents[r, c])) == node]
             kept = [c for c in children if int(drafts[r, c]) == chosen]
@@ -83,11 +63,11 @@ def accept(
                 kept = []
                 if children and at < depth:
                     draft, q = int(drafts[r, node]), draft_probs[seat, node]
-                    if uniform(key(seed[seat], index, COIN)) * q[draft].double() < p[draft].double():
+                    if unit(finalise(keyed(seed[seat], index, COIN))) * q[draft].double() < p[draft].double():
                         kept, chosen = [node], draft
                     else:
                         rest = (p - q).clamp(min=0)
-                        chosen = race(rest if rest.sum() > 0 else p, key(seed[seat], index, DRAW))
+                        chosen = race(rest if rest.sum() > 0 else p, keyed(seed[seat], index, DRAW))
             tokens[r, at] = chosen
             if not kept or at == depth:
                 break

@@ -1,1 +1,1 @@
-"""What lies between the routes and the wire: errors, keys, limits, event streams."""
+"""Between the routes and the wire: errors, keys, limits, event streams."""

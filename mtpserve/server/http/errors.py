@@ -118,10 +118,10 @@ def renamed(names: dict[str, str]) -> Iterator[None]:
         if not names:
             raise
         known = "|".join(re.escape(name) for name in names)
-        told = re.sub(rf"(?<!\w)(?:{known})(?!\w)", lambda match: names[match[0]], error.param or "")
-        if error.param is None or told == error.param:
+        renamed_param = re.sub(rf"(?<!\w)(?:{known})(?!\w)", lambda match: names[match[0]], error.param or "")
+        if error.param is None or renamed_param == error.param:
             raise
-        raise type(error)(str(error).replace(error.param, told), told) from error
+        raise type(error)(str(error).replace(error.param, renamed_param), renamed_param) from error
 
 
 async def renaming(objects: AsyncGenerator[T, None], names: dict[str, str]) -> AsyncGenerator[T, None]:

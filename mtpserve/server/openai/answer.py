@@ -38,7 +38,7 @@ Fields = dict[str, Any]  # of a choice's Struct
 
 @dataclass(slots=True)
 class ChoiceWriter(ABC):
-    """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `whole` all of it; it is asked for one of the two.
+    """One choice in OpenAI's layout. `chunks` gives what came since the last ones, `whole` all of it; one of the two is used.
 
     `echo` is the prompt's text where it goes in front of the output, with the prompt's scores if log-probabilities are wanted.
     """
@@ -59,7 +59,7 @@ class ChoiceWriter(ABC):
 
     prefix: ClassVar[str]  # of the answer's id
     chunk_object: ClassVar[str]
-    one_prompt: ClassVar[bool]  # whose token ids, if they are asked for, are beside the choices, not in them
+    one_prompt: ClassVar[bool]  # whose token ids, where the request wants them, are beside the choices, not in them
     opening: ClassVar[Fields | None] = None  # what a choice's first chunk has before any text
     silent: ClassVar[Fields]  # what a chunk without text has
     choice_type: ClassVar[type[CompletionChoice] | type[ChatChoice]]
@@ -94,9 +94,9 @@ class ChoiceWriter(ABC):
         a character, or text that may become something else than text."""
         body, steps, finish = self.body, self._steps, self.choice.finish
         shown = any(step.text or step.logprobs for step in steps)
-        told = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
+        traced = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
         fronted = self._begins() and (self.echo is not None or body.prompt_logprobs is not None)
-        if not (finish or shown or told or fronted):
+        if not (finish or shown or traced or fronted):
             return []
         added, beside = self._take()
         parts = list(self.parts(added))
@@ -118,8 +118,8 @@ class ChoiceWriter(ABC):
     def _ended(self) -> Fields:
         """What ended an output that stopped, in vLLM's word, for which the model's own end is nothing, and in SGLang's."""
         matched = self.choice.matched
-        asked = isinstance(matched, str) or matched in self.choice.request.sampling.stop_token_ids
-        return {"stop_reason": matched if asked else None, "matched_stop": matched}
+        by_client = isinstance(matched, str) or matched in self.choice.request.sampling.stop_token_ids
+        return {"stop_reason": matched if by_client else None, "matched_stop": matched}
 
     def _begins(self) -> bool:
         """The prompt's part goes with the first tokens: its scores are complete by then."""

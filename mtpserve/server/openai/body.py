@@ -98,8 +98,8 @@ class GenerationRequest(SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         if self.truncate_prompt_tokens is not None and (self.truncate_prompt_tokens < -1 or self.truncate_prompt_tokens == 0):
-            asked = self.truncate_prompt_tokens
-            raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {asked}", "truncate_prompt_tokens")
+            given = self.truncate_prompt_tokens
+            raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {given}", "truncate_prompt_tokens")
         if self.rid is not None and self.request_id is not None:
             raise InvalidRequest("rid and request_id name the same thing: give one of them", "request_id")
 
@@ -180,8 +180,8 @@ class CompletionRequest(GenerationRequest):
         if self.suffix:
             raise Unsupported("suffix is not supported: this server has no fill-in-the-middle template", "suffix")
         if len(self.prompts) * self.choices > MAX_SEQUENCES:
-            asked = f"{len(self.prompts)} prompts with n = {self.choices}"
-            raise InvalidRequest(f"prompt asks for {asked}; at most {MAX_SEQUENCES} texts are allowed", "n")
+            count = f"{len(self.prompts)} prompts with n = {self.choices}"
+            raise InvalidRequest(f"prompt asks for {count}; at most {MAX_SEQUENCES} texts are allowed", "n")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1, or 0 together with echo, got 0", "max_tokens")
 
@@ -251,8 +251,8 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        asked = {"enable_thinking": True} if self.reasoning is not None and self.reasoning.enabled else {}
-        return asked | (self.chat_template_kwargs or {})
+        enabled = {"enable_thinking": True} if self.reasoning is not None and self.reasoning.enabled else {}
+        return enabled | (self.chat_template_kwargs or {})
 
     @property
     def shows_reasoning(self) -> bool:

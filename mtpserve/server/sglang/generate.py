@@ -36,7 +36,7 @@ class FinishReason(Rendered):
     matched: int | str | UnsetType | None = UNSET
 
 
-Triple = tuple[float | None, int, str | None]  # a log-probability, a token, and its text where that is asked for
+Triple = tuple[float | None, int, str | None]  # a log-probability, a token, and its text where the request wants it
 
 
 class MetaInfo(Rendered, kw_only=True):
@@ -141,7 +141,7 @@ class NativeChoice:
 
 
 def scored_from(body: NativeRequest, prompt: list[int]) -> int | None:
-    """The first prompt token whose log-probability is asked for."""
+    """The first prompt token whose log-probability the request wants."""
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
     return start if body.return_logprob and 0 <= start < len(prompt) else None
 
@@ -151,7 +151,7 @@ async def choices_of(
 ) -> list[NativeChoice]:
     """One for each prompt and choice, in this order."""
     choices: list[NativeChoice] = []
-    context, asked = service.client.card.context_length, sampling.max_tokens
+    context, given = service.client.card.context_length, sampling.max_tokens
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
     for number, prompt in enumerate(body.prompts):
         if isinstance(prompt, str):
@@ -159,9 +159,9 @@ async def choices_of(
         else:
             ids = prompt
             service.check_ids(ids[:context], body.field)
-        service.check_length(ids, asked, body.field)
+        service.check_length(ids, given, body.field)
         of_prompt = None if scored_from(body, ids) is None else top
-        limit = min(DEFAULT_MAX_TOKENS, context - len(ids)) if asked is None else asked
+        limit = min(DEFAULT_MAX_TOKENS, context - len(ids)) if given is None else given
         one = replace(sampling, max_tokens=limit, logprobs=top, prompt_logprobs=of_prompt)
         rid = body.rid[number] if isinstance(body.rid, list) else body.rid
         id = rid or uuid.uuid4().hex

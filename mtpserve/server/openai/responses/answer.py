@@ -58,8 +58,8 @@ class ResponseAnswer:
         self.keep()
 
     def failed(self, error: MTPServeError) -> None:
-        told = describe(error)[1].error
-        self.status, self.error = "failed", objects.ResponseError(told.code, told.message)
+        details = describe(error)[1].error
+        self.status, self.error = "failed", objects.ResponseError(details.code, details.message)
         self.keep()
 
     def item(self, index: int) -> objects.AnyItem:
@@ -189,27 +189,27 @@ class EventWriter:
 
 async def events(answer: ResponseAnswer) -> AsyncGenerator[objects.ResponseEvent, None]:
     """A request that is refused before its first token gets a status code instead."""
-    told, started = EventWriter(answer), False
+    writer, started = EventWriter(answer), False
     try:
         async with contextlib.aclosing(answer.generation.steps()) as steps:
             async for _, _, added in steps:
                 if not started:
                     started, empty = True, answer.object()
-                    yield told.event("created", response=empty)
-                    yield told.event("in_progress", response=empty)
+                    yield writer.event("created", response=empty)
+                    yield writer.event("in_progress", response=empty)
                 for index, text in added:
-                    for each in told.grown(index, text):
+                    for each in writer.grown(index, text):
                         yield each
         answer.finished()
-        for each in told.closed():
+        for each in writer.closed():
             yield each
         # The API has no event of its own for one that was cancelled.
-        yield told.event("completed" if answer.status == "completed" else "incomplete", response=answer.object())
+        yield writer.event("completed" if answer.status == "completed" else "incomplete", response=answer.object())
     except MTPServeError as error:
         answer.failed(error)
         if not started:
             raise
-        yield told.event("failed", response=answer.object())
+        yield writer.event("failed", response=answer.object())
     finally:
         if answer.status == "in_progress":
             answer.finished()
