@@ -45,7 +45,7 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_quantised_demo_drafts_as_well_as_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Acceptance length on files that the model has not seen: those of this Python's library, whose lengths vary by 0.05 (standard error)."""
+    """Acceptance length on files that the model has not seen: of the Python that runs; a standard error is 0.05."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "demo_model"))
     corpus = import_module("corpus")
     quantise.quantise(DEMO, tmp_path / "demo")
