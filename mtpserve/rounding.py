@@ -145,7 +145,7 @@ class PlainRun:
 
     def measured(self) -> Rounding:
         """Loads the model, in the other format."""
-        dtype, arch = str(self.planned.dtype).removeprefix("torch."), self.planned.found.arch
+        dtype, arch = str(self.planned.dtype).removeprefix("torch."), self.planned.described.arch
         longest = max(arch.hidden, arch.intermediate, arch.heads * arch.head_dim)
         scale = 2.0**-16 * math.sqrt(longest) if dtype == "float32" else 1.0
         # Keys and values too: a cache in float8 is part of the rounding.

@@ -25,7 +25,7 @@ class PageAllocator:
         if num_pages < 1:
             raise ValueError(f"a pool has at least 1 page, got {num_pages}")
         self._references = [0] * num_pages
-        # A heap hands out the lowest numbers first: a request's pages mostly stand side by side, and the pool fills from below.
+        # A heap hands out the lowest numbers first: a request's pages are mostly contiguous, and the pool fills from below.
         self._free = list(range(num_pages))
 
     @property

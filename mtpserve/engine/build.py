@@ -80,7 +80,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)
-    described, dtype, device, kept, memory = planned.found, planned.dtype, planned.device, planned.storage, planned.memory
+    described, dtype, device, kept, memory = planned.described, planned.dtype, planned.device, planned.storage, planned.memory
     arch, spec, page_size = described.arch, config.spec, config.cache.page_size
     for what, size in [*memory.rows, ("all", memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)

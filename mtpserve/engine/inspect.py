@@ -40,7 +40,7 @@ def inspect_model(config: EngineConfig) -> InspectReport:
     if config.spec.speculative_algorithm is None and plain.layout is not None and plain.layout.count == 1:
         config = replace(config, spec=SpecConfig(speculative_algorithm="MTP"))
     planned = plan(config)
-    described, dtype, device, memory = planned.found, planned.dtype, planned.device, planned.memory
+    described, dtype, device, memory = planned.described, planned.dtype, planned.device, planned.memory
     if described.arch.mtp is None:
         notes.append("no MTP layer: plain decoding only")
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {memory.counted} pages of {config.cache.page_size} tokens, "

@@ -59,10 +59,10 @@ class Described:
 def describe(config: EngineConfig, want_mtp: bool) -> Described:
     """Reads config.json and the headers; no weights. Raises LoadError, ConfigError, or UnsupportedModel."""
     directory, dummy = config.model.directory, config.model.load_format == "dummy"
-    found = read_config(directory)
-    family, checkpoint = family_of(found), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
-    layers = found.get_int("num_hidden_layers", at_least=1)
-    layout = dummy_layers(found) if dummy else mtp_layers(checkpoint.tensors, layers)
+    hf_config = read_config(directory)
+    family, checkpoint = family_of(hf_config), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
+    layers = hf_config.get_int("num_hidden_layers", at_least=1)
+    layout = dummy_layers(hf_config) if dummy else mtp_layers(checkpoint.tensors, layers)
     nextn, prefix = None, None
     if dummy and config.spec.speculative_draft_model_path is not None:
         raise ConfigError("--speculative-draft-model-path has no use with --load-format dummy: the layer is random too")
@@ -70,12 +70,12 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         nextn = Checkpoint.open(config.spec.speculative_draft_model_path)
         prefix = nextn_prefix(nextn.tensors, layers)
     elif want_mtp and layout is None:
-        raise UnsupportedModel(f"{directory}: {why_no_mtp(found, layers)}; start without --speculative-algorithm for plain decoding")
+        raise UnsupportedModel(f"{directory}: {why_no_mtp(hf_config, layers)}; start without --speculative-algorithm for plain decoding")
     if want_mtp and nextn is None and layout is not None and layout.count > 1:
         raise UnsupportedModel(f"{directory}: {layout.count} MTP layers ({', '.join(layout.prefixes)}); supported: 1")
-    arch, hot = family.arch(found, 1 if want_mtp else 0), config.spec.speculative_token_map
+    arch, hot = family.arch(hf_config, 1 if want_mtp else 0), config.spec.speculative_token_map
     token_map = read_token_map(hot, arch.vocab) if want_mtp and config.spec.steps and hot is not None else None
-    return Described(found, family, arch, checkpoint, layout, nextn, prefix, token_map, dummy)
+    return Described(hf_config, family, arch, checkpoint, layout, nextn, prefix, token_map, dummy)
 
 
 def drafts_itself(spec: SpecConfig) -> bool:
@@ -125,7 +125,7 @@ def has_bfloat16_units() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    found: Described
+    described: Described
     dtype: torch.dtype
     device: torch.device
     storage: Storage
@@ -134,18 +134,18 @@ class Plan:
 
 def plan(config: EngineConfig) -> Plan:
     """Raises LoadError and ConfigError."""
-    found = describe(config, want_mtp=drafts_itself(config.spec))
+    described = describe(config, want_mtp=drafts_itself(config.spec))
     device = device_of(config)
-    dtype = dtype_of(config, found.arch, device)
+    dtype = dtype_of(config, described.arch, device)
     length = config.model.context_length
-    if length is not None and length > found.arch.max_positions:
-        raise ConfigError(f"--context-length must be at most {found.arch.max_positions}, the model's own, got {length}")
+    if length is not None and length > described.arch.max_positions:
+        raise ConfigError(f"--context-length must be at most {described.arch.max_positions}, the model's own, got {length}")
     kernels = kernels_of(config, device)
-    kept = storage_of(config, filter(None, (found.checkpoint, found.nextn)), dtype, device, kernels == "triton")
-    sizes = fixed(found, dtype, positions(config, found.arch, device), kept.keep_blocks)
-    state, tables = state_of(config, found.arch, device)
-    memory = plan_memory(config, found.arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
-    return Plan(found, dtype, device, kept, memory)
+    kept = storage_of(config, filter(None, (described.checkpoint, described.nextn)), dtype, device, kernels == "triton")
+    sizes = fixed(described, dtype, positions(config, described.arch, device), kept.keep_blocks)
+    state, tables = state_of(config, described.arch, device)
+    memory = plan_memory(config, described.arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
+    return Plan(described, dtype, device, kept, memory)
 
 
 def overlap_of(config: EngineConfig, device: torch.device) -> int:
@@ -193,57 +193,57 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
     return state, lambda running: parts(running)[1].table_bytes
 
 
-def fixed(found: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> Fixed:
+def fixed(described: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> Fixed:
     """Of the model as it will lie in memory, without making it. Embedding and head, which the MTP layer shares, are there once."""
-    model = empty_model(found, dtype, positions, keep_blocks)
+    model = empty_model(described, dtype, positions, keep_blocks)
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     mtp = sum(size for name, size in sizes.items() if name.startswith("mtp_head."))
-    reduced = len(found.token_map or ()) * found.arch.hidden * dtype.itemsize
+    reduced = len(described.token_map or ()) * described.arch.hidden * dtype.itemsize
     return Fixed(sum(sizes.values()) - mtp, mtp, reduced, dtype.itemsize)
 
 
-def empty_model(found: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> DecoderModel:
+def empty_model(described: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> DecoderModel:
     """On no device: names, shapes and dtypes."""
     with torch.device("meta"):
-        model = build_model(found, dtype, positions, KERNELS.get("torch")(), keep_blocks)
+        model = build_model(described, dtype, positions, KERNELS.get("torch")(), keep_blocks)
     if keep_blocks:
-        hold_blocks(model, placements(model, sources(found)))
+        hold_blocks(model, placements(model, sources(described)))
     return model
 
 
-def build_model(found: Described, dtype: torch.dtype, positions: int, kernels: Kernels, keep_blocks: bool) -> DecoderModel:
+def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, keep_blocks: bool) -> DecoderModel:
     """Its weights are uninitialised."""
     method = METHODS.get("fp8" if keep_blocks else "none")(kernels)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return found.family.build(found.arch, method, dtype, positions, kernels)
+        return described.family.build(described.arch, method, dtype, positions, kernels)
     finally:
         torch.set_default_dtype(before)
 
 
-def sources(found: Described) -> list[WeightSource]:
+def sources(described: Described) -> list[WeightSource]:
     """The model's own checkpoint first."""
-    arch, family = found.arch, found.family
+    arch, family = described.arch, described.family
     rules, also = family.trunk_rules(arch), []
-    own = found.layout.prefixes if found.layout else ()
-    if arch.mtp is not None and found.nextn is None:
+    own = described.layout.prefixes if described.layout else ()
+    if arch.mtp is not None and described.nextn is None:
         rules += family.mtp_rules(arch, own[0])
     else:
         rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
-    if found.nextn is not None and found.nextn_prefix is not None:
-        also = [WeightSource(found.nextn, nextn_rules(found, found.nextn, found.nextn_prefix))]
-    return [WeightSource(found.checkpoint, rules), *also]
+    if described.nextn is not None and described.nextn_prefix is not None:
+        also = [WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))]
+    return [WeightSource(described.checkpoint, rules), *also]
 
 
-def nextn_rules(found: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
-    """The layer's own tensors; whatever stands outside its prefix is another copy of the trunk's."""
+def nextn_rules(described: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
+    """The layer's own tensors; what is outside its prefix is another copy of the trunk's."""
     others = {name.split(".weight")[0] for name in nextn.tensors if not name.startswith(prefix)}
-    return found.family.mtp_rules(found.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
+    return described.family.mtp_rules(described.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
 
 
 def load_model(
-    found: Described,
+    described: Described,
     dtype: torch.dtype,
     device: torch.device,
     positions: int,
@@ -251,11 +251,11 @@ def load_model(
     progress: bool,
     keep_blocks: bool = False,
 ) -> DecoderModel:
-    model = build_model(found, dtype, positions, kernels, keep_blocks)
-    if found.dummy:
+    model = build_model(described, dtype, positions, kernels, keep_blocks)
+    if described.dummy:
         log.warning("DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing")
         fill(model, device)
     else:
-        own, *also = sources(found)
+        own, *also = sources(described)
         load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep_blocks=keep_blocks)
     return model.eval()

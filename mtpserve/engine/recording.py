@@ -74,7 +74,7 @@ Event = StepPlanned | StepRead | StepRaised
 
 
 def header_of(config: EngineConfig, planned: Plan) -> Header:
-    arch, memory, seed = planned.found.arch, planned.memory, config.scheduler.random_seed
+    arch, memory, seed = planned.described.arch, planned.memory, config.scheduler.random_seed
     return Header(
         config, arch.summary, planned.device.type, str(planned.dtype).removeprefix("torch."), overlap_of(config, planned.device),
         memory.pages[0], config.cache.page_size, memory.max_running, memory.context_length, arch.eos_ids,

@@ -3,12 +3,12 @@
 Pure Python over sequences and page counts. It is not the loop (engine.py) and holds no tensor. Two promises shape it:
 
 * A request's text depends on the request alone. Its drafts are verified whole or not yet, never trimmed to fit a budget, and
-  one that was preempted goes on from the very token and drafts where it stood.
+  one that was preempted goes on from the very token and drafts that it had.
 * The first in order always makes progress: pages run out at the expense of the last, and every decoding request gets
   its turn within a bounded number of steps.
 
 A step may be planned while others are in flight, from what is certain about them: see core/sequence. `must_wait` says when that is
-not enough. A request whose end nobody has seen yet gets spans that come to nothing: `commit` drops them unread, and since the device
+not enough. A request whose end was not read yet gets spans without effect: `commit` drops them unread, and since the device
 works in order, pages that were released in the meantime are written by their next holder after that.
 """
 
@@ -57,7 +57,7 @@ class Scheduler:
     requests have one. A seat, once given, is lost for want of pages alone.
 
     running | a b c d |  waiting | e f g |
-                    d ←──────── admission takes the first that waits, and skips nobody
+                    d ←──────── admission takes the first that waits, and skips none
                     └─────────→ preemption takes the last that runs, and puts it in its place in line: the first, without priorities
     """
 
@@ -101,7 +101,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------ plan
 
     def must_wait(self) -> bool:
-        """The steps in flight must be booked before another is planned: a request asks for it, or somebody would be preempted."""
+        """The steps in flight must be booked before another is planned: a request requires it, or another would be preempted."""
         ahead = [seq for seq in self.running if seq.in_flight]
         if not ahead:
             return False

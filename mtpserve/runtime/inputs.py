@@ -71,7 +71,7 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A batch as the host describes it: all that a step needs beside the seats. `trees`: somebody's drafts branch."""
+    """A batch as the host describes it: all that a step needs in addition to the seats. `trees`: the drafts of some request branch."""
 
     layout: RowLayout
     seat_ids: Tensor  # [R]

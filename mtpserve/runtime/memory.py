@@ -14,7 +14,7 @@ from mtpserve.core.errors import ConfigError
 
 CPU_FRACTION, GPU_FRACTION = 0.1, 0.85
 SHARE_OF_CONTEXT = 8  # a typical request fills this part of the context: concurrency is the pool over that
-ESTIMATE = " (estimate)"  # behind the names of rows that nobody can count before
+ESTIMATE = " (estimate)"  # after the names of rows that cannot be counted in advance
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Bytes that are there whoever is served. Embedding and head are counted once."""
+    """Bytes that do not depend on the requests. Embedding and head are counted once."""
 
     trunk: int
     mtp: int
@@ -99,7 +99,7 @@ def plan_memory(
     state: Sizes,
     tables: Sizes,
 ) -> MemoryPlan:
-    """`stored`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get once somebody asks for a
+    """`stored`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get once a request has a
     penalty or a bias. Raises ConfigError where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length

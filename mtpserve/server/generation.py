@@ -179,7 +179,7 @@ def requests_of(
 
 
 async def continued(service: Service, body: ChatRequest, id: str, arrival: float, at_most: int | None = None) -> Generation:
-    """A conversation, continued. Everything that can be wrong with a request is found here, before the engine gets it.
+    """A conversation, continued. All checks of a request are made here, before the engine gets it.
 
     `id` is what /abort_request takes. `at_most` bounds the output where the context may bound it further.
     """

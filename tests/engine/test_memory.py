@@ -65,7 +65,7 @@ def test_on_a_gpu_the_share_is_of_what_is_free(free: int, monkeypatch: pytest.Mo
     """Another process has the rest."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
     config = EngineConfig(scheduler=SchedulerConfig(max_running_requests=100), cache=CacheConfig(mem_fraction_static=0.5))
-    found, device = plan(config).found, torch.device("cuda")
+    found, device = plan(config).described, torch.device("cuda")
     sizes, (state, tables) = fixed(found, torch.float32, 1000, False), state_of(config, found.arch, device)
     planned = plan_memory(config, found.arch, torch.float32, device, sizes, lookahead_of(config, device), state, tables)
     assert free // 2 - 2**21 < planned.total <= free // 2

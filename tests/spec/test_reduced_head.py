@@ -130,7 +130,7 @@ def test_the_demo_model_accepts_nearly_as_much_over_a_quarter_of_its_tokens(tmp_
 
 def test_the_memory_plan_counts_the_copy(tmp_path: Path) -> None:
     planned = plan(demo(tmp_path, 300))
-    found, dtype, memory = planned.found, planned.dtype, planned.memory
+    found, dtype, memory = planned.described, planned.dtype, planned.memory
     assert dict(memory.rows)["draft head, reduced"] == 300 * found.arch.hidden * dtype.itemsize
     assert "draft head, reduced" not in dict(plan(demo(tmp_path, None)).memory.rows)
 
@@ -144,7 +144,7 @@ def test_a_map_needs_an_mtp_layer(tmp_path: Path) -> None:
 def test_the_written_file_is_the_one_that_is_read(tmp_path: Path) -> None:
     config = demo(tmp_path, 300)
     written = json.loads((tmp_path / "map.json").read_text())
-    found = plan(config).found
+    found = plan(config).described
     assert found.token_map == written["tokens"] and len(written["tokens"]) == 300
     assert set(found.arch.eos_ids) <= set(written["tokens"])
 

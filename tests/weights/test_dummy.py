@@ -97,7 +97,7 @@ def test_inspect(bare: Path) -> None:
     assert groups["embedding"] == groups["head"] == report.arch.vocab * report.arch.hidden
     config, memory = configured(bare), dict(report.memory)
     found = plan(config)
-    tables = empty_model(found.found, found.dtype, positions(config, report.arch, found.device), keep_blocks=False).buffers()
+    tables = empty_model(found.described, found.dtype, positions(config, report.arch, found.device), keep_blocks=False).buffers()
     held = memory["weights"] + memory["weights, MTP layer"]
     assert sum(row[4] for row in report.weights) + sum(table.nbytes for table in tables) == held
     assert any("dummy" in note for note in report.notes)
