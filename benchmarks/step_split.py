@@ -96,11 +96,11 @@ def made_engine(directory: Path, dtype: str, drafts: int, requests: int, clock: 
     cache = CacheConfig(max_total_tokens=max(16384, 1024 * requests))
     scheduler = SchedulerConfig(max_running_requests=requests, chunked_prefill_size=4096)
     engine = build_engine(EngineConfig(model=ModelConfig(model=str(directory), dtype=dtype), cache=cache, spec=spec, scheduler=scheduler))
-    runner, parts = engine._runner, {name: list[float]() for name in ("plan", "device", "verify", "propose", "draft", "messages", "step")}
+    runner, parts = engine._runner, {name: list[float]() for name in ("plan", "device", "forward", "propose", "draft", "messages", "step")}
     step = getattr(runner, "step", None)
     timed(engine._scheduler, "plan", parts["plan"], clock)
     timed(runner, "launch", parts["device"], clock)
-    timed(step, "verify", parts["verify"], clock)
+    timed(step, "forward" if hasattr(step, "forward") else "verify", parts["forward"], clock)  # as older checkouts call it
     timed(step, "propose", parts["propose"], clock)
     timed(getattr(step, "drafter", None), "draft", parts["draft"], clock)
     return engine, parts
@@ -132,8 +132,8 @@ def measure(
     rows = {name: torch.tensor(times, dtype=torch.float64) for name, times in parts.items() if times}
     rows["book"] = rows["step"] - rows["device"] - rows["plan"]
     rows["host"] = rows["plan"] + rows["book"] + rows["messages"]
-    if "verify" in rows and "propose" in rows:
-        rows["launch_host"] = rows["device"] - rows["verify"] - rows["propose"]
+    if "forward" in rows and "propose" in rows:
+        rows["launch_host"] = rows["device"] - rows["forward"] - rows["propose"]
     rows["whole"] = rows["step"] + rows["messages"]
     return {name: round(1e3 * float(times.median()), 4) for name, times in rows.items()}
 
