@@ -84,16 +84,18 @@ class Rows:
     predictions: tuple[Tensor, Tensor] | None = None  # see Batch
 
 
+def is_first(plan: SpanPlan, record: Record, lag: int | None) -> bool:
+    """Whether it is a request's first span, after pages that another one has computed or, with a lag of 0, after nothing."""
+    given = record.admission
+    return plan.start == given.computed and (plan.start < given.shared or lag == 0 or (lag is not None and given.shared > 0))
+
+
 def after_others(plans: Seq[SpanPlan], records: Seq[Record], lag: int | None) -> tuple[list[int], list[int]]:
     """`Rows.resumed` and `Rows.unstored`. With a draft model of lag 0 the first row of every request is missing, too."""
     resumed, unstored = list[int](), list[int]()
     for r, (plan, record) in enumerate(zip(plans, records, strict=True)):
-        given = record.admission
-        if plan.start == given.computed:
-            if plan.start < given.shared:
-                unstored.append(r)
-            elif lag == 0 or (lag is not None and given.shared > 0):
-                resumed.append(r)
+        if is_first(plan, record, lag):
+            (unstored if plan.start < record.admission.shared else resumed).append(r)
     return resumed, unstored
 
 

@@ -20,7 +20,7 @@ from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols import GrammarCompiler
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.graphs import StepGraphs
-from mtpserve.runtime.inputs import Rows, after_others, row_layout
+from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
 from mtpserve.runtime.publish import Columns, prompt_logprobs, results
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import BatchRules
@@ -142,7 +142,7 @@ class Runner:
     def replayable(self, span: Span) -> bool:
         _, plan, record = span
         plain = record.plain and record.sampling.logprobs is None and not record.has_rules and not self.processors
-        return plan.samples and plan.length == 1 and plain
+        return plan.samples and plan.length == 1 and plain and not is_first(plan, record, self.drafter.lag)
 
     def run(self, spans: Seq[Span], want: int) -> Part:
         _, plans, records = zip(*spans, strict=True)

@@ -12,6 +12,7 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.request import Proposal, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
+from tests.runtime.recorders import Again
 from tests.tiny import VOCAB, tiny_engine, tiny_model
 
 PAGE = 4
@@ -87,6 +88,21 @@ def test_requests_with_one_prompt_share_its_whole_pages(family: str, length: int
     # Neither the texts nor what was drafted depends on who computed the prompt.
     alone, shared = (spoken(tiny_engine(model, spec, page_size=PAGE), requests(each)) for each in (False, True))
     assert shared == alone
+
+
+@pytest.mark.parametrize("length", [4 * PAGE, 4 * PAGE + 1])
+def test_a_first_row_after_shared_pages_is_not_replayed(length: int) -> None:
+    """A single row of a prompt, as a decoding step has it: but a captured step neither computes the draft model's row before it nor leaves
+    a row unstored."""
+    model, prompt = tiny_model(), tokens(length, seed=1)
+    asked = [SamplingParams(max_tokens=20, temperature=0.0) for _ in range(3)]
+
+    def requests(shared: bool) -> list[Request]:
+        return [Request(str(i), prompt, each, same_prompt_as="0" if shared and i else None) for i, each in enumerate(asked)]
+
+    recorder = Again()
+    shared = spoken(tiny_engine(model, 3, page_size=PAGE, recorder=recorder), requests(True))
+    assert shared == spoken(tiny_engine(model, 3, page_size=PAGE), requests(False)) and recorder.replayed
 
 
 @pytest.mark.parametrize("spec", [3, TREE], ids=["chain", "tree"])
