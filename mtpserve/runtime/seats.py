@@ -85,9 +85,9 @@ class SeatTensors:
 
     def predicted(self, seats: Iterable[int]) -> tuple[Tensor, Tensor] | None:
         """Batch.predictions of these seats."""
-        rows = [self.predictions.get(seat, self.length[:0]) for seat in seats]
-        if not any(map(len, rows)):
+        if self.predictions.keys().isdisjoint(seats):
             return None
+        rows = [self.predictions.get(seat, self.length[:0]) for seat in seats]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), upload([len(row) for row in rows], self.device)
 
     def waiting_tree(self, seat_ids: Tensor, drafts: int) -> Tree:
