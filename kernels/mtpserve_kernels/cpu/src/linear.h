@@ -1,0 +1,31 @@
+// y = x W^T + b. Weights are packed in place into panels of PANEL rows of W, that is, outputs:
+//
+//   W [N, K] row-major   →   [N / 16][K / STEP][16][STEP]          STEP: 1 for float32, 2 for bfloat16, 4 for int8
+//
+// One panel takes the memory of its 16 rows, and one step over K reads one cache line of it. Each output is one sum over K in
+// order, in one accumulator: a row's numbers do not depend on the other rows, on the tiles or on the threads.
+#pragma once
+#include "threads.h"
+
+namespace mtp {
+
+struct Matrix {
+  const void* data;    // packed; rounded up to whole panels, the rest is zeros
+  const float* bias;   // [N rounded up] or null
+  const float* scale;  // int8: [N rounded up], what each output is multiplied with
+  int64_t outputs, inputs;
+  Type type;
+};
+
+// Where the products go. `gated`: the matrix is [gate; up], and the result silu(gate) * up, half as wide.
+struct Output {
+  void* data;
+  int64_t stride;
+  Type type;
+  bool gated;
+};
+
+// x [rows, inputs] of type `x_type` with `stride` numbers from row to row. Called by all members; each computes some of the outputs.
+void linear(const Member& member, const Matrix& matrix, const void* x, Type x_type, int64_t stride, int64_t rows, const Output& out);
+
+}  // namespace mtp

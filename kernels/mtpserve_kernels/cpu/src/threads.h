@@ -1,0 +1,59 @@
+// torch's own threads (its OpenMP library) work on one op, or on a whole stack of layers, as a team.
+#pragma once
+#include <omp.h>
+#include <sched.h>
+
+#include <atomic>
+
+#include "vec.h"
+
+namespace mtp {
+
+// Waits for all members: spins a while, since the others arrive within microseconds, then gives the core away.
+struct Barrier {
+  static constexpr int SPINS = 4000;
+  alignas(64) std::atomic<int> arrived{0};
+  alignas(64) std::atomic<int> phase{0};
+
+  void wait(int members) {
+    if (members == 1) return;
+    int now = phase.load(std::memory_order_relaxed);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) == members - 1) {
+      arrived.store(0, std::memory_order_relaxed);
+      phase.store(now + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase.load(std::memory_order_acquire) == now; spins++) {
+      if (spins < SPINS) pause();
+      else sched_yield();
+    }
+  }
+};
+
+struct Range {
+  int64_t first, end;
+};
+
+// One thread of a team. What it computes is chosen by `index` and `size` alone, and no result depends on either.
+struct Member {
+  int index, size;
+  Barrier* barrier;
+
+  void wait() const { barrier->wait(size); }
+
+  // This member's part of `total` equal pieces of work.
+  Range part(int64_t total) const { return {total * index / size, total * (index + 1) / size}; }
+};
+
+// body(member) on `threads` threads.
+template <class Body> void parallel(int threads, const Body& body) {
+  Barrier barrier;
+  if (threads <= 1) {
+    body(Member{0, 1, &barrier});
+    return;
+  }
+#pragma omp parallel num_threads(threads)
+  body(Member{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+}
+
+}  // namespace mtp

@@ -1,0 +1,34 @@
+// Number formats, and how a tensor's type is passed from Python.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace mtp {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+enum Type : int32_t { FP32 = 0, BF16 = 1, INT8 = 2 };
+
+inline float widen(bf16 x) {
+  uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+inline float widen(float x) { return x; }
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline bf16 narrow(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return {uint16_t((u >> 16) | 0x40)};
+  return {uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+}
+inline void assign(float& to, float x) { to = x; }
+inline void assign(bf16& to, float x) { to = narrow(x); }
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace mtp

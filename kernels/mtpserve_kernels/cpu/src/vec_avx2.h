@@ -1,0 +1,104 @@
+// AVX2 and FMA: 8 lanes, 16 registers. Weights in bfloat16 are widened in registers, inputs before.
+#pragma once
+#include <immintrin.h>
+
+namespace mtp {
+
+constexpr int LANES = 8;
+constexpr int SUM_REGISTERS = 12;  // of the 16; the others hold weights and inputs
+
+struct Floats {
+  __m256 v;
+};
+
+inline Floats zero() { return {_mm256_setzero_ps()}; }
+inline Floats set(float x) { return {_mm256_set1_ps(x)}; }
+inline Floats load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline Floats load(const bf16* p) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16))};
+}
+inline __m256i first(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
+// The first n < LANES numbers, and zeros.
+inline Floats load(const float* p, int n) { return {_mm256_maskload_ps(p, first(n))}; }
+inline Floats load(const bf16* p, int n) {
+  bf16 part[LANES] = {};
+  std::memcpy(part, p, n * sizeof(bf16));
+  return load(part);
+}
+inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x.v); }
+inline void store(float* p, Floats x, int n) { _mm256_maskstore_ps(p, first(n), x.v); }
+// Round to nearest, ties to even; NaN stays NaN.
+inline __m128i narrow(Floats x) {
+  __m256i u = _mm256_castps_si256(x.v);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  __m256i nan = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
+  rounded = _mm256_blendv_epi8(rounded, nan, _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q)));
+  return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+}
+inline void store(bf16* p, Floats x) { _mm_storeu_si128((__m128i*)p, narrow(x)); }
+inline void store(bf16* p, Floats x, int n) {
+  bf16 part[LANES];
+  store(part, x);
+  std::memcpy(p, part, n * sizeof(bf16));
+}
+inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline Floats sub(Floats a, Floats b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline Floats div(Floats a, Floats b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Floats min(Floats a, Floats b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }    // a b + c
+inline Floats fnma(Floats a, Floats b, Floats c) { return {_mm256_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a b
+inline Floats round(Floats a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// x 2^n for whole n from -150 to 127; in two steps, so that the smallest results are subnormal numbers and then 0.
+inline Floats scale_by_power_of_two(Floats x, Floats n) {
+  __m256i whole = _mm256_cvtps_epi32(n.v), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
+  auto power = [](__m256i e) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23)); };
+  return {_mm256_mul_ps(_mm256_mul_ps(x.v, power(half)), power(rest))};
+}
+inline float sum(Floats a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float max(Floats a) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+struct Fp32 {
+  using Stored = float;
+  using X = float;
+  static constexpr int STEP = 1;  // inputs that are multiplied at once
+  struct Weights {
+    __m256 v;
+  };
+  static Weights load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Floats step(Floats sum, Weights w, const float* x) { return {_mm256_fmadd_ps(w.v, _mm256_broadcast_ss(x), sum.v)}; }
+};
+
+struct Bf16 {
+  using Stored = bf16;
+  using X = float;
+  static constexpr int STEP = 2;
+  struct Weights {
+    __m256 even, odd;
+  };
+  // Pairs of inputs lie beside each other: the lower half of each 32 bits is the even one's weight.
+  static Weights load(const bf16* p) {
+    __m256i pairs = _mm256_loadu_si256((const __m256i*)p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)))};
+  }
+  static Floats step(Floats sum, Weights w, const float* x) {
+    __m256 first = _mm256_fmadd_ps(w.even, _mm256_broadcast_ss(x), sum.v);
+    return {_mm256_fmadd_ps(w.odd, _mm256_broadcast_ss(x + 1), first)};
+  }
+};
+
+inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void pause() { _mm_pause(); }
+
+}  // namespace mtp

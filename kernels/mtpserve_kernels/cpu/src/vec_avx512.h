@@ -1,0 +1,103 @@
+// AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers. With BF16 units products take bfloat16 inputs, otherwise float32 ones.
+#pragma once
+#include <immintrin.h>
+
+namespace mtp {
+
+constexpr int LANES = 16;
+constexpr int SUM_REGISTERS = 24;
+
+struct Floats {
+  __m512 v;
+};
+
+inline Floats zero() { return {_mm512_setzero_ps()}; }
+inline Floats set(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Floats widen(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
+inline Floats load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+inline __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
+// The first n < LANES numbers, and zeros.
+inline Floats load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+inline Floats load(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
+inline void store(float* p, Floats x, int n) { _mm512_mask_storeu_ps(p, first(n), x.v); }
+// Round to nearest, ties to even; NaN stays NaN. (vcvtneps2bf16 is not used: it flushes subnormal numbers.)
+inline __m256i narrow(Floats x) {
+  __m512i u = _mm512_castps_si512(x.v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  __m512i nan = _mm512_or_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
+  return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), nan));
+}
+inline void store(bf16* p, Floats x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+inline void store(bf16* p, Floats x, int n) { _mm256_mask_storeu_epi16(p, first(n), narrow(x)); }
+inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats div(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }    // a b + c
+inline Floats fnma(Floats a, Floats b, Floats c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a b
+inline Floats round(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline Floats scale_by_power_of_two(Floats x, Floats n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+inline float sum(Floats a) {
+  __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float max(Floats a) { return _mm512_reduce_max_ps(a.v); }
+
+struct Fp32 {
+  using Stored = float;
+  using X = float;
+  static constexpr int STEP = 1;  // inputs that are multiplied at once
+  struct Weights {
+    __m512 v;
+  };
+  static Weights load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Floats step(Floats sum, Weights w, const float* x) { return {_mm512_fmadd_ps(w.v, _mm512_set1_ps(*x), sum.v)}; }
+};
+
+#ifdef __AVX512BF16__
+struct Bf16 {
+  using Stored = bf16;
+  using X = bf16;
+  static constexpr int STEP = 2;
+  struct Weights {
+    __m512bh pairs;
+  };
+  static Weights load(const bf16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+  static Floats step(Floats sum, Weights w, const bf16* x) {
+    int pair;
+    std::memcpy(&pair, x, 4);
+    return {_mm512_dpbf16_ps(sum.v, w.pairs, (__m512bh)_mm512_set1_epi32(pair))};
+  }
+};
+#else
+struct Bf16 {
+  using Stored = bf16;
+  using X = float;
+  static constexpr int STEP = 2;
+  struct Weights {
+    __m512 even, odd;
+  };
+  // Pairs of inputs lie beside each other: the lower half of each 32 bits is the even one's weight.
+  static Weights load(const bf16* p) {
+    __m512i pairs = _mm512_loadu_si512(p);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)))};
+  }
+  static Floats step(Floats sum, Weights w, const float* x) {
+    __m512 first = _mm512_fmadd_ps(w.even, _mm512_set1_ps(x[0]), sum.v);
+    return {_mm512_fmadd_ps(w.odd, _mm512_set1_ps(x[1]), first)};
+  }
+};
+#endif
+
+inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void pause() { _mm_pause(); }
+
+}  // namespace mtp
