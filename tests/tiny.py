@@ -54,14 +54,15 @@ def tiny_model(
 ) -> DecoderModel:
     """`kernels`: of layers/kernels; "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
     build = deepseek.build if family == "deepseek" else mimo.build
-    model = build(tiny_arch(family, **arch), Unquantized(), dtype, CONTEXT + 160, KERNELS.get(kernels)())
+    made = KERNELS.get(kernels)()
+    model = build(tiny_arch(family, **arch), Unquantized(made), dtype, CONTEXT + 160, made)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
         if "router" not in name:
             parameter.data = parameter.data.to(dtype)
-    for part in model.modules():
+    for part in reversed(list(model.modules())):
         if hasattr(part, "finish_loading"):
             part.finish_loading()
     return model.eval()
@@ -102,7 +103,7 @@ def tiny_engine(
             scheduler=SchedulerConfig(chunked_prefill_size=budget),
             sampling=SamplingConfig(logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs"),
             device=device,
-            dtype=model.embed.weight.dtype,
+            dtype=model.norm.weight.dtype,
             backend=backend,
             eos_ids=eos,
             graphs=lambda step, sampling: None if recorder is None else StepGraphs(step, sampling, recorder, seats),

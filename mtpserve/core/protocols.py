@@ -13,6 +13,7 @@ from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 
 if TYPE_CHECKING:
+    import torch
     from numpy import ndarray
     from torch import Tensor, nn
 
@@ -53,8 +54,30 @@ class AttentionBackend(Protocol):
         ...
 
 
+class Packed(Protocol):
+    """A matrix W [N, K] and its bias in the form that a kernel multiplies."""
+
+    def __call__(self, x: Tensor, dtype: torch.dtype, /) -> Tensor:
+        """x [T, K] → x W^T + b [T, N] of `dtype`."""
+        ...
+
+    def rows(self, ids: Tensor, /) -> Tensor:
+        """A copy of W's rows `ids` [n] → [n, K]."""
+        ...
+
+
+class Pack(Protocol):
+    def __call__(self, weight: Tensor, bias: Tensor | None, lookups: bool, /) -> Packed | None:
+        """weight [N, K], bias [N]; None: torch multiplies the weight as it is. May reorder the weight's own memory, which nobody else
+        reads afterwards. `lookups`: every step reads single rows, too."""
+        ...
+
+
 class LinearKernels(Protocol):
     """The kernels that linear methods use."""
+
+    @property
+    def pack(self) -> Pack: ...
 
     @property
     def linear_fp8(self) -> LinearFP8: ...
@@ -69,11 +92,13 @@ class LinearFP8(Protocol):
 class LinearMethod(Protocol):
     """How a linear layer's weights are stored and multiplied."""
 
-    def finish(self, module: nn.Module) -> None:
-        """After loading: pack or convert `module.weight` in place."""
+    def finish(self, module: nn.Module, lookups: bool = False) -> None:
+        """After loading: pack or convert `module.weight`. `lookups`: every step reads single rows, too."""
         ...
 
-    def apply(self, module: nn.Module, x: Tensor) -> Tensor: ...
+    def apply(self, module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, inputs] → [T, outputs] of `dtype`, by default x's."""
+        ...
 
     def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
         """A copy of the weight's rows `ids` [n], as numbers [n, inputs], float32 where they are stored in fewer bits than the model

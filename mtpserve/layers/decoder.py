@@ -12,7 +12,7 @@ from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.embedding import Embedding, TiedHead
 from mtpserve.layers.fusion import Fusion
-from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.kernels import Kernels, RunLayers
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope, Rotation
@@ -50,11 +50,16 @@ class MTPHead(nn.Module):
         self.fusion = Fusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, method, kernels)
         self.layer = DecoderLayer(arch, attention, mlp, kernels)
         self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
+        self.kernels = kernels
+        self.run_layers: RunLayers
+
+    def finish_loading(self) -> None:
+        self.run_layers = self.kernels.pack_layers([self.layer])
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
         trunk = self.borrowed[0]
-        x, residual = self.layer(self.fusion(trunk.embed(ids), features), None, trunk.rope(positions), contexts[0])
+        x, residual, _ = self.run_layers(self.fusion(trunk.embed(ids), features), trunk.rope(positions), contexts, ())
         normed, x = self.norm.add(x, residual)
         return Hidden(normed, x if self.arch.recycle == "pre" else normed)
 
@@ -75,28 +80,28 @@ class DecoderModel(nn.Module):
         self.embed = Embedding(arch.vocab, arch.hidden)
         self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i), kernels) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
-        self.head = TiedHead(self.embed) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), method)
+        self.head = TiedHead(self.embed, method) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), method)
         self.rope = Rope(arch.rope, positions, dtype)
         self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), method, kernels, self) if arch.mtp else None
+        self.kernels = kernels
+        self.run_layers: RunLayers
+
+    def finish_loading(self) -> None:
+        self.run_layers = self.kernels.pack_layers(list(self.layers))
 
     def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
-        x, residual, rotation = self.embed(ids), None, self.rope(positions)
-        kept = []
-        for i, (layer, context) in enumerate(zip(self.layers, contexts, strict=True)):
-            x, residual = layer(x, residual, rotation, context)
-            if i in features.taps:
-                kept.append(residual + x)
+        x, residual, kept = self.run_layers(self.embed(ids), self.rope(positions), contexts, features.taps)
         normed, x = self.norm.add(x, residual)
         if features.last is not None:
             kept.append(x if features.last == "pre" else normed)
         return Hidden(normed, None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, -1))
 
     def logits(self, head: Tensor) -> Tensor:
-        return self.head(head).float()  # type: ignore[no-any-return]
+        return self.head(head, torch.float32)  # type: ignore[no-any-return]
 
     def logits_of(self, tokens: Tensor) -> Callable[[Tensor], Tensor]:
         """`logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of the head's rows."""
         part = Linear(self.arch.hidden, (len(tokens),), self.method)
-        part.weight = nn.Parameter(self.head.rows(tokens).to(self.embed.weight.dtype), requires_grad=False)
+        part.weight = nn.Parameter(self.head.rows(tokens).to(self.norm.weight.dtype), requires_grad=False)
         part.finish_loading()
-        return lambda head: part(head).float()
+        return lambda head: part(head, torch.float32)

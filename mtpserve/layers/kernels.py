@@ -1,19 +1,19 @@
 """What layers compute with, as a record of functions that is chosen once and handed to each layer when it is made.
 
-There is one record per way to compute: plain torch (torch_kernels.py) is the reference, and the path of a CPU; Triton's are in
-triton_kernels.py. A layer calls the same functions whichever it is.
+There is one record per way to compute: plain torch (torch_kernels.py) is the reference, and what runs where nothing else does; a GPU's
+are in triton_kernels.py, a CPU's in cpu_kernels.py. A layer calls the same functions whichever it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from mtpserve.core.arch import MoEArch
-from mtpserve.core.protocols import LinearFP8
+from mtpserve.core.protocols import Context, LinearFP8, Pack
 from mtpserve.core.registry import Registry
 from mtpserve.layers.rope import Rotation
 
@@ -90,8 +90,46 @@ class RoutedExperts(Protocol):
 
 
 class MixExperts(Protocol):
-    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None, /) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, /) -> Tensor:
         """x [T, H], weights and chosen [T, K] → [T, H]: the chosen experts' outputs by their weights, and the shared expert's."""
+        ...
+
+
+class PackExperts(Protocol):
+    def __call__(self, experts: RoutedExperts, shared: SharedExpert | None, /) -> MixExperts:
+        """After loading, also of the shared expert. May reorder the memory of the experts' weights, as core.protocols.Pack."""
+        ...
+
+
+class HeadProducts(Protocol):
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """x [T, heads, K] → [T, heads, N]: each head's rows by the head's own matrix."""
+        ...
+
+
+class PackHeads(Protocol):
+    def __call__(self, weight: Tensor, /) -> HeadProducts:
+        """weight [heads, N, K], also a view. It is not written to afterwards, by anybody."""
+        ...
+
+
+class Layer(Protocol):
+    """layers.decoder.DecoderLayer"""
+
+    def __call__(self, x: Tensor, residual: Tensor | None, rotation: Rotation, context: Context, /) -> tuple[Tensor, Tensor]: ...
+
+
+class RunLayers(Protocol):
+    def __call__(
+        self, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...], /
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """x [T, H] → the last layer's output as x and residual, which are to be added, and the outputs of the layers `taps` [T, H] each."""
+        ...
+
+
+class PackLayers(Protocol):
+    def __call__(self, layers: Sequence[Layer], /) -> RunLayers:
+        """All layers of a model, after they were loaded."""
         ...
 
 
@@ -102,7 +140,10 @@ class Kernels:
     rope_store: RopeStore
     latent_store: LatentStore
     route: Route
-    experts: MixExperts
+    pack_experts: PackExperts
+    pack_heads: PackHeads
+    pack_layers: PackLayers
+    pack: Pack
     linear_fp8: LinearFP8
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.protocols import LinearMethod
+from mtpserve.core.protocols import LinearMethod, Packed
 
 
 class Linear(nn.Module):
@@ -20,7 +20,7 @@ class Linear(nn.Module):
         self.weight_scale_inv: nn.Parameter | None
         self.register_parameter("weight_scale_inv", None)
         self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
-        self.packed: Tensor | None = None
+        self.packed: Packed | None = None
 
     def finish_loading(self) -> None:
         self.method.finish(self)
@@ -28,5 +28,6 @@ class Linear(nn.Module):
     def rows(self, ids: Tensor) -> Tensor:
         return self.method.rows(self, ids)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.method.apply(self, x)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, inputs] → [T, outputs] of `dtype`, by default x's."""
+        return self.method.apply(self, x, dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.protocols import Context, LinearMethod
-from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.kernels import HeadProducts, Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
@@ -36,13 +36,15 @@ class MLA(nn.Module):
         self.kv_norm = RMSNorm(mla.kv_rank, LATENT_EPS, kernels)
         self.kv_up = nn.Parameter(torch.empty(arch.heads * (mla.nope + mla.value), mla.kv_rank), requires_grad=False)
         self.out = Linear(arch.heads * mla.value, (arch.hidden,), method)
-        self.k_up, self.v_up = torch.empty(0), torch.empty(0)
+        self.k_up: HeadProducts
+        self.v_up: HeadProducts
 
     def finish_loading(self) -> None:
-        """Views of kv_up: k_up [heads, nope, kv_rank], v_up [heads, kv_rank, value]."""
-        per_head = self.kv_up.detach().unflatten(0, (self.heads, -1))
-        self.k_up, value = per_head.split([self.mla.nope, self.mla.value], 1)
-        self.v_up = value.mT
+        """kv_up becomes the products with its two halves, [T, heads, nope] → [T, heads, kv_rank] and [T, heads, kv_rank] → [T, heads,
+        value]."""
+        key, value = self.kv_up.detach().unflatten(0, (self.heads, -1)).split([self.mla.nope, self.mla.value], 1)
+        self.k_up, self.v_up = self.kernels.pack_heads(key.mT), self.kernels.pack_heads(value)
+        del self.kv_up
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
@@ -51,7 +53,7 @@ class MLA(nn.Module):
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q = q.unflatten(-1, (self.heads, -1))  # [T, heads, nope + rope]
-        absorbed = torch.bmm(q[..., : mla.nope].transpose(0, 1), self.k_up).transpose(0, 1)  # [T, heads, kv_rank]
+        absorbed = self.k_up(q[..., : mla.nope])  # [T, heads, kv_rank]
         q_rope = self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)
         seen = context.attend(torch.cat([absorbed, q_rope], -1))  # [T, heads, kv_rank]
-        return self.out(torch.bmm(seen.transpose(0, 1), self.v_up).transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+        return self.out(self.v_up(seen).flatten(1))  # type: ignore[no-any-return]

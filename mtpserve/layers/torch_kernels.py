@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from mtpserve.cache.pool import store
 from mtpserve.core.arch import MoEArch
-from mtpserve.layers.kernels import Kernels, RoutedExperts, SharedExpert
+from mtpserve.core.protocols import Context
+from mtpserve.layers import onednn
+from mtpserve.layers.kernels import HeadProducts, Kernels, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
 
@@ -21,12 +25,23 @@ STRIP = 8  # rows of blocks of float8 that are widened at a time
 
 
 def torch_kernels() -> Kernels:
-    return Kernels(add_rms_norm, silu_mul, rope_store, latent_store, route, experts, linear_fp8)
+    return Kernels(
+        add_rms_norm,
+        silu_mul,
+        rope_store,
+        latent_store,
+        route,
+        partial(partial, experts),
+        pack_heads,
+        pack_layers,
+        onednn.pack,
+        linear_fp8,
+    )
 
 
 def exact_kernels() -> Kernels:
     """With these a row's numbers do not depend on the other rows of a pass, for passes of equal shape (runtime/exact)."""
-    return replace(torch_kernels(), experts=experts_row_by_row)
+    return replace(torch_kernels(), pack_experts=partial(partial, experts_row_by_row))
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -61,13 +76,32 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, arch: MoEArch) -> tuple[Tenso
     return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None) -> Tensor:
+def pack_heads(weight: Tensor) -> HeadProducts:
+    return lambda x: torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
+
+
+def pack_layers(layers: Sequence[Layer]) -> RunLayers:
+    """One layer after the other, each with its own calls of the other kernels."""
+
+    def run(x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        residual, kept = None, []
+        for i, (layer, context) in enumerate(zip(layers, contexts, strict=True)):
+            x, residual = layer(x, residual, rotation, context)
+            if i in taps:
+                kept.append(residual + x)
+        assert residual is not None
+        return x, residual, kept
+
+    return run
+
+
+def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     routed = all_experts if few(x, experts) else hit_experts
     out = routed(x, weights, chosen, experts)
     return out if shared is None else out + shared(x)
 
 
-def experts_row_by_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None) -> Tensor:
+def experts_row_by_row(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     routed = all_experts if few(x, experts) else hit_row_by_row
     out = routed(x, weights, chosen, experts)
     return out if shared is None else out + shared(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mtpserve_kernels.fused import rope
 from mtpserve_kernels.fused.norm import add_rms_norm
 from mtpserve_kernels.fused.silu import silu_mul
@@ -12,11 +14,23 @@ from torch import Tensor
 from mtpserve.core.arch import MoEArch
 from mtpserve.layers.kernels import Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
+from mtpserve.layers.torch_kernels import pack_heads, pack_layers
 from mtpserve.quant.fp8 import BLOCK
 
 
 def triton_kernels() -> Kernels:
-    return Kernels(add_rms_norm, silu_mul, rope_store, latent_store, route, experts, linear_fp8)
+    return Kernels(
+        add_rms_norm,
+        silu_mul,
+        rope_store,
+        latent_store,
+        route,
+        partial(partial, experts),
+        pack_heads,
+        pack_layers,
+        lambda *_: None,
+        linear_fp8,
+    )
 
 
 def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
@@ -35,7 +49,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor, arch: MoEArch) -> tuple[Tenso
     return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 
-def experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts, shared: SharedExpert | None) -> Tensor:
+def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     matrices, scales = (experts.gate_up, experts.down), (experts.gate_up_scale_inv, experts.down_scale_inv)
     if shared is None:
         return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales)

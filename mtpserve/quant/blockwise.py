@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearKernels
@@ -19,11 +20,11 @@ class Blockwise:
     """core.protocols.LinearMethod."""
 
     def __init__(self, kernels: LinearKernels) -> None:
-        self.kernels, self.plain = kernels, Unquantized()
+        self.kernels, self.plain = kernels, Unquantized(kernels)
 
-    def finish(self, module: nn.Module) -> None:
+    def finish(self, module: nn.Module, lookups: bool = False) -> None:
         if module.weight_scale_inv is None:
-            self.plain.finish(module)
+            self.plain.finish(module, lookups)
 
     def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
         if module.weight_scale_inv is None:
@@ -33,8 +34,9 @@ class Blockwise:
         columns = scale[ids // BLOCK[0]].repeat_interleave(BLOCK[1], 1)[:, : weight.shape[1]]
         return weight.detach()[ids].float() * columns
 
-    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
+    def apply(self, module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if module.weight_scale_inv is None:
-            return self.plain.apply(module, x)
+            return self.plain.apply(module, x, dtype)
         weight, scale = cast(Tensor, module.weight), cast(Tensor, module.weight_scale_inv)
-        return self.kernels.linear_fp8(x, weight, scale, cast("Tensor | None", module.bias))
+        out = self.kernels.linear_fp8(x, weight, scale, cast("Tensor | None", module.bias))
+        return out if dtype is None else out.to(dtype)

@@ -6,5 +6,5 @@ from mtpserve.core.protocols import LinearKernels, LinearMethod
 from mtpserve.core.registry import Registry
 
 METHODS: Registry[Callable[[LinearKernels], LinearMethod]] = Registry(
-    "quantisation", {"none": "mtpserve.quant.unquantized:unquantized", "fp8": "mtpserve.quant.blockwise:Blockwise"}
+    "quantisation", {"none": "mtpserve.quant.unquantized:Unquantized", "fp8": "mtpserve.quant.blockwise:Blockwise"}
 )

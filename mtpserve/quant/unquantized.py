@@ -1,52 +1,35 @@
-"""Weights as they are. On a CPU they are packed once into oneDNN's layout, which nearly doubles the bandwidth of small batches."""
+"""Weights as they are in the checkpoint. The kernels may pack them once into a layout of their own."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.core.protocols import LinearKernels, LinearMethod
-
-# Below this oneDNN's call costs more than it saves. The rule depends on the shape alone, never on a timing: a weight must
-# be multiplied in the same way in every run, or equal requests would differ in the last bits.
-MIN_PACKED_BYTES = 1 << 20
-PACKED_ROWS = 8  # the row count for which the layout is optimised; others work too
-
-
-def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN lays out weights of this dtype here. In bfloat16 it needs AVX-512 or AVX-NE-CONVERT, and raises without."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
-
-
-def unquantized(kernels: LinearKernels) -> LinearMethod:
-    """torch multiplies: it needs none of `kernels`."""
-    return Unquantized()
+from mtpserve.core.protocols import LinearKernels, Packed
 
 
 class Unquantized:
-    """`module.weight` [outputs, inputs]; `module.bias` [outputs] or None."""
+    """core.protocols.LinearMethod: `module.weight` [outputs, inputs], which is gone where it is packed; `module.bias` [outputs] or None."""
 
-    def finish(self, module: nn.Module) -> None:
-        weight = cast(Tensor, module.weight)
-        large = weight.numel() * weight.element_size() >= MIN_PACKED_BYTES
-        if weight.device.type == "cpu" and large and packs(weight.dtype):
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
+    def __init__(self, kernels: LinearKernels) -> None:
+        self.kernels = kernels
+
+    def finish(self, module: nn.Module, lookups: bool = False) -> None:
+        packed = self.kernels.pack(cast(Tensor, module.weight), cast("Tensor | None", module.bias), lookups)
+        if packed is not None:
             del module.weight
-            module.packed = packed
+            cast(Any, module).packed = packed
 
     def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
-        packed = module.packed
-        # The packed layout is opaque: the whole matrix is unpacked temporarily.
-        weight = cast(Tensor, module.weight) if packed is None else cast(Tensor, packed).to_dense()
-        return weight.detach()[ids]
+        packed = cast("Packed | None", module.packed)
+        return cast(Tensor, module.weight).detach()[ids] if packed is None else packed.rows(ids)
 
-    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
-        packed = module.packed
+    def apply(self, module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        packed = cast("Packed | None", module.packed)
         if packed is None:
-            return F.linear(x, cast(Tensor, module.weight), cast("Tensor | None", module.bias))
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, packed, module.bias, "none", [], ""))
+            out = F.linear(x, cast(Tensor, module.weight), cast("Tensor | None", module.bias))
+            return out if dtype is None else out.to(dtype)
+        return packed(x, dtype or x.dtype)

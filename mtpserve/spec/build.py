@@ -28,7 +28,7 @@ def reduced_head(trunk: Trunk, token_map: list[int] | None) -> ReducedHead | Non
     if token_map is None:
         return None
     whole = cast(DecoderModel, trunk)
-    tokens = torch.tensor(token_map, device=whole.embed.weight.device)
+    tokens = torch.tensor(token_map, device=whole.norm.weight.device)
     log.info("the draft head has %d of %d tokens", len(tokens), trunk.arch.vocab)
     return ReducedHead(tokens, trunk.arch.vocab, whole.logits_of(tokens))
 

@@ -24,6 +24,6 @@ def fill(module: nn.Module, device: torch.device) -> None:
                 parameter.fill_(1.0 if "norm" in name else 0.0)
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-    for part in list(module.modules()):
+    for part in reversed(list(module.modules())):
         if (finish := getattr(part, "finish_loading", None)) is not None:
             finish()

@@ -37,7 +37,8 @@ def load(
     """Fills every parameter and persistent buffer exactly once; every tensor must match exactly one rule. Raises LoadError otherwise.
 
     Parameters keep the dtypes that they were built with: `dtype`, or float32 where a layer requires it. `also`: further checkpoints with
-    their own rules, such as a separately published layer. At the end each submodule's `finish_loading()` is called.
+    their own rules, such as a separately published layer. At the end each submodule's `finish_loading()` is called, a part's
+    before the whole's.
 
     Matrices in float8 are expanded to the parameter's dtype; with `keep_blocks` they stay float8 if the module can multiply them: see
     blocks.py.
@@ -57,7 +58,7 @@ def load(
                     _fill(placement, parameter, check_finite)
                 advance(placement.size)
             placement.checkpoint.close()  # so that only one file at a time is mapped
-    for part in list(module.modules()):
+    for part in reversed(list(module.modules())):  # a module's own parts before it
         if (finish := getattr(part, "finish_loading", None)) is not None:
             finish()
 

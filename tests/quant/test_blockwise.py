@@ -67,7 +67,10 @@ def test_rows_of_a_layer_without_scales(outputs: int) -> None:
 
 def test_a_layer_without_scales_is_multiplied_as_ever() -> None:
     torch.manual_seed(0)
-    here, there = Linear(600, (520,), Blockwise(torch_kernels.torch_kernels())), Linear(600, (520,), Unquantized())
+    here, there = (
+        Linear(600, (520,), Blockwise(torch_kernels.torch_kernels())),
+        Linear(600, (520,), Unquantized(torch_kernels.torch_kernels())),
+    )
     here.weight.data = torch.randn(520, 600)
     there.weight.data = here.weight.data
     here.finish_loading()
@@ -97,9 +100,9 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, rows: int, kept: tuple[str, ..
                 part.copy_(fill(*place, part))
     x, weights = torch.randn(rows, 96), torch.rand(rows, 2)
     chosen = torch.stack([torch.randperm(6)[:2] for _ in range(rows)])
-    torch.testing.assert_close(experts(x, weights, chosen, here, None), experts(x, weights, chosen, there, None))
+    torch.testing.assert_close(experts(here, None, x, weights, chosen), experts(there, None, x, weights, chosen))
     monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
-    torch.testing.assert_close(experts(x, weights, chosen, here, None), experts(x, weights, chosen, there, None))
+    torch.testing.assert_close(experts(here, None, x, weights, chosen), experts(there, None, x, weights, chosen))
 
 
 def test_nan_is_seen_in_either_sign_and_in_scales() -> None:

@@ -38,7 +38,8 @@ class OwnModel(nn.Module):
             rope=RopeArch(4, 100.0, interleaved=False), norm_eps=1e-6, scale=trunk.scale, max_positions=POSITIONS, tied_head=False,
             eos_ids=(), dtype="float32",
         )  # fmt: skip
-        kernels, method = torch_kernels(), Unquantized()
+        kernels = torch_kernels()
+        method = Unquantized(kernels)
         self.lag, self.features, self.layers, self.width = lag, features, (kind,), features.width(trunk.hidden)
         self.embed = Embedding(arch.vocab, HIDDEN)
         self.fuse = Linear(HIDDEN + self.width, (HIDDEN,), method)

@@ -20,8 +20,10 @@ from mtpserve.engine.inspect import token_map
 from mtpserve.engine.planning import plan
 from mtpserve.layers.embedding import TiedHead
 from mtpserve.layers.linear import Linear
+from mtpserve.layers.onednn import MIN_PACKED_BYTES
+from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.fp8 import FP8, quantize_block
-from mtpserve.quant.unquantized import MIN_PACKED_BYTES, Unquantized
+from mtpserve.quant.unquantized import Unquantized
 from mtpserve.spec.build import reduced_head
 from mtpserve.weights.checkpoint import INDEX
 from mtpserve.weights.quantise import quantise
@@ -87,7 +89,7 @@ def test_the_choice_is_the_same_by_either_way(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("outputs", [40, 1 + MIN_PACKED_BYTES // 128])
 def test_rows_of_a_head_packed_or_not(dtype: torch.dtype, outputs: int) -> None:
-    head = Linear(64, (outputs,), Unquantized())
+    head = Linear(64, (outputs,), Unquantized(torch_kernels()))
     head.weight.data = torch.randn(outputs, 64).to(dtype)
     wanted, ids = head.weight.data[[3, 17, 39]].clone(), torch.tensor([3, 17, 39])
     head.finish_loading()
@@ -96,7 +98,7 @@ def test_rows_of_a_head_packed_or_not(dtype: torch.dtype, outputs: int) -> None:
 
 def test_a_tied_head_gives_copies_of_the_embedding() -> None:
     model = tiny_model()
-    model.head = TiedHead(model.embed)
+    model.head = TiedHead(model.embed, Unquantized(torch_kernels()))
     part = reduced_head(model, HOT)
     hidden = torch.randn(5, 32)
     assert part is not None

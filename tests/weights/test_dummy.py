@@ -44,7 +44,7 @@ def deep(family: str, dtype: torch.dtype, layers: int = 60) -> DecoderModel:
     torch.set_default_dtype(dtype)
     build = deepseek.build if family == "deepseek" else mimo.build
     try:
-        model = build(tiny_arch(family, layers), Unquantized(), dtype, CONTEXT + 160, torch_kernels())
+        model = build(tiny_arch(family, layers), Unquantized(torch_kernels()), dtype, CONTEXT + 160, torch_kernels())
     finally:
         torch.set_default_dtype(before)
     fill(model, torch.device("cpu"))
