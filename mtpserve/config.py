@@ -62,7 +62,7 @@ class ModelConfig:
     )
     dtype: str = option(
         "auto",
-        "weights and KV: bfloat16, float16, float32; auto takes the checkpoint's own, but float32 on a CPU without bfloat16 units",
+        "weights and KV: bfloat16, float16, float32; auto takes the checkpoint's own, plain torch on a CPU without bfloat16 units float32",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     quantization: str = option(
@@ -73,8 +73,8 @@ class ModelConfig:
     device: str = option("auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
     attention_backend: str = option(
         "auto",
-        "triton (auto on a GPU): Triton kernels, for attention and everything else; reference (auto on a CPU): plain torch",
-        choices=("auto", "triton", "reference"),
+        "for attention and everything else: triton (auto on a GPU), cpu (auto on a CPU): C++ kernels, reference: plain torch",
+        choices=("auto", "triton", "cpu", "reference"),
     )
     context_length: int | None = option(None, "tokens of prompt and output together (default: the model's)", "max-model-len")
 
@@ -169,7 +169,7 @@ class SpecConfig:
         "acceptance lengths of 1, 2, … drafts (1.84,2.50,2.99), or a JSON file of them",
     )
     speculative_exact: bool = option(
-        False, "greedy output bitwise equal to plain decoding's, in bfloat16 too: a row's sums do not depend on other rows; slower"
+        False, "greedy output bitwise equal to plain decoding's, in bfloat16 too; always so with a CPU's own kernels, elsewhere slower"
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from mtpserve.core.batch import Batch
 
 class TritonAttention:
     graph_safe = True
+    exact = False
 
     def __init__(self, stores: Stores, heads: int, scale: float) -> None:
         self.stores, self.scale = stores, scale

@@ -46,6 +46,7 @@ class Context(Protocol):
 
 class AttentionBackend(Protocol):
     graph_safe: bool
+    exact: bool  # a row's numbers do not depend on the other rows, and neither do those of the layers' kernels that belong to it
 
     def supports(self, kind: LayerKind) -> bool: ...
 

@@ -90,6 +90,7 @@ class ModelCard:
     synthetic_acceptance: str | None = None  # the curve by which drafts are accepted: the output means nothing
     page_size: int = 1  # tokens in one page of the KV pool
     capacity: int | None = None  # requests that may run and wait at once; None: any number
+    kernels: str = ""  # what computes, and on which instruction set: identical output is promised on one
 
 
 @dataclass(slots=True)

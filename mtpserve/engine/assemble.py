@@ -34,12 +34,14 @@ from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
 from mtpserve.spec.thresholds import Thresholds
 
-KERNELS = {
-    "compact": "mtpserve_kernels.cache.compact",
-    "slots": "mtpserve_kernels.cache.slots",
-    "store_boundary": "mtpserve_kernels.cache.slots",
-    "decide": "mtpserve.spec.triton",
-}  # imported only where they run
+KERNELS: dict[str, dict[str, str]] = {
+    "triton": {
+        "compact": "mtpserve_kernels.cache.compact",
+        "slots": "mtpserve_kernels.cache.slots",
+        "store_boundary": "mtpserve_kernels.cache.slots",
+        "decide": "mtpserve.spec.triton",
+    },
+}  # of a backend; imported only where they run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class EngineOptions:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32  # what the layers compute in
     stored: torch.dtype | None = None  # what keys and values are stored in; None: `dtype`
-    backend: str = "reference"  # of attention, see attention/registry; "triton": the kernels move and judge, too
+    backend: str = "reference"  # of attention, see attention/registry; the kernels of KERNELS move and judge, too
     eos_ids: tuple[int, ...] = ()
     token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
     rates: Seq[float] | None = None  # synthetic acceptance, of each depth
@@ -71,6 +73,7 @@ class EngineOptions:
     graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
     name: str = ""
+    kernels: str = ""  # for people
 
 
 def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, drafts: DraftSizes) -> None:
@@ -98,7 +101,7 @@ def draft_passes(
 def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
-    kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.items()} if options.backend == "triton" else {}
+    kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.get(options.backend, {}).items()}
     draft_model = make_draft_model(spec, model)
     own = arch.layers[: arch.num_layers]
     layers = own if draft_model is None else (*own, *draft_model.layers)
@@ -123,7 +126,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     judge: Decide | None = kernels.get("decide")
     if options.rates is not None:
         judge = SyntheticAcceptance(judge or decide, options.rates, device)
-    exact = spec.speculative_exact
+    exact = spec.speculative_exact and not attention.exact
     step = Step(
         ExactModel(model) if exact else model,
         BACKENDS.get("exact")(trunk_stores, arch.heads, arch.scale) if exact else attention,
@@ -148,6 +151,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         eos_ids=options.eos_ids,
         want=spec.steps,
         name=options.name,
+        kernels=options.kernels,
         grammars=grammars,
         lossy=spec.lossy,
         overlap=options.overlap,

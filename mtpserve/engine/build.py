@@ -14,8 +14,9 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols import Grammar, GrammarCompiler, LogitsProcessor
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
+from mtpserve.engine.compute import backend_of, described, kernels_of
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.planning import backend_of, kernels_of, load_model, overlap_of, plan, positions
+from mtpserve.engine.planning import load_model, overlap_of, plan, positions
 from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
@@ -80,12 +81,12 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)
-    described, dtype, device, kept, memory = planned.described, planned.dtype, planned.device, planned.storage, planned.memory
-    arch, spec, page_size = described.arch, config.spec, config.cache.page_size
+    dtype, device, kept, memory = planned.dtype, planned.device, planned.storage, planned.memory
+    arch, spec, page_size = planned.described.arch, config.spec, config.cache.page_size
     for what, size in [*memory.rows, ("all", memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
     kernels = KERNELS.get(kernels_of(config, device))()
-    model = load_model(described, dtype, device, positions(config, arch, device), kernels, progress, kept.keep_blocks)
+    model = load_model(planned.described, dtype, device, positions(config, arch, device), kernels, progress, kept.keep_blocks)
     curve = None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
     warn(spec, curve)
     running, record = memory.max_running, config.scheduler.record_steps
@@ -101,7 +102,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             stored=kept.cache,
             backend=backend_of(config, device),
             eos_ids=arch.eos_ids,
-            token_map=described.token_map,
+            token_map=planned.described.token_map,
             rates=None if curve is None else curve.rates(draft_sizes(spec, config.scheduler.chunked_prefill_size).depth),
             processors=processors,
             grammars=None if config.model.numbers_for_text else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
@@ -110,12 +111,13 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
             poison=poison,
             name=config.model.names[0],
+            kernels=described(config, device),
         ),
     )
     if curve is not None:
         engine.card = replace(engine.card, synthetic_acceptance=curve.name)
     log.info(
-        "%s, %s on %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, dtype, device, memory.counted, page_size,
-        spec.steps, spec.nodes,
+        "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, dtype, device, engine.card.kernels,
+        memory.counted, page_size, spec.steps, spec.nodes,
     )  # fmt: skip
     return engine

@@ -59,6 +59,7 @@ class Engine:
         eos_ids: tuple[int, ...],
         want: int,
         name: str = "",
+        kernels: str = "",
         grammars: PreparedGrammars | None = None,
         lossy: bool = False,
         overlap: int = 0,
@@ -75,7 +76,9 @@ class Engine:
         self.context_length = min(context_length, room)
         queued = config.max_queued_requests
         capacity = None if queued is None else max_running + queued
-        self.card = ModelCard(name, vocab, self.context_length, eos_ids, want, lossy, page_size=pages.page_size, capacity=capacity)
+        self.card = ModelCard(
+            name, vocab, self.context_length, eos_ids, want, lossy, page_size=pages.page_size, capacity=capacity, kernels=kernels
+        )
         self._grammars = grammars
         self._runner = runner
         self._want = want

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -13,6 +11,7 @@ from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch, page_groups
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
+from mtpserve.engine.compute import device_of, dtype_of, kernels_of
 from mtpserve.engine.storage import Storage, storage_of
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS, Kernels
@@ -81,46 +80,6 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
 def drafts_itself(spec: SpecConfig) -> bool:
     """The checkpoint's own MTP layer is needed."""
     return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint
-
-
-def device_of(config: EngineConfig) -> torch.device:
-    name = config.model.device
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no GPU")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-
-
-def dtype_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> torch.dtype:
-    """On a CPU without bfloat16 units, products in bfloat16 are emulated and slower than in float32."""
-    if config.model.dtype != "auto":
-        return cast(torch.dtype, getattr(torch, config.model.dtype))
-    if device.type == "cpu" and (arch.dtype == "float16" or not has_bfloat16_units()):
-        return torch.float32
-    return cast(torch.dtype, getattr(torch, arch.dtype))
-
-
-def backend_of(config: EngineConfig, device: torch.device) -> str:
-    name = config.model.attention_backend
-    if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError("--attention-backend triton needs a GPU; on a CPU set TRITON_INTERPRET=1, for tests: it is very slow")
-    return ("triton" if device.type == "cuda" else "reference") if name == "auto" else name
-
-
-def compiles(config: EngineConfig) -> bool:
-    """Whether kernels are compiled for sizes when they first meet them: not in plain torch, nor interpreted."""
-    return backend_of(config, device_of(config)) == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
-
-
-def kernels_of(config: EngineConfig, device: torch.device) -> str:
-    """What the layers compute with: a name in layers/kernels."""
-    if config.spec.speculative_exact:
-        return "exact"
-    return "triton" if backend_of(config, device) == "triton" else "torch"
-
-
-def has_bfloat16_units() -> bool:
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, but there is no public question
-    return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
 
 
 @dataclass(frozen=True, slots=True)

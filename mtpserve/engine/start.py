@@ -21,7 +21,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
     if config.model.load_format != "dummy":
         Checkpoint.open(config.model.directory)
     from mtpserve.engine.build import build_engine as build
-    from mtpserve.engine.planning import compiles
+    from mtpserve.engine.compute import compiles
 
     engine = build(config, progress=progress)
     engine.try_out(compiles(config))

@@ -153,5 +153,6 @@ KERNELS: Registry[Callable[[], Kernels]] = Registry(
         "torch": "mtpserve.layers.torch_kernels:torch_kernels",
         "exact": "mtpserve.layers.torch_kernels:exact_kernels",
         "triton": "mtpserve.layers.triton_kernels:triton_kernels",
+        "cpu": "mtpserve.layers.cpu_kernels:cpu_kernels",
     },
 )

@@ -91,7 +91,13 @@ def options(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
 
 
 OPTIONS = [(name, Any) for name in options(EngineConfig(), ServerConfig())]
-STATE = [("version", str), ("lossy", bool), ("synthetic_acceptance", str | None), ("internal_states", list[InternalState])]
+STATE = [
+    ("version", str),
+    ("lossy", bool),
+    ("synthetic_acceptance", str | None),
+    ("kernels", str),
+    ("internal_states", list[InternalState]),
+]
 ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
@@ -167,7 +173,11 @@ async def server_info(request: Request) -> Response:
     card, stats = service.client.card, service.client.stats()
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
     states = [state(stats)]
-    return JSON(ServerInfo(**launched, version=__version__, lossy=card.lossy, synthetic_acceptance=curve, internal_states=states))
+    return JSON(
+        ServerInfo(
+            **launched, version=__version__, lossy=card.lossy, synthetic_acceptance=curve, kernels=card.kernels, internal_states=states
+        )
+    )
 
 
 def state(stats: EngineStats) -> InternalState:

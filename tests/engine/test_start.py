@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
-from mtpserve.engine import planning
+from mtpserve.engine import compute
 from mtpserve.engine.start import build_engine
 from mtpserve.spec.counts import new_stats
 from tests.engine.harness import REFERENCE, Bench
@@ -117,9 +117,9 @@ def test_without_a_compiler_a_few_tokens_are_enough() -> None:
     ("backend", "interpreted", "expected"), [("reference", False, False), ("triton", True, False), ("triton", False, True)]
 )
 def test_who_compiles(backend: str, interpreted: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "device_of", lambda config: torch.device("cpu" if interpreted or backend == "reference" else "cuda"))
+    monkeypatch.setattr(compute, "device_of", lambda config: torch.device("cpu" if interpreted or backend == "reference" else "cuda"))
     monkeypatch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
-    assert planning.compiles(EngineConfig(model=ModelConfig(attention_backend=backend))) is expected
+    assert compute.compiles(EngineConfig(model=ModelConfig(attention_backend=backend))) is expected
 
 
 @pytest.mark.parametrize("eos", [(), (3,)])
