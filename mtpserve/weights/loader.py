@@ -22,6 +22,9 @@ from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import Rule
 
 
+MAPPED = 64 << 20  # bytes read before a file is mapped anew: what was read counts as this process's memory as long as it is mapped
+
+
 def load(
     module: nn.Module,
     checkpoint: Checkpoint,
@@ -49,15 +52,20 @@ def load(
         hold_blocks(module, placements)
     targets = parameters(module.to(device))
     with torch.no_grad(), _progress(sum(p.size for p in placements), progress) as advance:
+        mapped = 0
         for _, of_file in groupby(placements, key=lambda p: p.entry.file):
             for placement in of_file:
+                if mapped > MAPPED:
+                    placement.checkpoint.close()
+                    mapped = 0
+                mapped += placement.entry.size
                 parameter = targets[placement.target]
                 if parameter.dtype == FP8:
                     _keep(placement, parameter, targets[placement.target + SCALE], check_finite)
                 else:
                     _fill(placement, parameter, check_finite)
                 advance(placement.size)
-            placement.checkpoint.close()  # so that only one file at a time is mapped
+            placement.checkpoint.close()
     for part in reversed(list(module.modules())):  # a module's own parts before it
         if (finish := getattr(part, "finish_loading", None)) is not None:
             finish()
