@@ -21,7 +21,6 @@ from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import Rule
 
-
 MAPPED = 64 << 20  # bytes read before a file is mapped anew: what was read counts as this process's memory as long as it is mapped
 
 
