@@ -1,0 +1,126 @@
+// Reference: layers/decoder.py with the kernels of layers/torch_kernels.py.
+#include "layers.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace mtp {
+namespace {
+
+// The arrays between the ops, for the widest of the layers. All members share them, so they are made before there are any.
+struct Arrays {
+  enum Name { NORMED, IN, Q_NORMED, LIFTED, QUERY, ATTENDED, JOINED, BRANCH, INNER, MIXED, COUNT };
+  int64_t bytes[COUNT] = {};
+  char* at[COUNT];
+
+  Arrays(const Layer* layers, int64_t count, const Pass& pass, std::vector<char>& room) {
+    const int64_t row = pass.rows * size_of(pass.type);
+    const auto widen = [&](Name name, int64_t size) { bytes[name] = std::max(bytes[name], ceil_div(size, 64) * 64); };
+    for (const Layer* layer = layers; layer < layers + count; layer++) {
+      const AttentionLayer& a = layer->attention;
+      widen(NORMED, row * pass.hidden), widen(BRANCH, row * pass.hidden), widen(IN, row * a.in.outputs);
+      widen(Q_NORMED, row * a.q_rank), widen(LIFTED, row * a.q_up.outputs), widen(JOINED, row * a.out.inputs);
+      widen(QUERY, row * a.heads * (a.kv_rank ? a.kv_rank + a.rope : a.dim)), widen(ATTENDED, row * a.heads * (a.kv_rank ? a.kv_rank : a.dim));
+      if (layer->experts.number) widen(MIXED, experts_room(layer->experts, pass.rows));
+      else widen(INNER, row * layer->down.inputs);
+    }
+    int64_t total = 64;
+    for (int64_t size : bytes) total += size;
+    if ((int64_t)room.size() < total) room.resize(total);
+    char* next = room.data() + (-(intptr_t)room.data() & 63);
+    for (int name = 0; name < COUNT; name++) at[name] = next, next += bytes[name];
+  }
+};
+
+// One member's way through a layer. Every op reads what others wrote before the last wait.
+struct Walk {
+  const Member& member;
+  const Pass& pass;
+  const Arrays& arrays;
+
+  void product(const Matrix& matrix, const void* x, int64_t stride, void* out, bool gated = false) const {
+    const int64_t width = gated ? matrix.outputs / 2 : matrix.outputs;
+    linear(member, matrix, x, pass.type, stride, pass.rows, Output{out, width, pass.type, gated});
+    member.wait();
+  }
+
+  void norm(const Norm& norm, const void* x, int64_t stride, const void* residual, int64_t size, void* normed) const {
+    add_rms_norm(member, {x, residual, stride, size, norm.weight, normed, pass.total, pass.rows, size, pass.type, norm.type, norm.eps});
+    member.wait();
+  }
+
+  void grouped(const AttentionLayer& layer, const Context& context, std::atomic<int64_t>& next) const {
+    const Spans& spans = *context.spans;
+    const int64_t width = layer.in.outputs, dim = layer.dim;
+    rope_store(member,
+               {arrays.at[Arrays::IN], width, arrays.at[Arrays::QUERY], pass.type, pass.rows, layer.heads, layer.kv_heads, dim, context.slots,
+                {context.keys, spans.key_stride, spans.type}, {context.values, spans.value_stride, spans.type}},
+               pass.rotation);
+    member.wait();
+    const int64_t stride = layer.heads * dim;
+    attention(member, spans, {arrays.at[Arrays::QUERY], stride, dim, pass.type}, {arrays.at[Arrays::JOINED], stride, dim, pass.type},
+              context.keys, context.values, next);
+    member.wait();
+  }
+
+  void latent(const AttentionLayer& layer, const Context& context, std::atomic<int64_t>& next) const {
+    const Spans& spans = *context.spans;
+    const int64_t size = size_of(pass.type), width = layer.in.outputs, own = layer.nope + layer.rope, row = layer.kv_rank + layer.rope;
+    const int64_t q_width = width - row;
+    char *in = arrays.at[Arrays::IN], *q = in, *query = arrays.at[Arrays::QUERY];
+    int64_t q_stride = width;
+    if (layer.q_up.outputs) {
+      norm(layer.q_norm, in, width, nullptr, q_width, arrays.at[Arrays::Q_NORMED]);
+      product(layer.q_up, arrays.at[Arrays::Q_NORMED], q_width, arrays.at[Arrays::LIFTED]);
+      q = arrays.at[Arrays::LIFTED], q_stride = layer.q_up.outputs;
+    }
+    const int64_t stride = layer.heads * row;
+    heads_linear(member, layer.k_up, {q, q_stride, own, pass.type}, pass.rows, {query, stride, row, pass.type});
+    latent_store(member,
+                 {{q, q_stride, own, pass.type}, {query + layer.kv_rank * size, stride, row, pass.type}, in + q_width * size, width, pass.rows,
+                  layer.heads, layer.nope, layer.kv_rank, context.slots, {context.keys, spans.key_stride, spans.type}, layer.kv_norm.weight,
+                  layer.kv_norm.type, layer.kv_norm.eps},
+                 pass.rotation);
+    member.wait();
+    const Heads attended{arrays.at[Arrays::ATTENDED], layer.heads * layer.kv_rank, layer.kv_rank, pass.type};
+    attention(member, spans, {query, stride, row, pass.type}, attended, context.keys, context.values, next);
+    member.wait();
+    heads_linear(member, layer.v_up, attended, pass.rows, {arrays.at[Arrays::JOINED], layer.heads * layer.value, layer.value, pass.type});
+    member.wait();
+  }
+
+  // x + residual is the layer's input; its output is `out` + pass.total.
+  void layer(const Layer& layer, const Context& context, const void* x, const void* residual, void* out, std::atomic<int64_t>& next) const {
+    char *normed = arrays.at[Arrays::NORMED], *branch = arrays.at[Arrays::BRANCH];
+    norm(layer.attention_norm, x, pass.hidden, residual, pass.hidden, normed);
+    product(layer.attention.in, normed, pass.hidden, arrays.at[Arrays::IN]);
+    if (layer.attention.kv_rank) latent(layer.attention, context, next);
+    else grouped(layer.attention, context, next);
+    product(layer.attention.out, arrays.at[Arrays::JOINED], layer.attention.out.inputs, branch);
+    norm(layer.mlp_norm, branch, pass.hidden, residual ? pass.total : x, pass.hidden, normed);
+    if (layer.experts.number) {
+      experts(member, layer.experts, normed, pass.type, pass.rows, out, arrays.at[Arrays::MIXED]);
+      member.wait();
+      return;
+    }
+    product(layer.gate_up, normed, pass.hidden, arrays.at[Arrays::INNER], true);
+    product(layer.down, arrays.at[Arrays::INNER], layer.down.inputs, out);
+  }
+};
+
+}  // namespace
+}  // namespace mtp
+
+// `layers` and `contexts` [count].
+extern "C" void mtp_layers(const mtp::Layer* layers, const mtp::Context* contexts, int64_t count, const mtp::Pass* pass, int32_t threads) {
+  thread_local std::vector<char> room;
+  const mtp::Arrays arrays(layers, count, *pass, room);
+  std::vector<std::atomic<int64_t>> next(count);
+  mtp::parallel(threads, [&](const mtp::Member& member) {
+    const mtp::Walk walk{member, *pass, arrays};
+    for (int64_t i = 0; i < count; i++) {
+      const void* x = i ? pass->out : pass->x;
+      walk.layer(layers[i], contexts[i], x, i ? pass->total : pass->residual, pass->out, next[i]);
+    }
+  });
+}
