@@ -32,13 +32,20 @@ def padded(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
+def pack_panels(data: Tensor) -> None:
+    """[…, N, K] contiguous, whole panels of outputs and K even: in place."""
+    inputs = data.shape[-1]
+    assert data.is_contiguous() and data.shape[-2] % PANEL == inputs % 2 == 0 and data.dtype in TYPES, (data.shape, data.dtype)
+    _pack(data, data.numel() // inputs, inputs, data.element_size())
+
+
 def pack(weight: Tensor, bias: Tensor | None = None) -> Matrix:
     """weight [N, K] float32 or bfloat16, contiguous, K even; bias [N]. Where N is a multiple of 16 the weight is packed in place: its
     numbers are in another order afterwards (`rows` reads them), and no second copy exists."""
     outputs, inputs = weight.shape
     assert inputs % 2 == 0 and weight.is_contiguous() and weight.dtype in TYPES, (weight.shape, weight.dtype)
     data = padded(weight.detach())
-    _pack(data, len(data), inputs, data.element_size())
+    pack_panels(data)
     added = None if bias is None else padded(bias.detach().float())
     matrix = Matrix(data.data_ptr(), None if added is None else added.data_ptr(), None, outputs, inputs, TYPES[weight.dtype])
     matrix.tensors = data, added

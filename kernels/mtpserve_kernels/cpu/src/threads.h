@@ -3,6 +3,7 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "vec.h"
@@ -44,6 +45,9 @@ struct Member {
   // This member's part of `total` equal pieces of work.
   Range part(int64_t total) const { return {total * index / size, total * (index + 1) / size}; }
 };
+
+// Threads that `work` multiplications pay for: waking a team costs some microseconds.
+inline int worth(int threads, int64_t work) { return (int)std::clamp<int64_t>(work / (1 << 17), 1, threads); }
 
 // body(member) on `threads` threads.
 template <class Body> void parallel(int threads, const Body& body) {

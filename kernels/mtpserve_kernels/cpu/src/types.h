@@ -29,6 +29,21 @@ inline bf16 narrow(float x) {
 inline void assign(float& to, float x) { to = x; }
 inline void assign(bf16& to, float x) { to = narrow(x); }
 
+inline int64_t size_of(Type type) { return type == FP32 ? 4 : type == BF16 ? 2 : 1; }
+
+// A tensor [rows, heads, …]: its address, and how many numbers lie from row to row and from head to head.
+struct Heads {
+  void* data;
+  int64_t stride, head_stride;
+  Type type;
+};
+
+// body(float()) or body(bf16()).
+template <class Body> void by_type(Type type, const Body& body) {
+  if (type == FP32) body(float());
+  else body(bf16());
+}
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace mtp

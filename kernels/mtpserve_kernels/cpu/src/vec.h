@@ -24,6 +24,10 @@ namespace mtp {
 constexpr int PANEL = 16;
 constexpr int PANEL_VECTORS = PANEL / LANES;
 
+// All LANES numbers, or the `left` ones that there are, and zeros.
+template <class T> Floats load_some(const T* p, int64_t left) { return left >= LANES ? load(p) : load(p, (int)left); }
+template <class T> void store_some(T* p, Floats x, int64_t left) { left >= LANES ? store(p, x) : store(p, x, (int)left); }
+
 // e^x for x <= 0 and moderate x > 0, within 2 units in the last place (Cephes' expf, https://www.netlib.org/cephes); e^-inf = 0.
 inline Floats exp(Floats x) {
   x = min(set(88.f), max(set(-104.f), x));  // in this order NaN stays NaN
@@ -40,5 +44,6 @@ inline Floats exp(Floats x) {
 }
 
 inline Floats silu(Floats x) { return div(x, add(set(1.f), exp(sub(zero(), x)))); }
+inline Floats sigmoid(Floats x) { return div(set(1.f), add(set(1.f), exp(sub(zero(), x)))); }
 
 }  // namespace mtp

@@ -1,0 +1,72 @@
+"""Packed matrices of one shape that lie one after the other, and the products per head of multi-head latent attention: src/matrices.h."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from mtpserve_kernels.cpu.library import Op
+from mtpserve_kernels.cpu.linear import PANEL, TYPES, Matrix, pack_panels
+
+
+class Matrices(Structure):
+    """src/matrices.h. `data` keeps what it points to."""
+
+    _fields_ = [("first", Matrix), ("number", c_int64), ("stride", c_int64)]
+    data: Tensor
+
+
+_heads_linear = Op("mtp_heads_linear", POINTER(Matrices), c_void_p, c_int64, c_int64, c_int32, c_int64, c_void_p, c_int64, c_int64, c_int32)
+
+
+def matrices(data: Tensor, outputs: int, inputs: int) -> Matrices:
+    """Of packed numbers: `data` [n, …], each one's whole panels at the beginning of its part."""
+    first = Matrix(data.data_ptr(), None, None, outputs, inputs, TYPES[data.dtype])
+    made = Matrices(first, len(data), data.stride(0))
+    made.data = data
+    return made
+
+
+def padded(weights: Tensor, dim: int) -> Tensor:
+    """With zeros up to whole panels along `dim`: itself where there is nothing to add, and it is contiguous."""
+    missing = -weights.shape[dim] % PANEL
+    shape = [missing if i == dim % weights.dim() else size for i, size in enumerate(weights.shape)]
+    return torch.cat([weights, weights.new_zeros(shape)], dim) if missing else weights.contiguous()
+
+
+def pack_matrices(weights: Tensor) -> Matrices:
+    """weights [n, N, K], K even; in place where they are contiguous and N is a multiple of 16."""
+    data = padded(weights.detach(), 1)
+    pack_panels(data)
+    return matrices(data, *weights.shape[1:])
+
+
+def pack_heads(kv_up: Tensor, heads: int, nope: int) -> tuple[Matrices, Matrices]:
+    """kv_up [heads * (nope + value), rank], rank and nope even → k_up, from nope numbers to rank, and v_up, from rank to value.
+
+    In place where rank and value are multiples of 16.
+    """
+    per_head = kv_up.detach().unflatten(0, (heads, -1))
+    rank, value = per_head.shape[2], per_head.shape[1] - nope
+    if rank % PANEL or value % PANEL:
+        return pack_matrices(per_head[:, :nope].mT), pack_matrices(per_head[:, nope:])
+    for head in per_head:
+        transposed = head[:nope].view(rank, nope)
+        transposed.copy_(head[:nope].mT.contiguous())
+        pack_panels(transposed)
+        pack_panels(head[nope:])
+    return matrices(per_head, rank, nope), matrices(per_head[:, nope:], value, rank)
+
+
+def heads_linear(x: Tensor, by_head: Matrices, out: Tensor | None = None) -> Tensor:
+    """x [T, heads, K], each head multiplied by its own matrix → [T, heads, N]; `out`: where it goes, a view of something wider."""
+    rows, heads, _ = x.shape
+    matrix = by_head.first
+    if out is None:
+        out = torch.empty(rows, heads, matrix.outputs, dtype=x.dtype)
+    assert heads == by_head.number and x.shape[2] == matrix.inputs and x.stride(2) == out.stride(2) == 1, (x.shape, x.stride())
+    assert out.shape == (rows, heads, matrix.outputs), out.shape
+    _heads_linear(byref(by_head), x, x.stride(0), x.stride(1), TYPES[x.dtype], rows, out, out.stride(0), out.stride(1), TYPES[out.dtype])
+    return out

@@ -1,0 +1,68 @@
+// The small operations between the products. Each splits its rows, or its heads, over the members; none waits.
+#pragma once
+#include "threads.h"
+
+namespace mtp {
+
+// x, residual (or null), normed and total [rows, size], all of one type: total = x + residual, normed = rms_norm(total) * weight.
+struct AddRmsNorm {
+  const void *x, *residual;
+  int64_t stride, residual_stride;
+  const void* weight;    // [size]
+  void *normed, *total;  // without gaps; total is not written where there is no residual
+  int64_t rows, size;
+  Type type, weight_type;
+  float eps;
+};
+
+void add_rms_norm(const Member& member, const AddRmsNorm& op);
+
+// gate_up [rows, 2 size] → out [rows, size], without gaps.
+void silu_mul(const Member& member, const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t size, Type type);
+
+// Of one pass: row i is turned by the angles of positions[i].
+struct Rotation {
+  const int64_t* positions;
+  const float *cos, *sin;  // [length, dim / 2]
+  int64_t dim;             // how many numbers are turned
+  bool interleaved;        // pairs (2i, 2i + 1), otherwise (i, i + dim / 2)
+};
+
+// One layer's keys, or values: slots of all its heads side by side.
+struct Pool {
+  void* data;
+  int64_t stride;
+  Type type;
+};
+
+// qkv [rows, heads + 2 kv_heads, dim] → q [rows, heads, dim], without gaps, of the same type; keys and values into their slots.
+// The first rotation.dim numbers of q and k are turned.
+struct RopeStore {
+  const void* qkv;
+  int64_t stride;
+  void* q;
+  Type type;
+  int64_t rows, heads, kv_heads, dim;
+  const int64_t* slots;
+  Pool keys, values;
+};
+
+void rope_store(const Member& member, const RopeStore& op, const Rotation& rotation);
+
+// q [rows, heads, nope + rotation.dim] → turned [rows, heads, rotation.dim]; row [rows, rank + rotation.dim] → the normed latent and
+// the turned key, side by side, into their slots.
+struct LatentStore {
+  Heads q, turned;
+  const void* row;
+  int64_t row_stride;
+  int64_t rows, heads, nope, rank;
+  const int64_t* slots;
+  Pool keys;
+  const void* norm;  // [rank]
+  Type norm_type;
+  float eps;
+};
+
+void latent_store(const Member& member, const LatentStore& op, const Rotation& rotation);
+
+}  // namespace mtp
