@@ -12,6 +12,7 @@ BACKENDS: Registry[Callable[[Stores, int, float], AttentionBackend]] = Registry(
     {
         "reference": "mtpserve.attention.reference:ReferenceAttention",
         "exact": "mtpserve.attention.exact:ExactAttention",
+        "cpu": "mtpserve.attention.cpu:CPUAttention",
         "triton": "mtpserve.attention.triton:TritonAttention",
     },
 )

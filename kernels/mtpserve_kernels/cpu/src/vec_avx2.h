@@ -57,6 +57,29 @@ inline Floats scale_by_power_of_two(Floats x, Floats n) {
   auto power = [](__m256i e) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23)); };
   return {_mm256_mul_ps(_mm256_mul_ps(x.v, power(half)), power(rest))};
 }
+// Of pairs of bfloat16 numbers, as loaded: the first of each, and the second.
+inline Floats even(Floats pairs) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs.v), 16))}; }
+inline Floats odd(Floats pairs) {
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs.v), _mm256_set1_epi32(0xffff0000)))};
+}
+// x[i] lane j ↔ x[j] lane i
+inline void transpose(Floats (&x)[LANES]) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_ps(x[i].v, x[i + 1].v);
+    a[i + 1] = _mm256_unpackhi_ps(x[i].v, x[i + 1].v);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
+      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
+    }
+  }
+  for (int i = 0; i < 4; i++) {
+    x[i].v = _mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+    x[i + 4].v = _mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+  }
+}
 inline float sum(Floats a) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));

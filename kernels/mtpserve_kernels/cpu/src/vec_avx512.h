@@ -42,6 +42,35 @@ inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b
 inline Floats fnma(Floats a, Floats b, Floats c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }  // c - a b
 inline Floats round(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Floats scale_by_power_of_two(Floats x, Floats n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// Of pairs of bfloat16 numbers, as loaded: the first of each, and the second.
+inline Floats even(Floats pairs) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs.v), 16))}; }
+inline Floats odd(Floats pairs) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs.v), _mm512_set1_epi32(0xffff0000)))};
+}
+// x[i] lane j ↔ x[j] lane i
+inline void transpose(Floats (&x)[LANES]) {
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(x[i].v, x[i + 1].v);
+    a[i + 1] = _mm512_unpackhi_ps(x[i].v, x[i + 1].v);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = _mm512_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
+      b[i + 2 * j + 1] = _mm512_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
+    }
+  }
+  for (int i = 0; i < 16; i += 8) {
+    for (int j = 0; j < 4; j++) {
+      a[i + j] = _mm512_shuffle_f32x4(b[i + j], b[i + j + 4], 0x88);
+      a[i + j + 4] = _mm512_shuffle_f32x4(b[i + j], b[i + j + 4], 0xdd);
+    }
+  }
+  for (int i = 0; i < 8; i++) {
+    x[i].v = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+    x[i + 8].v = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+  }
+}
 inline float sum(Floats a) {
   __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));

@@ -1,0 +1,85 @@
+"""Attention of ragged spans over pages in place: src/attention.h. What a row sees: mtpserve_kernels.attention.span.
+
+A row's numbers depend on nothing but its own query, and the keys and values that it sees: not on the rows beside it, nor on where a tree
+has its ancestors, nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from mtpserve_kernels.cpu.library import Op
+from mtpserve_kernels.cpu.linear import TYPES
+
+
+class Spans(Structure):
+    """src/attention.h. `tensors` keeps what it points to."""
+
+    _fields_ = [
+        ("page_table", c_void_p), ("seats", c_void_p), ("cu_q", c_void_p), ("kv_len", c_void_p), ("index", c_void_p),
+        ("tree_bits", c_void_p), ("tree_start", c_void_p),
+        ("table_stride", c_int64), ("requests", c_int64), ("page_size", c_int64), ("window", c_int64), ("shift", c_int64),
+        ("heads", c_int64), ("kv_heads", c_int64), ("key_dim", c_int64), ("value_dim", c_int64),
+        ("key_stride", c_int64), ("key_head_stride", c_int64), ("value_stride", c_int64), ("value_head_stride", c_int64),
+        ("scale", c_float), ("type", c_int32),
+    ]  # fmt: skip
+    tensors: tuple[Tensor | None, ...]
+
+
+_attention = Op(
+    "mtp_attention", POINTER(Spans), c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int32, c_void_p, c_void_p
+)  # fmt: skip
+
+
+def plan(
+    keys: Tensor, values: Tensor, heads: int, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
+) -> Spans:  # fmt: skip
+    """A batch, for all layers whose keys [slots, kv_heads, D] and values [slots, kv_heads, E] look like these: float32 or bfloat16, each
+    head's numbers side by side. D is even. `heads`: of the queries. The other arguments are those of `span_gqa`."""
+    kv_heads, key_dim = keys.shape[1:]
+    assert keys.dtype == values.dtype and keys.dtype in TYPES, (keys.dtype, values.dtype)
+    assert keys.stride(2) == 1 and values.stride(2) == 1 and values.shape[1] == kv_heads, (keys.stride(), values.stride(), values.shape)
+    assert heads % kv_heads == 0 and key_dim % 2 == 0 and page_table.stride(1) == 1, (heads, kv_heads, key_dim, page_table.stride())
+    assert (tree_bits is None) == (tree_start is None) and window >= 0 and shift >= 0
+    lists = seats, cu_q, kv_len, index, tree_bits, tree_start
+    assert all(x is None or (x.dtype == torch.int64 and x.is_contiguous()) for x in lists) and page_table.dtype == torch.int64
+    spans = Spans(
+        page_table.data_ptr(), *(None if x is None else x.data_ptr() for x in lists), page_table.stride(0), len(seats), page_size, window,
+        shift, heads, kv_heads, key_dim, values.shape[2], keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), scale,
+        TYPES[keys.dtype],
+    )  # fmt: skip
+    spans.tensors = page_table, *lists
+    return spans
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> Tensor:
+    """q [T, heads, D] → [T, heads, E] of q's type: float32 or bfloat16. Keys and values as planned, of any layer."""
+    if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
+        q = q.contiguous()
+    assert q.shape[1:] == (spans.heads, spans.key_dim), (q.shape, spans.heads, spans.key_dim)
+    out = torch.empty(len(q), spans.heads, spans.value_dim, dtype=q.dtype)
+    kind = TYPES[q.dtype]
+    _attention(byref(spans), q, q.stride(0), kind, out, out.stride(0), kind, keys, values)
+    return out
+
+
+def span_gqa(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
+) -> Tensor:  # fmt: skip
+    """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E]; see mtpserve_kernels.attention.span."""
+    where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
+    return attend(q, k, v, plan(k, v, q.shape[1], *where, window=window, shift=shift))
+
+
+def span_mla(
+    q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, window: int = 0, shift: int = 0,
+) -> Tensor:  # fmt: skip
+    """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]"""
+    where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
+    return span_gqa(q, latent, latent[..., :value_dim], *where, window=window, shift=shift)

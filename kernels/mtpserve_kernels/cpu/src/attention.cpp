@@ -1,0 +1,459 @@
+// Reference: ../../attention/reference.py. Online softmax over blocks of BLOCK columns, counted from the request's first.
+//
+// The sums of a row do not depend on the rows beside it: a score is one sum over the key in order, a weighted sum one over the columns
+// in order, and a block that a row sees nothing of does nothing to it. What a row sees is always one range of columns:
+//
+//   columns   0 … low - 1 | low … tree_start - 1 | tree_start …                    | end …
+//   row       not seen    | the token there      | the row's ancestors, in order   | not seen
+//
+// The ancestors of a tree's node are wherever the tree has them, but they are summed at the columns that they have in plain decoding.
+//
+// Scores: a block of keys is transposed, as float32, into scratch once for all rows × heads that share it; then lanes are keys, and the
+// rows' numbers are broadcast. The alternative, lanes over the key's numbers, needs no transposing, but a horizontal sum for each score:
+// equal for one row, and slower for many. Transposing costs less than reading the keys from memory, and lets one method serve a single
+// row, verification and prompts.
+#include "attention.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+namespace mtp {
+namespace {
+
+constexpr int BLOCK = 64;          // columns
+constexpr int MOST = 2 * BLOCK;    // columns at once: a tree of 64 nodes may lie in two blocks
+constexpr int MAX_ROWS = 6;        // of a tile
+constexpr int64_t MAX_PIECE = 96;  // rows × heads that share a key head, in one piece of work
+constexpr int64_t MAX_SUMS = 1 << 15;
+constexpr int64_t SMALL = 1 << 20;  // multiplications that one thread does before others have started
+
+constexpr int BLOCK_VECTORS = BLOCK / LANES;
+
+// Vectors of a tile of `rows` rows: as many sums as there are registers for.
+constexpr int vectors_of(int rows) {
+  int vectors = BLOCK_VECTORS;
+  while (vectors > 1 && vectors * rows > SUM_REGISTERS) vectors /= 2;
+  return vectors;
+}
+
+// f(integral_constant) for the number of rows of a tile.
+template <class F> inline void with_rows(int64_t rows, const F& f) {
+  switch (rows) {
+    case 1: return f(std::integral_constant<int, 1>{});
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 3: return f(std::integral_constant<int, 3>{});
+    case 4: return f(std::integral_constant<int, 4>{});
+    case 5: return f(std::integral_constant<int, 5>{});
+    case 6: return f(std::integral_constant<int, 6>{});
+  }
+}
+
+int64_t round_up(int64_t n, int64_t step) { return ceil_div(n, step) * step; }
+
+// LANES keys of `dim` numbers → to[d][PANEL], of which they are LANES columns.
+inline void transpose_keys(const float* const* keys, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += LANES) {
+    Floats x[LANES];
+    for (int i = 0; i < LANES; i++) x[i] = dim - d >= LANES ? load(keys[i] + d) : load(keys[i] + d, int(dim - d));
+    transpose(x);
+    for (int i = 0; i < LANES; i++) store(to + (d + i) * PANEL, x[i]);
+  }
+}
+
+// Two numbers are moved as one of 32 bits. `dim` is even.
+inline void transpose_keys(const bf16* const* keys, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += 2 * LANES) {
+    Floats x[LANES];
+    for (int i = 0; i < LANES; i++) {
+      const float* pairs = (const float*)(keys[i] + d);
+      x[i] = dim - d >= 2 * LANES ? load(pairs) : load(pairs, int(dim - d) / 2);
+    }
+    transpose(x);
+    for (int i = 0; i < LANES; i++) {
+      store(to + (d + 2 * i) * PANEL, even(x[i]));
+      store(to + (d + 2 * i + 1) * PANEL, odd(x[i]));
+    }
+  }
+}
+
+// q [ROWS, dim], keys [BLOCK / PANEL][padded][PANEL] → scores [ROWS][MOST]; of the columns `seen`, rounded to whole tiles.
+template <int ROWS> void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padded, Range seen, float* scores) {
+  constexpr int VECTORS = vectors_of(ROWS), COLUMNS = VECTORS * LANES;
+  for (int64_t c = seen.first / COLUMNS * COLUMNS; c < seen.end; c += COLUMNS) {
+    const float* lines[VECTORS];
+    Floats sums[ROWS][VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+      const int64_t column = c + v * LANES;
+      lines[v] = keys + column / PANEL * PANEL * padded + column % PANEL;
+      for (int m = 0; m < ROWS; m++) sums[m][v] = zero();
+    }
+    for (int64_t d = 0; d < dim; d++) {
+      Floats key[VECTORS];
+      for (int v = 0; v < VECTORS; v++) key[v] = load(lines[v] + d * PANEL);
+      for (int m = 0; m < ROWS; m++) {
+        const Floats x = set(q[m * dim + d]);
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = fma(x, key[v], sums[m][v]);
+      }
+    }
+    for (int m = 0; m < ROWS; m++)
+      for (int v = 0; v < VECTORS; v++) store(scores + m * MOST + c + v * LANES, sums[m][v]);
+  }
+}
+
+// sums[m] += p[m][j] values[j], j over `columns`; VECTORS vectors of it, or one of `count` numbers.
+template <int ROWS, int VECTORS, bool COUNTED, class V>
+inline __attribute__((always_inline)) void add_tile(const float* p, const V* const* values, int64_t e, int count, Range columns, float* out,
+                                                    int64_t stride) {
+  Floats sums[ROWS][VECTORS];
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) sums[m][v] = load(out + m * stride + e + v * LANES);
+  for (int64_t j = columns.first; j < columns.end; j++) {
+    const V* value = values[j] + e;
+    Floats x[VECTORS];
+    for (int v = 0; v < VECTORS; v++) x[v] = COUNTED ? load(value, count) : load(value + v * LANES);
+    for (int m = 0; m < ROWS; m++) {
+      const Floats weight = set(p[m * MOST + j]);
+      for (int v = 0; v < VECTORS; v++) sums[m][v] = fma(weight, x[v], sums[m][v]);
+    }
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) store(out + m * stride + e + v * LANES, sums[m][v]);
+}
+
+// All `dim` numbers from e on, in the widest tiles that fit.
+template <int ROWS, int VECTORS, class V>
+void add_values(const float* p, const V* const* values, int64_t e, int64_t dim, Range columns, float* out, int64_t stride) {
+  for (; e + VECTORS * LANES <= dim; e += VECTORS * LANES) add_tile<ROWS, VECTORS, false>(p, values, e, 0, columns, out, stride);
+  if constexpr (VECTORS > 1) {
+    if (e < dim) add_values<ROWS, VECTORS / 2>(p, values, e, dim, columns, out, stride);
+  } else if (e < dim) {
+    add_tile<ROWS, 1, true>(p, values, e, int(dim - e), columns, out, stride);
+  }
+}
+
+// scores → p = e^(score - largest), with 0 where the row does not see. → their sum. `largest` so far grows if it must.
+inline float weigh(float* scores, Range seen, float& largest) {
+  for (int64_t j = 0; j < seen.first; j++) scores[j] = -INFINITY;
+  for (int64_t j = seen.end; j < BLOCK; j++) scores[j] = -INFINITY;
+  Floats most = load(scores);
+  for (int v = 1; v < BLOCK_VECTORS; v++) most = max(load(scores + v * LANES), most);
+  largest = std::max(max(most), largest);
+  const float base = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
+  Floats total = zero();
+  for (int v = 0; v < BLOCK_VECTORS; v++) {
+    const Floats p = exp(sub(load(scores + v * LANES), set(base)));
+    store(scores + v * LANES, p);
+    total = add(total, p);
+  }
+  return sum(total);
+}
+
+// A piece of the work: rows × heads that share a key head, for some key heads of one request. m = row * group + head.
+struct Piece {
+  int64_t request;
+  Range heads;  // key heads
+  Range rows;   // of m
+};
+
+struct Row {
+  int64_t low, end;        // columns that it sees
+  int64_t ancestors;       // of a tree's node: the last columns that it sees; 0: the row is none
+  uint8_t ancestor[BLOCK];  // their places after tree_start
+};
+
+struct Scratch {
+  std::vector<float> q, sums, largest, total, keys, values, scores;
+  std::vector<Row> rows;
+};
+
+template <class K> class Work {
+ public:
+  Work(const Spans& spans, const Piece& piece, const K* keys, const K* values, Scratch& scratch)
+      : spans(spans), piece(piece), keys(keys), values(values), scratch(scratch), group(spans.heads / spans.kv_heads),
+        count(piece.rows.end - piece.rows.first), padded(round_up(spans.key_dim, 2 * LANES)), width(round_up(spans.value_dim, LANES)) {}
+
+  void run(const Heads& q, const Heads& out) {
+    look_at_rows();
+    load_q(q);
+    const int64_t first = nodes ? std::min(low, tree_start) : low;
+    for (int64_t start = first / BLOCK * BLOCK; start < end;) start += blocks(start);
+    finish(out);
+  }
+
+ private:
+  const Spans& spans;
+  const Piece& piece;
+  const K *keys, *values;
+  Scratch& scratch;
+  const int64_t group, count, padded, width;
+  int64_t low = INT64_MAX, end = 0;  // columns that some row sees
+  int64_t places = 0;                // the last place that some row sees, plus 1
+  int64_t tree_start = INT64_MAX;
+  bool nodes = false;               // some row is a tree's node
+  int64_t slot[MOST], ahead[MOST];  // of the columns at hand, and of the next block's
+  const K* key[BLOCK];
+
+  const Row& row_of(int64_t m) const { return scratch.rows[(piece.rows.first + m) / group - piece.rows.first / group]; }
+
+  void look_at_rows() {
+    const int64_t r = piece.request, first = piece.rows.first / group, last = (piece.rows.end - 1) / group;
+    if (spans.tree_bits) tree_start = spans.tree_start[r];
+    scratch.rows.resize(last - first + 1);
+    for (int64_t i = first; i <= last; i++) {
+      Row& row = scratch.rows[i - first];
+      const int64_t t = spans.cu_q[r] + i;
+      int64_t position = spans.index[t];
+      int64_t until = std::min(position + 1, spans.kv_len[r]);
+      row.end = until;
+      row.ancestors = 0;
+      uint64_t bits = spans.tree_bits ? uint64_t(spans.tree_bits[t]) : ~0ull;
+      if (bits != ~0ull) {
+        position = tree_start + std::popcount(bits) - 1;
+        for (; bits; bits &= bits - 1)
+          if (int place = std::countr_zero(bits); tree_start + place < until) row.ancestor[row.ancestors++] = uint8_t(place);
+        if (row.ancestors) {
+          nodes = true;
+          until = tree_start + row.ancestor[row.ancestors - 1] + 1;
+        }
+        row.end = std::min(row.end, tree_start + row.ancestors);
+      }
+      row.low = spans.window ? std::max<int64_t>(0, position - spans.window + 1) : 0;
+      if (row.low >= row.end) continue;
+      low = std::min(low, row.low);
+      end = std::max(end, row.end);
+      places = std::max(places, until);
+    }
+  }
+
+  // As float32, with the scale.
+  void load_q(const Heads& q) {
+    const int64_t dim = spans.key_dim, total = (piece.heads.end - piece.heads.first) * count;
+    scratch.q.resize(total * dim);
+    scratch.sums.assign(total * width, 0.f);
+    scratch.largest.assign(total, -INFINITY);
+    scratch.total.assign(total, 0.f);
+    scratch.keys.resize(BLOCK * padded);
+    scratch.scores.resize(count * MOST);
+    each_row([&](int64_t i, int64_t row, int64_t head) {
+      const int64_t from = row * q.stride + head * dim;
+      float* to = scratch.q.data() + i * dim;
+      if (q.type == FP32) for (int64_t d = 0; d < dim; d++) to[d] = ((const float*)q.data)[from + d] * spans.scale;
+      else for (int64_t d = 0; d < dim; d++) to[d] = widen(((const bf16*)q.data)[from + d]) * spans.scale;
+    });
+  }
+
+  void finish(const Heads& out) {
+    each_row([&](int64_t i, int64_t row, int64_t head) {
+      const Floats total = set(scratch.total[i]);
+      for (int64_t e = 0; e < spans.value_dim; e += LANES) {
+        const Floats x = div(load(scratch.sums.data() + i * width + e), total);
+        const int64_t to = row * out.stride + head * spans.value_dim + e, left = spans.value_dim - e;
+        if (out.type == FP32) left >= LANES ? store((float*)out.data + to, x) : store((float*)out.data + to, x, int(left));
+        else left >= LANES ? store((bf16*)out.data + to, x) : store((bf16*)out.data + to, x, int(left));
+      }
+    });
+  }
+
+  // f(number among the piece's, row of q, head of q)
+  template <class F> void each_row(const F& f) const {
+    int64_t i = 0;
+    for (int64_t h = piece.heads.first; h < piece.heads.end; h++)
+      for (int64_t m = piece.rows.first; m < piece.rows.end; m++) f(i++, spans.cu_q[piece.request] + m / group, h * group + m % group);
+  }
+
+  // The slots of the columns start + seen; of the others up to `rounded` that of the first, which was written.
+  void find_slots(int64_t start, Range seen, int64_t* slots) const {
+    const int64_t* pages = spans.page_table + spans.seats[piece.request] * spans.table_stride;
+    const int64_t place = start + seen.first + spans.shift;
+    int64_t page = place / spans.page_size, within = place % spans.page_size;
+    for (int64_t c = seen.first; c < seen.end; page++, within = 0) {
+      const int64_t base = pages[page] * spans.page_size;
+      for (; within < spans.page_size && c < seen.end; within++, c++) slots[c] = base + within;
+    }
+    for (int64_t c = seen.first / LANES * LANES; c < seen.first; c++) slots[c] = slots[seen.first];
+    for (int64_t c = seen.end; c < round_up(seen.end, LANES); c++) slots[c] = slots[seen.first];
+  }
+
+  Range seen_from(int64_t start, int64_t columns) const {
+    return {std::max<int64_t>(0, low - start), std::min(columns, places - start)};
+  }
+
+  // One block, or the two that a tree begins in → how many columns.
+  int64_t blocks(int64_t start) {
+    const bool tree = nodes && start == tree_start / BLOCK * BLOCK;
+    const int64_t columns = tree ? MOST : BLOCK;
+    const Range seen = seen_from(start, columns), next = seen_from(start + columns, BLOCK);
+    if (seen.first >= seen.end) return columns;
+    find_slots(start, seen, slot);
+    if (next.first < next.end) find_slots(start + columns, next, ahead);
+    for (int64_t h = 0; h < piece.heads.end - piece.heads.first; h++) {
+      for (int64_t b = 0; b < seen.end; b += BLOCK) score(h, b, {std::max<int64_t>(0, seen.first - b), std::min<int64_t>(BLOCK, seen.end - b)}, next);
+      if (tree) place_ancestors(tree_start - start);
+      for (int64_t b = 0; b < seen.end; b += BLOCK) add_block(h, start, b, next);
+    }
+    return columns;
+  }
+
+  const K* key_of(int64_t s, int64_t h) const { return keys + s * spans.key_stride + (piece.heads.first + h) * spans.key_head_stride; }
+  const K* value_of(int64_t s, int64_t h) const { return values + s * spans.value_stride + (piece.heads.first + h) * spans.value_head_stride; }
+
+  static void fetch(const K* from, int64_t dim) {
+    for (int64_t byte = 0; byte < dim * int64_t(sizeof(K)); byte += 64) prefetch((const char*)from + byte);
+  }
+
+  void score(int64_t h, int64_t b, Range seen, Range next) {
+    for (int64_t c = seen.first / LANES * LANES; c < seen.end; c += LANES) {
+      for (int i = 0; i < LANES; i++) key[i] = key_of(slot[b + c + i], h);
+      for (int64_t i = std::max(next.first, c); i < std::min(next.end, c + LANES); i++) fetch(key_of(ahead[i], h), spans.key_dim);
+      transpose_keys(key, spans.key_dim, scratch.keys.data() + c / PANEL * PANEL * padded + c % PANEL);
+    }
+    each_tile([&](int64_t m, auto rows) {
+      multiply_keys<rows>(scratch.q.data() + (h * count + m) * spans.key_dim, spans.key_dim, scratch.keys.data(), padded, seen,
+                          scratch.scores.data() + m * MOST + b);
+    });
+  }
+
+  // f(first, number) for tiles of nearly equal height.
+  template <class F> void each_tile(const F& f) const {
+    const int64_t tiles = ceil_div(count, MAX_ROWS);
+    for (int64_t i = 0; i < tiles; i++) {
+      const int64_t m = count * i / tiles;
+      with_rows(count * (i + 1) / tiles - m, [&](auto rows) { f(m, rows); });
+    }
+  }
+
+  // From the places of a tree's nodes to the columns of each row. An ancestor's place is not before its column.
+  void place_ancestors(int64_t first) {
+    for (int64_t m = 0; m < count; m++) {
+      const Row& row = row_of(m);
+      float* scores = scratch.scores.data() + m * MOST + first;
+      for (int64_t i = 0; i < row.ancestors; i++) scores[i] = scores[row.ancestor[i]];
+    }
+  }
+
+  void add_block(int64_t h, int64_t start, int64_t b, Range next) {
+    Range seen[MAX_PIECE];
+    for (int64_t m = 0; m < count; m++) {
+      const Row& row = row_of(m);
+      seen[m] = {std::clamp<int64_t>(row.low - start - b, 0, BLOCK), std::clamp<int64_t>(row.end - start - b, 0, BLOCK)};
+      if (seen[m].first >= seen[m].end) continue;
+      const int64_t i = h * count + m;
+      const float before = scratch.largest[i];
+      const float sum = weigh(scratch.scores.data() + m * MOST + b, seen[m], scratch.largest[i]);
+      if (scratch.largest[i] != before) {
+        const Floats shrink = exp(set(before - scratch.largest[i]));
+        scratch.total[i] *= max(shrink);
+        float* sums = scratch.sums.data() + i * width;
+        for (int64_t e = 0; e < width; e += LANES) store(sums + e, mul(load(sums + e), shrink));
+      }
+      scratch.total[i] += sum;
+    }
+    const K* value[BLOCK];
+    for (int64_t j = 0; j < BLOCK; j++) value[j] = nullptr;
+    const Range all = {std::clamp<int64_t>(low - start - b, 0, BLOCK), std::clamp<int64_t>(end - start - b, 0, BLOCK)};
+    for (int64_t j = all.first; j < all.end; j++) value[j] = value_of(slot[b + j], h);
+    if (b == 0 && (const void*)values != (const void*)keys)
+      for (int64_t j = next.first; j < next.end; j++) fetch(value_of(ahead[j], h), spans.value_dim);
+    const int64_t shared = nodes ? std::clamp<int64_t>(tree_start - start - b, 0, BLOCK) : BLOCK;  // the columns before it are the same for all
+    each_tile([&](int64_t m, auto rows) {
+      Range joint{0, shared};
+      for (int64_t i = m; i < m + rows; i++) joint = {std::max(joint.first, seen[i].first), std::min(joint.end, seen[i].end)};
+      if (joint.first >= joint.end) joint = {0, 0};
+      const float* p = scratch.scores.data() + m * MOST + b;
+      float* sums = scratch.sums.data() + (h * count + m) * width;
+      if (joint.first > 0) each_alone(h, m, rows, start, b, seen, {0, joint.first});
+      if (joint.end > 0) add_values<rows, vectors_of(rows)>(p, value, 0, spans.value_dim, joint, sums, width);
+      each_alone(h, m, rows, start, b, seen, {joint.end, BLOCK});
+    });
+  }
+
+  // The columns `part` of a tile whose rows do not see the same of them: the heads of each row by themselves.
+  void each_alone(int64_t h, int64_t m, int64_t rows, int64_t start, int64_t b, const Range* seen, Range part) {
+    for (int64_t i = m, many; i < m + rows; i += many) {
+      const Row& row = row_of(i);
+      for (many = 1; i + many < m + rows && &row_of(i + many) == &row; many++) {}
+      const Range columns{std::max(part.first, seen[i].first), std::min(part.end, seen[i].end)};
+      if (columns.first >= columns.end) continue;
+      const K* value[BLOCK];
+      for (int64_t j = columns.first; j < columns.end; j++) {
+        const int64_t node = start + b + j - tree_start;
+        value[j] = value_of(row.ancestors && node >= 0 ? slot[tree_start - start + row.ancestor[node]] : slot[b + j], h);
+      }
+      with_rows(many, [&](auto same) {
+        add_values<same, vectors_of(same)>(scratch.scores.data() + i * MOST + b, value, 0, spans.value_dim, columns,
+                                           scratch.sums.data() + (h * count + i) * width, width);
+      });
+    }
+  }
+};
+
+int64_t rows_of(const Spans& spans, int64_t r) { return spans.cu_q[r + 1] - spans.cu_q[r]; }
+
+// About how long the request takes, in multiplications; loading a key costs as much as some rows.
+int64_t cost_of(const Spans& spans, int64_t r) {
+  const int64_t group = spans.heads / spans.kv_heads;
+  return spans.kv_len[r] * (8 + rows_of(spans, r) * group) * spans.kv_heads * (spans.key_dim + spans.value_dim);
+}
+
+int64_t cost_of(const Spans& spans) {
+  int64_t total = 0;
+  for (int64_t r = 0; r < spans.requests; r++) total += cost_of(spans, r);
+  return total;
+}
+
+// f(piece) in an order that all members share. A request that is a large part of the work is cut over its key heads, and where these
+// are too few, and for prompts, over its rows × heads; never over the keys.
+template <class F> void each_piece(const Spans& spans, int members, const F& f) {
+  const int64_t group = spans.heads / spans.kv_heads, total = cost_of(spans);
+  const int64_t most = std::clamp<int64_t>(MAX_SUMS / spans.value_dim / MAX_ROWS * MAX_ROWS, MAX_ROWS, MAX_PIECE);
+  // Several pieces for each member, so that all end at about the same time; of a single request equal ones.
+  const int64_t pieces = members == 1 ? 1 : spans.requests == 1 ? members : 4 * members;
+  for (int64_t r = 0; r < spans.requests; r++) {
+    const int64_t rows = rows_of(spans, r) * group;
+    if (rows == 0) continue;
+    const int64_t wanted = std::max<int64_t>(1, (int64_t)std::ceil(double(cost_of(spans, r)) / double(total) * double(pieces) - 0.01));
+    int64_t row_parts = ceil_div(rows, most);
+    int64_t head_parts = ceil_div(spans.kv_heads * ceil_div(rows, row_parts), most);
+    head_parts = std::min(spans.kv_heads, std::max(head_parts, ceil_div(wanted, row_parts)));
+    row_parts = std::max(row_parts, std::min(ceil_div(rows, MAX_ROWS), ceil_div(wanted, head_parts)));
+    for (int64_t i = 0; i < row_parts; i++)
+      for (int64_t j = 0; j < head_parts; j++)
+        f(Piece{r, {spans.kv_heads * j / head_parts, spans.kv_heads * (j + 1) / head_parts}, {rows * i / row_parts, rows * (i + 1) / row_parts}});
+  }
+}
+
+template <class K>
+void run(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,
+         std::atomic<int64_t>& next) {
+  thread_local Scratch scratch;
+  int64_t mine = next.fetch_add(1), number = 0;
+  each_piece(spans, member.size, [&](const Piece& piece) {
+    if (number++ != mine) return;
+    Work<K>(spans, piece, (const K*)keys, (const K*)values, scratch).run(q, out);
+    mine = next.fetch_add(1);
+  });
+}
+
+}  // namespace
+
+void attention(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,
+               std::atomic<int64_t>& next) {
+  if (spans.type == FP32) run<float>(member, spans, q, out, keys, values, next);
+  else run<bf16>(member, spans, q, out, keys, values, next);
+}
+
+}  // namespace mtp
+
+extern "C" {
+
+void mtp_attention(const mtp::Spans* spans, void* q, int64_t q_stride, int32_t q_type, void* out, int64_t out_stride, int32_t out_type,
+                   const void* keys, const void* values, int32_t threads) {
+  const mtp::Heads from{q, q_stride, mtp::Type(q_type)}, to{out, out_stride, mtp::Type(out_type)};
+  std::atomic<int64_t> next{0};
+  mtp::parallel(mtp::cost_of(*spans) < mtp::SMALL ? 1 : threads,
+                [&](const mtp::Member& member) { mtp::attention(member, *spans, from, to, keys, values, next); });
+}
+}
