@@ -18,6 +18,7 @@ class CPUAttention:
     """Keys, values and queries are float32 or bfloat16."""
 
     graph_safe = False
+    exact = True
 
     def __init__(self, stores: Stores, heads: int, scale: float) -> None:
         self.stores, self.heads, self.scale = stores, heads, scale

@@ -5,18 +5,67 @@ Each row's numbers depend on that row alone, whatever shares the pass: see each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import Array
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
-from mtpserve_kernels.cpu import linear
+from mtpserve_kernels.cpu import fused, layers as stacks, linear, matrices
 from torch import Tensor
 
-from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.torch_kernels import torch_kernels
+from mtpserve.attention.contexts import LayerContext
+from mtpserve.attention.cpu import CPUSpans
+from mtpserve.core.protocols import Context
+from mtpserve.layers.attention import GQA
+from mtpserve.layers.decoder import DecoderLayer
+from mtpserve.layers.kernels import HeadProducts, Kernels, Layer, RunLayers
+from mtpserve.layers.linear import Linear
+from mtpserve.layers.mla import MLA
+from mtpserve.layers.mlp import MLP
+from mtpserve.layers.norm import RMSNorm
+from mtpserve.layers.rope import Rotation
+from mtpserve.layers.torch_kernels import pack_layers as one_by_one, torch_kernels
 
 
 def cpu_kernels() -> Kernels:
-    return replace(torch_kernels(), pack=pack)
+    return replace(
+        torch_kernels(),
+        add_rms_norm=fused.add_rms_norm,
+        silu_mul=fused.silu_mul,
+        rope_store=rope_store,
+        latent_store=latent_store,
+        pack_heads=pack_heads,
+        pack_layers=pack_layers,
+        pack=pack,
+    )
+
+
+def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+    return fused.rope_store(qkv, rotation.positions, rotation.cos, rotation.sin, slots, keys, values, heads, rotation.interleaved)
+
+
+def latent_store(
+    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
+) -> Tensor:  # fmt: skip
+    tables = rotation.positions, rotation.cos, rotation.sin
+    return fused.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved)
+
+
+def pack_heads(weight: Tensor) -> HeadProducts:
+    packed = matrices.pack_matrices(weight)
+    return HeadMatrices(packed)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """layers.kernels.HeadProducts"""
+
+    packed: matrices.Matrices
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return matrices.heads_linear(x, self.packed)
 
 
 def pack(weight: Tensor, bias: Tensor | None, lookups: bool) -> PanelMatrix:
@@ -35,3 +84,84 @@ class PanelMatrix:
 
     def rows(self, ids: Tensor) -> Tensor:
         return linear.rows(self.matrix, ids)
+
+
+def pack_layers(layers: Sequence[Layer]) -> RunLayers:
+    """All layers in one call. Layers that it does not know, or that hold float8, are computed one by one."""
+    try:
+        described = [described_layer(layer) for layer in layers]
+    except NotDescribed:
+        return one_by_one(layers)
+    return partial(run_layers, (stacks.Layer * len(layers))(*described), layers)
+
+
+class NotDescribed(Exception):
+    """A part that the op for whole layers does not have."""
+
+
+def run_layers(
+    described: Array[stacks.Layer], alive: object, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`alive` holds what `described` points to."""
+    of_layers = [stack_context(context) for context in contexts]
+    tables = rotation.positions, rotation.cos, rotation.sin, rotation.interleaved
+    residual, kept, first = None, [], 0
+    for end in sorted({*(tap + 1 for tap in taps), len(described)}):
+        x, residual = stacks.run(described, first, of_layers[first:end], x, residual, *tables)
+        if end - 1 in taps:
+            kept.append(residual + x)
+        first = end
+    assert residual is not None
+    return x, residual, kept
+
+
+def stack_context(context: Context) -> stacks.Context:
+    planned, layer = cast("LayerContext[CPUSpans]", context).planned, cast("LayerContext[CPUSpans]", context).layer
+    return stacks.context(planned.pool.keys(layer), planned.pool.values(layer), planned.spans, planned.slots)
+
+
+def described_layer(layer: Layer) -> stacks.Layer:
+    if type(layer) is not DecoderLayer:
+        raise NotDescribed
+    made = stacks.Layer(attention_norm=norm_of(layer.attention_norm), mlp_norm=norm_of(layer.mlp_norm))
+    made.attention = described_attention(layer.attention)
+    if type(layer.mlp) is not MLP:
+        raise NotDescribed
+    made.gate_up, made.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
+    if made.gate_up.outputs % (2 * linear.PANEL):
+        raise NotDescribed
+    return made
+
+
+def described_attention(module: object) -> stacks.AttentionLayer:
+    made = stacks.AttentionLayer()
+    if type(module) is GQA:
+        out = matrix_of(module.out)
+        made.out, made.heads, made.kv_heads, made.dim = (
+            out,
+            module.heads,
+            (module.all_heads - module.heads) // 2,
+            out.inputs // module.heads,
+        )
+        setattr(made, "in", matrix_of(module.qkv))
+    elif type(module) is MLA:
+        mla = module.mla
+        setattr(made, "in", matrix_of(module.down))
+        made.out, made.heads, made.kv_norm = matrix_of(module.out), module.heads, norm_of(module.kv_norm)
+        if module.q_norm is not None and module.q_up is not None:
+            made.q_norm, made.q_up, made.q_rank = norm_of(module.q_norm), matrix_of(module.q_up), mla.q_rank
+        made.k_up, made.v_up = (cast(HeadMatrices, product).packed for product in (module.k_up, module.v_up))
+        made.kv_rank, made.nope, made.rope, made.value = mla.kv_rank, mla.nope, mla.rope, mla.value
+    else:
+        raise NotDescribed
+    return made
+
+
+def norm_of(module: RMSNorm) -> stacks.Norm:
+    return stacks.norm(module.weight, module.eps)
+
+
+def matrix_of(module: Linear) -> linear.Matrix:
+    if not isinstance(module.packed, PanelMatrix):
+        raise NotDescribed
+    return module.packed.matrix

@@ -451,7 +451,7 @@ extern "C" {
 
 void mtp_attention(const mtp::Spans* spans, void* q, int64_t q_stride, int32_t q_type, void* out, int64_t out_stride, int32_t out_type,
                    const void* keys, const void* values, int32_t threads) {
-  const mtp::Heads from{q, q_stride, mtp::Type(q_type)}, to{out, out_stride, mtp::Type(out_type)};
+  const mtp::Heads from{q, q_stride, spans->key_dim, mtp::Type(q_type)}, to{out, out_stride, spans->value_dim, mtp::Type(out_type)};
   std::atomic<int64_t> next{0};
   mtp::parallel(mtp::cost_of(*spans) < mtp::SMALL ? 1 : threads,
                 [&](const mtp::Member& member) { mtp::attention(member, *spans, from, to, keys, values, next); });

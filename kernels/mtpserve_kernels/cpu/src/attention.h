@@ -20,13 +20,6 @@ struct Spans {
   Type type;  // of keys and values
 };
 
-// Rows of heads beside each other, `stride` numbers from row to row.
-struct Heads {
-  void* data;
-  int64_t stride;
-  Type type;
-};
-
 // q [rows, heads, key_dim] → out [rows, heads, value_dim]. The values may be a part of the keys. Called by all members; `next` is 0 at the
 // start, and the members take pieces of work from it.
 void attention(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,

@@ -21,8 +21,7 @@ struct Arrays {
       widen(NORMED, row * pass.hidden), widen(BRANCH, row * pass.hidden), widen(IN, row * a.in.outputs);
       widen(Q_NORMED, row * a.q_rank), widen(LIFTED, row * a.q_up.outputs), widen(JOINED, row * a.out.inputs);
       widen(QUERY, row * a.heads * (a.kv_rank ? a.kv_rank + a.rope : a.dim)), widen(ATTENDED, row * a.heads * (a.kv_rank ? a.kv_rank : a.dim));
-      if (layer->experts.number) widen(MIXED, experts_room(layer->experts, pass.rows));
-      else widen(INNER, row * layer->down.inputs);
+      widen(INNER, row * layer->down.inputs);
     }
     int64_t total = 64;
     for (int64_t size : bytes) total += size;
@@ -98,11 +97,6 @@ struct Walk {
     else grouped(layer.attention, context, next);
     product(layer.attention.out, arrays.at[Arrays::JOINED], layer.attention.out.inputs, branch);
     norm(layer.mlp_norm, branch, pass.hidden, residual ? pass.total : x, pass.hidden, normed);
-    if (layer.experts.number) {
-      experts(member, layer.experts, normed, pass.type, pass.rows, out, arrays.at[Arrays::MIXED]);
-      member.wait();
-      return;
-    }
     product(layer.gate_up, normed, pass.hidden, arrays.at[Arrays::INNER], true);
     product(layer.down, arrays.at[Arrays::INNER], layer.down.inputs, out);
   }

@@ -4,7 +4,6 @@
 #include "attention.h"
 #include "fused.h"
 #include "matrices.h"
-#include "moe.h"
 
 namespace mtp {
 
@@ -24,12 +23,11 @@ struct AttentionLayer {
   int64_t q_rank, kv_rank, nope, rope, value;
 };
 
-// layers/decoder.py, class DecoderLayer. The feed-forward block is dense where there are no experts.
+// layers/decoder.py, class DecoderLayer.
 struct Layer {
   Norm attention_norm, mlp_norm;
   AttentionLayer attention;
   Matrix gate_up, down;
-  Experts experts;
 };
 
 // What a layer is given of a planned batch.
