@@ -5,7 +5,7 @@ Each row's numbers depend on that row alone, whatever shares the pass: see each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Array
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,13 +33,19 @@ def cpu_kernels() -> Kernels:
     return replace(
         torch_kernels(),
         add_rms_norm=fused.add_rms_norm,
-        silu_mul=fused.silu_mul,
+        gated=gated,
         rope_store=rope_store,
         latent_store=latent_store,
         pack_heads=pack_heads,
         pack_layers=pack_layers,
         pack=pack,
     )
+
+
+def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if isinstance(gate_up, Linear) and isinstance(gate_up.packed, PanelMatrix) and gate_up.packed.gates:
+        return linear.linear(x, gate_up.packed.matrix, gated=True)
+    return fused.silu_mul(gate_up(x))
 
 
 def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
@@ -78,6 +84,11 @@ class PanelMatrix:
     """core.protocols.Packed"""
 
     matrix: linear.Matrix
+
+    @property
+    def gates(self) -> bool:
+        """Whether it can be [gate; up] of a gated product: each must be whole panels."""
+        return self.matrix.outputs % (2 * linear.PANEL) == 0
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return linear.linear(x, self.matrix, dtype)
@@ -128,7 +139,7 @@ def described_layer(layer: Layer) -> stacks.Layer:
     if type(layer.mlp) is not MLP:
         raise NotDescribed
     made.gate_up, made.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
-    if made.gate_up.outputs % (2 * linear.PANEL):
+    if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates:
         raise NotDescribed
     return made
 

@@ -24,9 +24,9 @@ class AddRMSNorm(Protocol):
         ...
 
 
-class SiluMul(Protocol):
-    def __call__(self, gate_up: Tensor, /) -> Tensor:
-        """[…, 2 size] → […, size]: silu of the first half times the second."""
+class Gated(Protocol):
+    def __call__(self, gate_up: Callable[[Tensor], Tensor], x: Tensor, /) -> Tensor:
+        """gate_up: a layers.linear.Linear with 2 size outputs; x [T, H] → [T, size]: silu of its first half times the second."""
         ...
 
 
@@ -136,7 +136,7 @@ class PackLayers(Protocol):
 @dataclass(frozen=True, slots=True)
 class Kernels:
     add_rms_norm: AddRMSNorm
-    silu_mul: SiluMul
+    gated: Gated
     rope_store: RopeStore
     latent_store: LatentStore
     route: Route

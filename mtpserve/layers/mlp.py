@@ -17,4 +17,4 @@ class MLP(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.kernels.silu_mul(self.gate_up(x)))  # type: ignore[no-any-return]
+        return self.down(self.kernels.gated(self.gate_up, x))  # type: ignore[no-any-return]

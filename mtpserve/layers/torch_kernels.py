@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +27,7 @@ STRIP = 8  # rows of blocks of float8 that are widened at a time
 def torch_kernels() -> Kernels:
     return Kernels(
         add_rms_norm,
-        silu_mul,
+        gated,
         rope_store,
         latent_store,
         route,
@@ -47,6 +47,10 @@ def exact_kernels() -> Kernels:
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x if residual is None else residual + x
     return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return silu_mul(gate_up(x))
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from mtpserve_kernels.fused import rope
@@ -21,7 +22,7 @@ from mtpserve.quant.fp8 import BLOCK
 def triton_kernels() -> Kernels:
     return Kernels(
         add_rms_norm,
-        silu_mul,
+        gated,
         rope_store,
         latent_store,
         route,
@@ -31,6 +32,10 @@ def triton_kernels() -> Kernels:
         lambda *_: None,
         linear_fp8,
     )
+
+
+def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return silu_mul(gate_up(x))
 
 
 def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:

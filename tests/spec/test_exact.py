@@ -1,42 +1,58 @@
-"""`--speculative-exact`: in bfloat16, where near ties abound, greedy text is the same for any drafts, any company and any chunking."""
+"""In bfloat16, where near ties abound, greedy text is the same for any drafts, any company and any chunking: with `--speculative-exact`,
+and always with the kernels of a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from mtpserve_kernels.cpu.library import Unavailable, library
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.request import Request
+from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.layers import torch_kernels
+from mtpserve.engine.engine import Engine
+from mtpserve.layers import cpu_kernels, torch_kernels
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 SHAPES: list[int | SpecConfig] = [0, 3, 7, tree(3, 4, 12)]
+EXACT = {"exact": {"exact": True}, "cpu": {"backend": "cpu"}}  # by kernels: the engine's options
+
+
+@pytest.fixture(params=EXACT)
+def kernels(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu":
+        try:
+            library()
+        except Unavailable as reason:
+            pytest.skip(str(reason))
+    return str(request.param)
 
 
 @pytest.mark.parametrize("family", ["deepseek", "deepseek, experts one by one", "mimo", "mimo, windows"])
-def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str, kernels: str) -> None:
     if "one by one" in family:
         monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
     window = 10 if "windows" in family else None
-    model = tiny_model(family.split(",")[0], dtype=torch.bfloat16, kernels="exact", window=window)
+    model = tiny_model(family.split(",")[0], dtype=torch.bfloat16, kernels=kernels, window=window)
     asked = prompts(5, longest=40)
-    alone = [run(tiny_engine(model, 0, exact=True), [prompt], GREEDY)[0] for prompt in asked]
+    alone = [run(tiny_engine(model, 0, **EXACT[kernels]), [prompt], GREEDY)[0] for prompt in asked]
     for shape in SHAPES:
-        engine = tiny_engine(model, shape, budget=45, seats=3, exact=True)
+        engine = tiny_engine(model, shape, budget=45, seats=3, **EXACT[kernels])
         assert run(engine, asked, GREEDY) == alone
 
 
 @torch.inference_mode()
-def test_a_rows_logits_do_not_depend_on_the_pass() -> None:
+def test_a_rows_logits_do_not_depend_on_the_pass(kernels: str) -> None:
     """Bit by bit, not only in the choice: log-probabilities of the same text under plain decoding and under a tree."""
-    model, asked = tiny_model(dtype=torch.bfloat16, kernels="exact"), prompts(6, longest=20)
+    model, asked = tiny_model(dtype=torch.bfloat16, kernels=kernels), prompts(6, longest=20)
     params = SamplingParams(max_tokens=20, temperature=0, logprobs=5)
     heard = []
     for shape, budget in ((0, 64), (3, 33), (tree(3, 3, 9), 64)):
-        engine = tiny_engine(model, shape, budget=budget, exact=True)
+        engine = tiny_engine(model, shape, budget=budget, **EXACT[kernels])
         found: dict[str, list[object]] = {}
         for i, prompt in enumerate(asked):
             engine.add(Request(str(i), prompt, params))
@@ -45,3 +61,27 @@ def test_a_rows_logits_do_not_depend_on_the_pass() -> None:
                 found.setdefault(event.id, []).extend(event.logprobs or [])
         heard.append(found)
     assert heard[0] == heard[1] == heard[2]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+def test_a_stack_in_one_call_is_its_layers_one_by_one(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And as many threads as there may be give the same bits as one."""
+    if kernels != "cpu":
+        pytest.skip("only the kernels of a CPU run a whole stack")
+    heard = []
+    for one_by_one, threads in ((False, 1), (False, 3), (True, 1)):
+        if one_by_one:
+            monkeypatch.setattr(cpu_kernels, "pack_layers", torch_kernels.pack_layers)
+        model = tiny_model(family, dtype=torch.bfloat16, kernels=kernels)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        engine = tiny_engine(model, 3, **EXACT[kernels])
+        for i, prompt in enumerate(prompts(4, longest=40)):
+            engine.add(Request(str(i), prompt, SamplingParams(max_tokens=12, temperature=0, logprobs=5)))
+        heard.append([(event.tokens, event.logprobs) for event in completed(engine)])
+    assert heard[0] == heard[1] == heard[2]
+
+
+def completed(engine: Engine) -> Iterator[TokenEvent]:
+    while engine.has_work:
+        yield from engine.step()
