@@ -18,6 +18,7 @@ from mtpserve.engine.compute import backend_of, described, kernels_of
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import load_model, overlap_of, plan, positions
 from mtpserve.engine.recording import header_of, recorder_of
+from mtpserve.engine.threads import bind
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
 from mtpserve.runtime.sampling import SeatSampling
@@ -79,6 +80,7 @@ def warn(spec: SpecConfig, curve: Curve | None) -> None:
 
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
+    bind(config.cpu)
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)
     dtype, device, kept, memory = planned.dtype, planned.device, planned.storage, planned.memory

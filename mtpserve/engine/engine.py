@@ -24,7 +24,8 @@ from random import Random, SystemRandom
 from time import perf_counter
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.config import SchedulerConfig, check
+from mtpserve.config import SchedulerConfig
+from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
 from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request, TokenEvent

@@ -12,7 +12,8 @@ from mtpserve.cli import launch
 from mtpserve.cli.options import SECTIONS, Option, Settings, add_options, all_options, given, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.cli.peers import INSTEAD, SHORT
-from mtpserve.config import ModelConfig, option
+from mtpserve.config import ModelConfig
+from mtpserve.config.options import option
 from mtpserve.core.errors import ConfigError
 from tests.house.tree import ROOT
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mtpserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
+from mtpserve.config.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Reasoning
 from mtpserve.text.parsers.reasoning import Opening
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS

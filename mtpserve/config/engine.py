@@ -1,42 +1,18 @@
-"""Everything that can be configured, as frozen dataclasses: the command line, YAML files and `LLM(...)` all fill these.
-
-A field's metadata: `help`, `aliases` (other names, SGLang's and vLLM's among them, without the leading dashes), `choices`. Values are
-checked here as far as that is possible without the model.
-"""
+"""The engine's options. Values are checked as far as that is possible without the model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
+from mtpserve.config.options import check, option
 from mtpserve.core.drafters import DRAFTERS
-from mtpserve.core.errors import ConfigError
 
 NEED_ALGORITHM = (
     "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
     "speculative_token_map", "speculative_synthetic_acceptance", "speculative_disable_by_batch_size",
 )  # fmt: skip
-DIALECTS = ("sglang", "vllm")  # whose names for metrics can be offered too
 MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64-bit number
-
-# The names in text/parsers/registry.py, which this layer cannot import; a test compares them.
-TOOL_CALL_PARSERS = (
-    "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "llama3", "llama3_json", "mistral",
-    "qwen", "qwen25", "qwen3_coder", "qwen3_xml",
-)  # fmt: skip
-REASONING_PARSERS = ("deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "glm45", "mimo", "qwen3", "qwen3-thinking")
-
-
-def option(default: Any, help: str, *aliases: str, choices: tuple[str, ...] | None = None, secret: bool = False) -> Any:
-    return field(default=default, metadata={"help": help, "aliases": aliases, "choices": choices, "secret": secret})
-
-
-def check(good: bool, name: str, value: object, allowed: str) -> None:
-    if not good:
-        raise ConfigError(f"--{name.replace('_', '-')} must be {allowed}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +62,7 @@ class ModelConfig:
     def directory(self) -> Path:
         """The checkpoint's; "demo" is the bundled one, unless there is a directory of that name."""
         given = Path(self.model)
-        return Path(__file__).parent / "demo" if self.model == "demo" and not given.is_dir() else given
+        return Path(__file__).parents[1] / "demo" if self.model == "demo" and not given.is_dir() else given
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -308,73 +284,29 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(30000, "port to listen on; 0 takes a free one")
-    api_key: tuple[str, ...] = option(
-        (), "keys of the API, comma-separated or given several times; visible to ps, unlike --api-key-file", secret=True
+class CPUConfig:
+    cpu_threads: int | None = option(None, "threads of the engine's process (default: one for each of its cores, or OMP_NUM_THREADS)")
+    cpu_affinity: str | None = option(
+        None, "cores of the engine's process, like 0-7,16-23; with those of one NUMA node its weights are on that node, too (default: all)"
     )
-    api_key_file: str | None = option(None, "file with keys of the API, one per line")
-    admin_api_key: tuple[str, ...] = option((), "keys of the management routes (default: --api-key's)", secret=True)
-    admin_api_key_file: str | None = option(None, "file with keys of the management routes, one per line")
-    allowed_origins: tuple[str, ...] = option((), "origins whose pages may call the API from a browser; *: any (default: none)")
-    ssl_keyfile: str | None = option(None, "private key, for HTTPS")
-    ssl_certfile: str | None = option(None, "certificate chain, for HTTPS")
-    ssl_ca_certs: str | None = option(None, "CA certificates; clients must then present a certificate that one of them has signed")
-    max_request_bytes: int = option(8 << 20, "bytes in a request's body; more are refused with 413")
-    queue_timeout: float | None = option(None, "seconds that a request may wait for its first token; then 503")
-    request_timeout: float | None = option(None, "seconds that a request may take; then 408, or an error in its stream")
-    read_timeout: float = option(60.0, "seconds in which a client must have sent its whole request")
-    write_timeout: float = option(60.0, "seconds for which a client may leave its response unread before the connection is closed")
-    sse_keep_alive_interval: float = option(0.0, "seconds without an event after which a stream gets a comment; 0: never")
-    log_requests: bool = option(False, "log requests, including their prompts", "enable-log-requests")
-    log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
-    log_interval: float = option(5.0, "seconds between two lines of statistics while requests run; 0: none", "decode-log-interval-seconds")
-    drain_timeout: float = option(30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout")
-    enable_metrics: bool = option(False, "offer /metrics: has no effect, it is always offered")
-    metrics_compat: str | None = option(None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm")
-    tool_call_parser: str | None = option(None, "how the model writes tool calls, for tool_choice auto", choices=TOOL_CALL_PARSERS)
-    enable_auto_tool_choice: bool = option(False, "has no effect; needs --tool-call-parser, which implies it")
-    default_chat_template_kwargs: str | None = option(
-        None, 'defaults of the chat template\'s variables, which a request may override: JSON, like {"enable_thinking": false}'
-    )
-    reasoning_parser: str | None = option(None, "how the model marks its reasoning, for reasoning_content", choices=REASONING_PARSERS)
 
     def __post_init__(self) -> None:
-        check(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
-        check(self.log_interval >= 0, "log_interval", self.log_interval, "at least 0")
-        check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")
-        known = set(self.dialects) <= set(DIALECTS) and (self.metrics_compat is None or bool(self.dialects))
-        check(known, "metrics_compat", self.metrics_compat, "sglang, vllm or sglang,vllm")
-        check(self.max_request_bytes >= 1, "max_request_bytes", self.max_request_bytes, "at least 1")
-        check(self.sse_keep_alive_interval >= 0, "sse_keep_alive_interval", self.sse_keep_alive_interval, "at least 0")
-        _ = self.template_kwargs
-        needed = self.tool_call_parser is not None or not self.enable_auto_tool_choice
-        check(needed, "enable_auto_tool_choice", True, "given with --tool-call-parser")
-        for name in ("queue_timeout", "request_timeout", "read_timeout", "write_timeout"):
-            check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
-        check((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_keyfile", self.ssl_keyfile, "given with --ssl-certfile")
-        check(self.ssl_ca_certs is None or self.ssl_certfile is not None, "ssl_ca_certs", self.ssl_ca_certs, "given with --ssl-certfile")
+        check(self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", self.cpu_threads, "at least 1")
+        _ = self.cores
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """Raises ConfigError for text that is not a JSON object."""
-        text = self.default_chat_template_kwargs or "{}"
-        try:
-            values = json.loads(text)
-        except ValueError:
-            values = None
-        check(isinstance(values, dict), "default_chat_template_kwargs", text, "a JSON object")
-        return dict(values)
-
-    @property
-    def dialects(self) -> tuple[str, ...]:
-        """The members of DIALECTS whose names for metrics are offered too."""
-        return tuple(dict.fromkeys(part.strip() for part in (self.metrics_compat or "").split(",") if part.strip()))
-
-    def public(self) -> dict[str, Any]:
-        """The values of all options that are not secret."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata["secret"]}
+    def cores(self) -> frozenset[int] | None:
+        """Raises ConfigError for what is not a list of cores."""
+        if self.cpu_affinity is None:
+            return None
+        cores: set[int] = set()
+        for part in self.cpu_affinity.split(","):
+            first, dash, last = part.strip().partition("-")
+            last = last if dash else first
+            good = first.isdecimal() and last.isdecimal() and int(first) <= int(last)
+            check(good, "cpu_affinity", self.cpu_affinity, "numbers of cores, like 0-7,16-23")
+            cores.update(range(int(first), int(last) + 1))
+        return frozenset(cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,14 +319,4 @@ class EngineConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-
-
-SECTIONS: dict[str, Callable[..., Any]] = {
-    "model": ModelConfig,
-    "cache": CacheConfig,
-    "spec": SpecConfig,
-    "sampling": SamplingConfig,
-    "scheduler": SchedulerConfig,
-    "parallel": ParallelConfig,
-    "server": ServerConfig,
-}
+    cpu: CPUConfig = field(default_factory=CPUConfig)

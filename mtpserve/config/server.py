@@ -1,0 +1,88 @@
+"""The front end's options."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mtpserve.config.options import check, option
+
+DIALECTS = ("sglang", "vllm")  # whose names for metrics can be offered too
+
+# The names in text/parsers/registry.py, which this layer cannot import; a test compares them.
+TOOL_CALL_PARSERS = (
+    "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "llama3", "llama3_json", "mistral",
+    "qwen", "qwen25", "qwen3_coder", "qwen3_xml",
+)  # fmt: skip
+REASONING_PARSERS = ("deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "glm45", "mimo", "qwen3", "qwen3-thinking")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(30000, "port to listen on; 0 takes a free one")
+    api_key: tuple[str, ...] = option(
+        (), "keys of the API, comma-separated or given several times; visible to ps, unlike --api-key-file", secret=True
+    )
+    api_key_file: str | None = option(None, "file with keys of the API, one per line")
+    admin_api_key: tuple[str, ...] = option((), "keys of the management routes (default: --api-key's)", secret=True)
+    admin_api_key_file: str | None = option(None, "file with keys of the management routes, one per line")
+    allowed_origins: tuple[str, ...] = option((), "origins whose pages may call the API from a browser; *: any (default: none)")
+    ssl_keyfile: str | None = option(None, "private key, for HTTPS")
+    ssl_certfile: str | None = option(None, "certificate chain, for HTTPS")
+    ssl_ca_certs: str | None = option(None, "CA certificates; clients must then present a certificate that one of them has signed")
+    max_request_bytes: int = option(8 << 20, "bytes in a request's body; more are refused with 413")
+    queue_timeout: float | None = option(None, "seconds that a request may wait for its first token; then 503")
+    request_timeout: float | None = option(None, "seconds that a request may take; then 408, or an error in its stream")
+    read_timeout: float = option(60.0, "seconds in which a client must have sent its whole request")
+    write_timeout: float = option(60.0, "seconds for which a client may leave its response unread before the connection is closed")
+    sse_keep_alive_interval: float = option(0.0, "seconds without an event after which a stream gets a comment; 0: never")
+    log_requests: bool = option(False, "log requests, including their prompts", "enable-log-requests")
+    log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
+    log_interval: float = option(5.0, "seconds between two lines of statistics while requests run; 0: none", "decode-log-interval-seconds")
+    drain_timeout: float = option(30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout")
+    enable_metrics: bool = option(False, "offer /metrics: has no effect, it is always offered")
+    metrics_compat: str | None = option(None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm")
+    tool_call_parser: str | None = option(None, "how the model writes tool calls, for tool_choice auto", choices=TOOL_CALL_PARSERS)
+    enable_auto_tool_choice: bool = option(False, "has no effect; needs --tool-call-parser, which implies it")
+    default_chat_template_kwargs: str | None = option(
+        None, 'defaults of the chat template\'s variables, which a request may override: JSON, like {"enable_thinking": false}'
+    )
+    reasoning_parser: str | None = option(None, "how the model marks its reasoning, for reasoning_content", choices=REASONING_PARSERS)
+
+    def __post_init__(self) -> None:
+        check(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
+        check(self.log_interval >= 0, "log_interval", self.log_interval, "at least 0")
+        check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")
+        known = set(self.dialects) <= set(DIALECTS) and (self.metrics_compat is None or bool(self.dialects))
+        check(known, "metrics_compat", self.metrics_compat, "sglang, vllm or sglang,vllm")
+        check(self.max_request_bytes >= 1, "max_request_bytes", self.max_request_bytes, "at least 1")
+        check(self.sse_keep_alive_interval >= 0, "sse_keep_alive_interval", self.sse_keep_alive_interval, "at least 0")
+        _ = self.template_kwargs
+        needed = self.tool_call_parser is not None or not self.enable_auto_tool_choice
+        check(needed, "enable_auto_tool_choice", True, "given with --tool-call-parser")
+        for name in ("queue_timeout", "request_timeout", "read_timeout", "write_timeout"):
+            check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        check((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_keyfile", self.ssl_keyfile, "given with --ssl-certfile")
+        check(self.ssl_ca_certs is None or self.ssl_certfile is not None, "ssl_ca_certs", self.ssl_ca_certs, "given with --ssl-certfile")
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Raises ConfigError for text that is not a JSON object."""
+        text = self.default_chat_template_kwargs or "{}"
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        check(isinstance(values, dict), "default_chat_template_kwargs", text, "a JSON object")
+        return dict(values)
+
+    @property
+    def dialects(self) -> tuple[str, ...]:
+        """The members of DIALECTS whose names for metrics are offered too."""
+        return tuple(dict.fromkeys(part.strip() for part in (self.metrics_compat or "").split(",") if part.strip()))
+
+    def public(self) -> dict[str, Any]:
+        """The values of all options that are not secret."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata["secret"]}
