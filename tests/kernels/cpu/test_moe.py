@@ -62,7 +62,7 @@ def test_of_equal_scores_the_lower_number_wins() -> None:
 
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2)])
 def test_nan_leads_nowhere(groups: int, top_groups: int) -> None:
-    x, weight, bias = numbers(3, 64), numbers(16, 64), torch.zeros(16)
+    x, weight, bias = numbers(3, 64), numbers(16, 64) / 8, torch.zeros(16)
     x[1] = torch.nan
     choice = 4, groups, top_groups, True, 1.0
     expected, best = reference.route(x[[0, 2]], weight, bias, *choice)
