@@ -4,6 +4,7 @@ alone, among other rows and on two threads."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,13 +41,9 @@ def same(actual: Tensor, expected: Tensor, rounded: torch.dtype = torch.float32)
 def test_add_rms_norm(rows: int, size: int, dtype: torch.dtype, weight_type: torch.dtype, with_threads: WithThreads) -> None:
     x, weight = among_nan(numbers(rows, size, dtype=dtype)), numbers(size, dtype=weight_type)
     for residual in (None, among_nan(numbers(rows, size, dtype=dtype, seed=5))):
-        actual = with_threads(1, lambda residual=residual: add_rms_norm(x, residual, weight, 1e-6))
-        for one, two, expected in zip(
-            actual,
-            with_threads(2, lambda residual=residual: add_rms_norm(x, residual, weight, 1e-6)),
-            reference.add_rms_norm(x, residual, weight, 1e-6),
-            strict=True,
-        ):
+        run = partial(add_rms_norm, x, residual, weight, 1e-6)
+        actual = with_threads(1, run)
+        for one, two, expected in zip(actual, with_threads(2, run), reference.add_rms_norm(x, residual, weight, 1e-6), strict=True):
             same(one, expected)
             assert torch.equal(one, two)
         for row in range(rows):

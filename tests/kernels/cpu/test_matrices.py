@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,8 +43,8 @@ def test_products_per_head(
     seen = numbers(heads, rows, rank, dtype=dtype).transpose(0, 1)
     for x, packed, weight in ((query[..., :nope], k_up, per_head[:, :nope]), (seen, v_up, per_head[:, nope:].mT)):
         wide = torch.full((rows, heads, weight.shape[2] + 3), torch.nan, dtype=dtype)
-        one = with_threads(1, lambda x=x, packed=packed: heads_linear(x, packed))
-        two = with_threads(2, lambda x=x, packed=packed, wide=wide: heads_linear(x, packed, wide[..., 3:]))
+        one = with_threads(1, partial(heads_linear, x, packed))
+        two = with_threads(2, partial(heads_linear, x, packed, wide[..., 3:]))
         tolerance = 1e-4 if dtype == weight_type == torch.float32 else 2e-2
         torch.testing.assert_close(one.double(), expected(x, weight), atol=tolerance, rtol=tolerance)
         assert torch.equal(one, two) and wide[..., :3].isnan().all()

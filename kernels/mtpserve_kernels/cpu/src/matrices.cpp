@@ -7,7 +7,7 @@ void heads_linear(const Member& member, const Matrices& matrices, const Heads& x
   // Whole heads for each member where they come out nearly even, otherwise a part of each head.
   const bool whole = matrices.number % member.size == 0 || matrices.number >= 4 * member.size;
   const Range mine = whole ? member.part(matrices.number) : Range{0, matrices.number};
-  const Member team = whole ? Member{0, 1, member.barrier} : member;
+  const Member team = whole ? member.alone() : member;
   for (int64_t head = mine.first; head < mine.end; head++) {
     const char* from = (const char*)x.data + head * x.head_stride * size_of(x.type);
     const Output to{(char*)out.data + head * out.head_stride * size_of(out.type), out.stride, out.type, false};

@@ -42,6 +42,9 @@ struct Member {
 
   void wait() const { barrier->wait(size); }
 
+  // For a piece of work that this member does by itself.
+  Member alone() const { return {0, 1, barrier}; }
+
   // This member's part of `total` equal pieces of work.
   Range part(int64_t total) const { return {total * index / size, total * (index + 1) / size}; }
 };

@@ -1,0 +1,226 @@
+// Reference: moe/reference.py.
+#include "moe.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace mtp {
+namespace {
+
+// The `count` greatest of values[0 … size), the best first and of equal ones the lower index. NaN is less than everything.
+void greatest(const float* values, int64_t size, int64_t count, int64_t* indices) {
+  auto value = [&](int64_t i) { return values[i] == values[i] ? values[i] : -std::numeric_limits<float>::infinity(); };
+  int64_t held = 0;
+  for (int64_t i = 0; i < size; i++) {
+    const float v = value(i);
+    if (held == count && !(v > value(indices[count - 1]))) continue;
+    int64_t place = held < count ? held++ : count - 1;
+    for (; place > 0 && v > value(indices[place - 1]); place--) indices[place] = indices[place - 1];
+    indices[place] = i;
+  }
+}
+
+// Leaves out, by -infinity, all but the best groups; a group is as good as its two best experts together.
+void leave_groups_out(const Router& router, float* choice, int64_t experts) {
+  const int64_t size = experts / router.groups;
+  thread_local std::vector<float> sums;
+  thread_local std::vector<int64_t> best;
+  sums.resize(router.groups);
+  best.resize(router.groups);
+  for (int64_t g = 0; g < router.groups; g++) {
+    int64_t two[2];
+    greatest(choice + g * size, size, 2, two);
+    sums[g] = choice[g * size + two[0]] + choice[g * size + two[1]];
+  }
+  greatest(sums.data(), router.groups, router.top_groups, best.data());
+  std::sort(best.begin(), best.begin() + router.top_groups);
+  for (int64_t g = 0, kept = 0; g < router.groups; g++) {
+    if (kept < router.top_groups && best[kept] == g) kept++;
+    else std::fill_n(choice + g * size, size, -std::numeric_limits<float>::infinity());
+  }
+}
+
+void choose(const Router& router, float* scores, float* weights, int64_t* experts) {
+  const int64_t number = router.weight.outputs;
+  thread_local std::vector<float> choice;
+  choice.resize(number);
+  for (int64_t k = 0; k < number; k += LANES) {
+    const Floats score = sigmoid(load_some(scores + k, number - k));
+    store_some(scores + k, score, number - k);
+    store_some(choice.data() + k, add(score, load_some(router.bias + k, number - k)), number - k);
+  }
+  if (router.top_groups < router.groups) leave_groups_out(router, choice.data(), number);
+  greatest(choice.data(), number, router.top_k, experts);
+  float total = 1e-20f;
+  for (int64_t k = 0; k < router.top_k; k++) total += scores[experts[k]];
+  for (int64_t k = 0; k < router.top_k; k++) weights[k] = scores[experts[k]] / (router.renormalise ? total : 1.f) * router.scale;
+}
+
+// One expert with the rows that chose it.
+struct Job {
+  Matrix gate_up, down;
+  const int32_t* rows;   // [count], or null for all of them
+  const float* weights;  // [count], or null for 1
+  int64_t count;
+  void* inner;      // [count, down.inputs]: silu(gate) * up
+  int64_t cost[2];  // from and to: of all jobs' costs one after the other
+};
+
+// The experts that were chosen, in the order of their numbers, and the shared one. Every member makes the list for itself: that is
+// as quick as waiting for one that does.
+struct Jobs {
+  std::vector<int32_t> ends, rows;
+  std::vector<float> weights;
+  std::vector<Job> list;
+
+  void make(const Experts& experts, const Chosen& chosen, int64_t count, void* inner, Type type) {
+    const int64_t pairs = count * chosen.top_k;
+    sort(experts.gate_up.number, chosen, pairs);
+    list.clear();
+    for (int64_t expert = 0, first = 0; expert < experts.gate_up.number; first = ends[expert++])
+      if (const int64_t hit = ends[expert] - first)
+        append(experts.gate_up[expert], experts.down[expert], rows.data() + first, weights.data() + first, hit, inner, type);
+    if (experts.shared_gate_up.data) append(experts.shared_gate_up, experts.shared_down, nullptr, nullptr, count, inner, type);
+  }
+
+ private:
+  // By expert, and by row for each: a counting sort.
+  void sort(int64_t number, const Chosen& chosen, int64_t pairs) {
+    ends.assign(number + 1, 0);
+    rows.resize(pairs);
+    weights.resize(pairs);
+    for (int64_t i = 0; i < pairs; i++) ends[chosen.experts[i] + 1]++;
+    for (int64_t expert = 0; expert < number; expert++) ends[expert + 1] += ends[expert];
+    for (int64_t i = 0; i < pairs; i++) {  // ends[expert] goes from its beginning to its end
+      const int32_t place = ends[chosen.experts[i]]++;
+      rows[place] = (int32_t)(i / chosen.top_k);
+      weights[place] = chosen.weights[i];
+    }
+  }
+
+  void append(const Matrix& gate_up, const Matrix& down, const int32_t* of, const float* by, int64_t count, void*& inner, Type type) {
+    // Reading a panel takes about as long as multiplying it with ten rows.
+    const int64_t before = list.empty() ? 0 : list.back().cost[1], cost = (count + 10) * down.inputs;
+    list.push_back({gate_up, down, of, by, count, inner, {before, before + cost}});
+    inner = (char*)inner + count * down.inputs * size_of(type);
+  }
+};
+
+// Room for `size` numbers; what was in it is lost.
+template <class T>
+T* room(std::vector<T>& numbers, int64_t size) {
+  if ((int64_t)numbers.size() < size) numbers.resize(size);
+  return numbers.data();
+}
+
+// The rows of a job side by side.
+const void* gathered(const Job& job, const void* x, Type type, int64_t& stride) {
+  if (!job.rows) return x;
+  thread_local std::vector<char> numbers;
+  const int64_t bytes = job.gate_up.inputs * size_of(type);
+  char* to = room(numbers, job.count * bytes);
+  for (int64_t i = 0; i < job.count; i++) std::memcpy(to + i * bytes, (const char*)x + job.rows[i] * stride * size_of(type), bytes);
+  stride = job.gate_up.inputs;
+  return to;
+}
+
+// silu(gate) * up of all jobs. A member computes jobs, or parts of them, that cost as much as any other member's.
+void all_inner(const Member& member, const std::vector<Job>& jobs, const void* x, Type type, int64_t stride) {
+  const int64_t parts = member.size;
+  const Range mine = member.part(jobs.back().cost[1]);
+  for (const Job& job : jobs) {
+    const int64_t cost = job.cost[1] - job.cost[0];
+    auto part = [&](int64_t at) { return std::clamp<int64_t>(ceil_div((at - job.cost[0]) * parts, cost), 0, parts); };
+    const Range chosen{part(std::max(mine.first, job.cost[0])), part(std::max(mine.end, job.cost[0]))};
+    if (chosen.first == chosen.end) continue;
+    int64_t step = stride;
+    const void* rows = gathered(job, x, type, step);
+    const Output to{job.inner, job.down.inputs, type, true};
+    if (chosen.end - chosen.first == parts) linear(member.alone(), job.gate_up, rows, type, step, job.count, to);
+    else
+      for (int64_t i = chosen.first; i < chosen.end; i++)
+        linear(Member{(int)i, (int)parts, member.barrier}, job.gate_up, rows, type, step, job.count, to);
+  }
+}
+
+// Some panels of the result, over all jobs in order.
+void mix(const Member& member, const std::vector<Job>& jobs, Range panels, Type type, int64_t rows, const Output& out) {
+  const int64_t first = panels.first * PANEL, columns = std::min(panels.end * PANEL, jobs[0].down.outputs) - first;
+  thread_local std::vector<float> sums, product_room;
+  sums.assign(rows * columns, 0.f);
+  float* products = room(product_room, rows * columns);
+  for (const Job& job : jobs) {
+    Matrix some = job.down;
+    some.data = (const char*)job.down.data + first * job.down.inputs * size_of(job.down.type);
+    some.outputs = columns;
+    linear(member.alone(), some, job.inner, type, job.down.inputs, job.count, {products, columns, FP32, false});
+    for (int64_t i = 0; i < job.count; i++) {
+      float* to = sums.data() + (job.rows ? job.rows[i] : i) * columns;
+      const float* from = products + i * columns;
+      const Floats weight = set(job.weights ? job.weights[i] : 1.f);
+      for (int64_t k = 0; k < columns; k += LANES) {
+        const int64_t left = columns - k;
+        store_some(to + k, fma(weight, load_some(from + k, left), load_some(to + k, left)), left);
+      }
+    }
+  }
+  by_type(out.type, [&](auto number) {
+    using T = decltype(number);
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t k = 0; k < columns; k += LANES)
+        store_some((T*)out.data + row * out.stride + first + k, load_some(sums.data() + row * columns + k, columns - k), columns - k);
+  });
+}
+
+}  // namespace
+
+void route(const Member& member, const Router& router, const void* x, Type type, int64_t stride, int64_t rows, float* scores,
+           float* weights, int64_t* experts) {
+  const int64_t number = router.weight.outputs;
+  linear(member, router.weight, x, type, stride, rows, {scores, number, FP32, false});
+  member.wait();
+  const Range mine = member.part(rows);
+  for (int64_t row = mine.first; row < mine.end; row++)
+    choose(router, scores + row * number, weights + row * router.top_k, experts + row * router.top_k);
+}
+
+int64_t inner_size(const Experts& experts, int64_t rows, int64_t top_k) {
+  return rows * (top_k * experts.down.first.inputs + (experts.shared_gate_up.data ? experts.shared_down.inputs : 0));
+}
+
+void mix_experts(const Member& member, const Experts& experts, const Chosen& chosen, const void* x, Type type, int64_t stride, int64_t rows,
+                 void* inner, const Output& out) {
+  if (!rows) return;
+  thread_local Jobs jobs;
+  jobs.make(experts, chosen, rows, inner, type);
+  all_inner(member, jobs.list, x, type, stride);
+  member.wait();
+  const Range mine = member.part(ceil_div(experts.down.first.outputs, PANEL));
+  // So many panels at a time that their sums stay in the cache.
+  const int64_t together = std::max<int64_t>(8, (1 << 17) / PANEL / rows);
+  for (int64_t panel = mine.first; panel < mine.end; panel += together)
+    mix(member, jobs.list, {panel, std::min(mine.end, panel + together)}, type, rows, out);
+}
+
+}  // namespace mtp
+
+extern "C" {
+
+void mtp_route(const mtp::Router* router, const void* x, int32_t type, int64_t stride, int64_t rows, float* scores, float* weights,
+               int64_t* experts, int32_t threads) {
+  const int64_t work = rows * router->weight.outputs * (router->weight.inputs + 16);
+  mtp::parallel(mtp::worth(threads, work), [&](const mtp::Member& member) {
+    mtp::route(member, *router, x, mtp::Type(type), stride, rows, scores, weights, experts);
+  });
+}
+
+void mtp_mix_experts(const mtp::Experts* experts, const float* weights, const int64_t* chosen, int64_t top_k, const void* x, int32_t type,
+                     int64_t stride, int64_t rows, void* inner, void* out, int64_t out_stride, int32_t threads) {
+  const int64_t work = mtp::inner_size(*experts, rows, top_k) * 3 * experts->gate_up.first.inputs;
+  const mtp::Output to{out, out_stride, mtp::Type(type), false};
+  mtp::parallel(mtp::worth(threads, work), [&](const mtp::Member& member) {
+    mtp::mix_experts(member, *experts, {weights, chosen, top_k}, x, mtp::Type(type), stride, rows, inner, to);
+  });
+}
+}

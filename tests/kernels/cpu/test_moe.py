@@ -1,0 +1,134 @@
+"""The router and the experts of a CPU against their references; bit by bit the same alone, among other rows and on any number of
+threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mtpserve_kernels.cpu.moe import Experts, experts_of, mix_experts, pack_expert_pair, pack_router, route
+from mtpserve_kernels.moe import reference
+from torch import Tensor
+
+TYPES = [torch.float32, torch.bfloat16]
+WithThreads = Callable[[int, Callable[[], Any]], Any]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def among_nan(x: Tensor) -> Tensor:
+    """x with rows further apart, and NaN between them."""
+    wide = torch.full((len(x), x.shape[1] + 21), torch.nan, dtype=x.dtype)
+    wide[:, 5:-16] = x
+    return wide[:, 5:-16]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    ("number", "top", "groups", "top_groups"), [(8, 2, 4, 2), (8, 2, 1, 1), (64, 6, 8, 3), (160, 6, 8, 3), (20, 20, 1, 1), (33, 3, 11, 1)]
+)
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 100), (5, 2050), (37, 512), (0, 8)])
+def test_route(
+    rows: int, hidden: int, number: int, top: int, groups: int, top_groups: int, renormalise: bool, dtype: torch.dtype,
+    with_threads: WithThreads,
+) -> None:  # fmt: skip
+    x = among_nan(numbers(rows, hidden, dtype=dtype))
+    weight, bias = numbers(number, hidden) / hidden**0.5, numbers(number, seed=1) / 5
+    choice = top, groups, top_groups, renormalise, 2.5
+    expected, best = reference.route(x, weight, bias, *choice)
+    router = pack_router(weight, bias, *choice)
+    weights, chosen = with_threads(1, lambda: route(x, router))
+    assert torch.equal(chosen, best)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    for threads in (2, 3):
+        assert all(map(torch.equal, with_threads(threads, lambda: route(x, router)), (weights, chosen)))
+    for row in range(min(rows, 6)):
+        assert all(map(torch.equal, route(x[row : row + 1], router), (weights[row : row + 1], chosen[row : row + 1])))
+
+
+def test_of_equal_scores_the_lower_number_wins() -> None:
+    x, bias = numbers(2, 16), torch.zeros(24)
+    bias[[5, 11, 20]] = 1.0
+    for groups, top_groups, best in ((1, 1, [5, 11, 20, 0, 1]), (6, 3, [5, 11, 20, 4, 6]), (6, 2, [5, 11, 4, 6, 7])):
+        router = pack_router(torch.zeros(24, 16), bias, 5, groups, top_groups, False, 1.0)
+        weights, chosen = route(x, router)
+        assert chosen.tolist() == [best] * 2 and (weights == 0.5).all()
+
+
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2)])
+def test_nan_leads_nowhere(groups: int, top_groups: int) -> None:
+    x, weight, bias = numbers(3, 64), numbers(16, 64) / 8, torch.zeros(16)
+    x[1] = torch.nan
+    choice = 4, groups, top_groups, True, 1.0
+    expected, best = reference.route(x[[0, 2]], weight, bias, *choice)
+    weights, chosen = route(x, pack_router(weight.clone(), bias, *choice))
+    assert torch.equal(chosen[[0, 2]], best) and weights[1].isnan().all() and len(set(chosen[1].tolist())) == 4
+    assert ((chosen >= 0) & (chosen < 16)).all()
+    torch.testing.assert_close(weights[[0, 2]], expected)
+    weight[3] = torch.nan  # one expert's scores: it is not chosen
+    weights, chosen = route(x[:1], pack_router(weight, bias, *choice))
+    assert 3 not in chosen and weights.isfinite().all()
+
+
+def mixture(number: int, size: int, hidden: int, shared: int, dtype: torch.dtype) -> tuple[list[Tensor | None], Callable[[], Experts]]:
+    """The weights, and what packs a copy of them: a shared expert is `shared` times as wide as the others."""
+    routed = [numbers(number, 2 * size, hidden, dtype=dtype) / 8, numbers(number, hidden, size, dtype=dtype) / 8]
+    beside = (
+        [numbers(2 * shared * size, hidden, dtype=dtype) / 8, numbers(hidden, shared * size, dtype=dtype) / 8] if shared else [None] * 2
+    )
+
+    def packed() -> Experts:
+        alone = pack_expert_pair(*(each.clone().unsqueeze(0) for each in beside if each is not None)) if shared else None
+        return experts_of(pack_expert_pair(*(each.clone() for each in routed)), alone and (alone[0].first, alone[1].first))
+
+    return [*routed, *beside], packed
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("weight_type", TYPES, ids=str)
+@pytest.mark.parametrize("shared", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "size", "number", "top"),
+    [(1, 64, 96, 8, 2), (5, 100, 40, 7, 3), (64, 130, 64, 4, 1), (70, 64, 16, 5, 2), (1, 512, 208, 5, 3), (300, 256, 34, 33, 3)],
+)
+def test_experts(
+    rows: int, hidden: int, size: int, number: int, top: int, shared: int, dtype: torch.dtype, weight_type: torch.dtype,
+    with_threads: WithThreads,
+) -> None:  # fmt: skip
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)])
+    weights = torch.rand(rows, top, generator=dice)
+    matrices, packed = mixture(number, size, hidden, shared, weight_type)
+    unused = [expert for expert in range(number) if not (chosen == expert).any()]
+    for matrix in matrices[:2]:
+        assert matrix is not None
+        matrix[unused] = torch.nan  # an expert that no row chose is not read
+    x = among_nan(numbers(rows, hidden, dtype=dtype))
+    experts = packed()
+    actual = with_threads(1, lambda: mix_experts(x, weights, chosen, experts))
+    tolerance = 1e-4 if dtype == weight_type == torch.float32 else 3e-2
+    torch.testing.assert_close(actual, reference.experts(x, weights, chosen, *matrices), rtol=tolerance, atol=tolerance)  # type: ignore[arg-type]
+    for threads in (2, 3):
+        assert torch.equal(actual, with_threads(threads, lambda: mix_experts(x, weights, chosen, experts)))
+    for first, end in ((0, 1), (rows // 2, rows // 2 + 1), (rows // 3, rows)):
+        some = slice(first, end)
+        assert torch.equal(mix_experts(x[some], weights[some], chosen[some], experts), actual[some])
+    backwards = chosen.flip(1)
+    assert torch.equal(mix_experts(x, weights.flip(1).contiguous(), backwards.contiguous(), experts), actual), "by number, not by rank"
+
+
+def test_no_rows() -> None:
+    experts = mixture(4, 16, 32, 1, torch.float32)[1]()
+    nothing = torch.zeros(0, 2)
+    assert mix_experts(torch.zeros(0, 32), nothing, nothing.long(), experts).shape == (0, 32)
+
+
+def test_whole_panels_are_packed_in_place() -> None:
+    gate_up, down = numbers(3, 64, 48), numbers(3, 48, 32)
+    pair = pack_expert_pair(gate_up, down)
+    assert [each.data.data_ptr() for each in pair] == [gate_up.data_ptr(), down.data_ptr()]
