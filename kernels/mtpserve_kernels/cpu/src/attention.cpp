@@ -53,22 +53,22 @@ template <class F> inline void with_rows(int64_t rows, const F& f) {
 
 int64_t round_up(int64_t n, int64_t step) { return ceil_div(n, step) * step; }
 
-// LANES keys of `dim` numbers → to[d][PANEL], of which they are LANES columns.
-inline void transpose_keys(const float* const* keys, int64_t dim, float* to) {
+// LANES keys of `dim` numbers, at keys + offsets[i] → to[d][PANEL], of which they are LANES columns.
+inline void transpose_keys(const float* keys, const int64_t* offsets, int64_t dim, float* to) {
   for (int64_t d = 0; d < dim; d += LANES) {
     Floats x[LANES];
-    for (int i = 0; i < LANES; i++) x[i] = dim - d >= LANES ? load(keys[i] + d) : load(keys[i] + d, int(dim - d));
+    for (int i = 0; i < LANES; i++) x[i] = dim - d >= LANES ? load(keys + offsets[i] + d) : load(keys + offsets[i] + d, int(dim - d));
     transpose(x);
     for (int i = 0; i < LANES; i++) store(to + (d + i) * PANEL, x[i]);
   }
 }
 
 // Two numbers are moved as one of 32 bits. `dim` is even.
-inline void transpose_keys(const bf16* const* keys, int64_t dim, float* to) {
+inline void transpose_keys(const bf16* keys, const int64_t* offsets, int64_t dim, float* to) {
   for (int64_t d = 0; d < dim; d += 2 * LANES) {
     Floats x[LANES];
     for (int i = 0; i < LANES; i++) {
-      const float* pairs = (const float*)(keys[i] + d);
+      const float* pairs = (const float*)(keys + offsets[i] + d);
       x[i] = dim - d >= 2 * LANES ? load(pairs) : load(pairs, int(dim - d) / 2);
     }
     transpose(x);
@@ -103,15 +103,15 @@ template <int ROWS> void multiply_keys(const float* q, int64_t dim, const float*
   }
 }
 
-// sums[m] += p[m][j] values[j], j over `columns`; VECTORS vectors of it, or one of `count` numbers.
+// sums[m] += p[m][j] v[j], j over `columns`, v[j] at values + offsets[j]; VECTORS vectors of it, or one of `count` numbers.
 template <int ROWS, int VECTORS, bool COUNTED, class V>
-inline __attribute__((always_inline)) void add_tile(const float* p, const V* const* values, int64_t e, int count, Range columns, float* out,
+inline __attribute__((always_inline)) void add_tile(const float* p, const V* values, const int64_t* offsets, int64_t e, int count, Range columns, float* out,
                                                     int64_t stride) {
   Floats sums[ROWS][VECTORS];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < VECTORS; v++) sums[m][v] = load(out + m * stride + e + v * LANES);
   for (int64_t j = columns.first; j < columns.end; j++) {
-    const V* value = values[j] + e;
+    const V* value = values + offsets[j] + e;
     Floats x[VECTORS];
     for (int v = 0; v < VECTORS; v++) x[v] = COUNTED ? load(value, count) : load(value + v * LANES);
     for (int m = 0; m < ROWS; m++) {
@@ -125,12 +125,12 @@ inline __attribute__((always_inline)) void add_tile(const float* p, const V* con
 
 // All `dim` numbers from e on, in the widest tiles that fit.
 template <int ROWS, int VECTORS, class V>
-void add_values(const float* p, const V* const* values, int64_t e, int64_t dim, Range columns, float* out, int64_t stride) {
-  for (; e + VECTORS * LANES <= dim; e += VECTORS * LANES) add_tile<ROWS, VECTORS, false>(p, values, e, 0, columns, out, stride);
+void add_values(const float* p, const V* values, const int64_t* offsets, int64_t e, int64_t dim, Range columns, float* out, int64_t stride) {
+  for (; e + VECTORS * LANES <= dim; e += VECTORS * LANES) add_tile<ROWS, VECTORS, false>(p, values, offsets, e, 0, columns, out, stride);
   if constexpr (VECTORS > 1) {
-    if (e < dim) add_values<ROWS, VECTORS / 2>(p, values, e, dim, columns, out, stride);
+    if (e < dim) add_values<ROWS, VECTORS / 2>(p, values, offsets, e, dim, columns, out, stride);
   } else if (e < dim) {
-    add_tile<ROWS, 1, true>(p, values, e, int(dim - e), columns, out, stride);
+    add_tile<ROWS, 1, true>(p, values, offsets, e, int(dim - e), columns, out, stride);
   }
 }
 
@@ -193,8 +193,10 @@ template <class K> class Work {
   int64_t places = 0;                // the last place that some row sees, plus 1
   int64_t tree_start = INT64_MAX;
   bool nodes = false;               // some row is a tree's node
-  int64_t slot[MOST], ahead[MOST];  // of the columns at hand, and of the next block's
-  const K* key[BLOCK];
+  // Of the columns at hand, and of the next block's: where a head's key and value begin, in numbers after the first slot's.
+  struct Offsets {
+    int64_t key[MOST], value[MOST];
+  } here, ahead;
 
   const Row& row_of(int64_t m) const { return scratch.rows[(piece.rows.first + m) / group - piece.rows.first / group]; }
 
@@ -264,17 +266,20 @@ template <class K> class Work {
       for (int64_t m = piece.rows.first; m < piece.rows.end; m++) f(i++, spans.cu_q[piece.request] + m / group, h * group + m % group);
   }
 
-  // The slots of the columns start + seen; of the others up to `rounded` that of the first, which was written.
-  void find_slots(int64_t start, Range seen, int64_t* slots) const {
+  // The columns start + seen; before and after them, up to whole vectors, is the first of these again, which was written.
+  void find(int64_t start, Range seen, Offsets& offsets) const {
     const int64_t* pages = spans.page_table + spans.seats[piece.request] * spans.table_stride;
     const int64_t place = start + seen.first + spans.shift;
     int64_t page = place / spans.page_size, within = place % spans.page_size;
     for (int64_t c = seen.first; c < seen.end; page++, within = 0) {
-      const int64_t base = pages[page] * spans.page_size;
-      for (; within < spans.page_size && c < seen.end; within++, c++) slots[c] = base + within;
+      int64_t slot = pages[page] * spans.page_size + within;
+      for (; within < spans.page_size && c < seen.end; within++, c++, slot++) {
+        offsets.key[c] = slot * spans.key_stride;
+        offsets.value[c] = slot * spans.value_stride;
+      }
     }
-    for (int64_t c = seen.first / LANES * LANES; c < seen.first; c++) slots[c] = slots[seen.first];
-    for (int64_t c = seen.end; c < round_up(seen.end, LANES); c++) slots[c] = slots[seen.first];
+    for (int64_t c = seen.first / LANES * LANES; c < seen.first; c++) offsets.key[c] = offsets.key[seen.first];
+    for (int64_t c = seen.end; c < round_up(seen.end, LANES); c++) offsets.key[c] = offsets.key[seen.first];
   }
 
   Range seen_from(int64_t start, int64_t columns) const {
@@ -287,8 +292,8 @@ template <class K> class Work {
     const int64_t columns = tree ? MOST : BLOCK;
     const Range seen = seen_from(start, columns), next = seen_from(start + columns, BLOCK);
     if (seen.first >= seen.end) return columns;
-    find_slots(start, seen, slot);
-    if (next.first < next.end) find_slots(start + columns, next, ahead);
+    find(start, seen, here);
+    if (next.first < next.end) find(start + columns, next, ahead);
     for (int64_t h = 0; h < piece.heads.end - piece.heads.first; h++) {
       for (int64_t b = 0; b < seen.end; b += BLOCK) score(h, b, {std::max<int64_t>(0, seen.first - b), std::min<int64_t>(BLOCK, seen.end - b)}, next);
       if (tree) place_ancestors(tree_start - start);
@@ -297,18 +302,15 @@ template <class K> class Work {
     return columns;
   }
 
-  const K* key_of(int64_t s, int64_t h) const { return keys + s * spans.key_stride + (piece.heads.first + h) * spans.key_head_stride; }
-  const K* value_of(int64_t s, int64_t h) const { return values + s * spans.value_stride + (piece.heads.first + h) * spans.value_head_stride; }
-
   static void fetch(const K* from, int64_t dim) {
-    for (int64_t byte = 0; byte < dim * int64_t(sizeof(K)); byte += 64) prefetch((const char*)from + byte);
+    for (int64_t line = 0; line < dim; line += 64 / int64_t(sizeof(K))) prefetch(from + line);
   }
 
   void score(int64_t h, int64_t b, Range seen, Range next) {
+    const K* head = keys + (piece.heads.first + h) * spans.key_head_stride;
     for (int64_t c = seen.first / LANES * LANES; c < seen.end; c += LANES) {
-      for (int i = 0; i < LANES; i++) key[i] = key_of(slot[b + c + i], h);
-      for (int64_t i = std::max(next.first, c); i < std::min(next.end, c + LANES); i++) fetch(key_of(ahead[i], h), spans.key_dim);
-      transpose_keys(key, spans.key_dim, scratch.keys.data() + c / PANEL * PANEL * padded + c % PANEL);
+      for (int64_t i = std::max(next.first, c); i < std::min(next.end, c + LANES); i++) fetch(head + ahead.key[i], spans.key_dim);
+      transpose_keys(head, here.key + b + c, spans.key_dim, scratch.keys.data() + c / PANEL * PANEL * padded + c % PANEL);
     }
     each_tile([&](int64_t m, auto rows) {
       multiply_keys<rows>(scratch.q.data() + (h * count + m) * spans.key_dim, spans.key_dim, scratch.keys.data(), padded, seen,
@@ -351,12 +353,9 @@ template <class K> class Work {
       }
       scratch.total[i] += sum;
     }
-    const K* value[BLOCK];
-    for (int64_t j = 0; j < BLOCK; j++) value[j] = nullptr;
-    const Range all = {std::clamp<int64_t>(low - start - b, 0, BLOCK), std::clamp<int64_t>(end - start - b, 0, BLOCK)};
-    for (int64_t j = all.first; j < all.end; j++) value[j] = value_of(slot[b + j], h);
+    const K* head = values + (piece.heads.first + h) * spans.value_head_stride;
     if (b == 0 && (const void*)values != (const void*)keys)
-      for (int64_t j = next.first; j < next.end; j++) fetch(value_of(ahead[j], h), spans.value_dim);
+      for (int64_t j = next.first; j < next.end; j++) fetch(head + ahead.value[j], spans.value_dim);
     const int64_t shared = nodes ? std::clamp<int64_t>(tree_start - start - b, 0, BLOCK) : BLOCK;  // the columns before it are the same for all
     each_tile([&](int64_t m, auto rows) {
       Range joint{0, shared};
@@ -365,7 +364,7 @@ template <class K> class Work {
       const float* p = scratch.scores.data() + m * MOST + b;
       float* sums = scratch.sums.data() + (h * count + m) * width;
       if (joint.first > 0) each_alone(h, m, rows, start, b, seen, {0, joint.first});
-      if (joint.end > 0) add_values<rows, vectors_of(rows)>(p, value, 0, spans.value_dim, joint, sums, width);
+      if (joint.end > 0) add_values<rows, vectors_of(rows)>(p, head, here.value + b, 0, spans.value_dim, joint, sums, width);
       each_alone(h, m, rows, start, b, seen, {joint.end, BLOCK});
     });
   }
@@ -377,13 +376,14 @@ template <class K> class Work {
       for (many = 1; i + many < m + rows && &row_of(i + many) == &row; many++) {}
       const Range columns{std::max(part.first, seen[i].first), std::min(part.end, seen[i].end)};
       if (columns.first >= columns.end) continue;
-      const K* value[BLOCK];
+      int64_t offsets[BLOCK];
       for (int64_t j = columns.first; j < columns.end; j++) {
         const int64_t node = start + b + j - tree_start;
-        value[j] = value_of(row.ancestors && node >= 0 ? slot[tree_start - start + row.ancestor[node]] : slot[b + j], h);
+        offsets[j] = here.value[row.ancestors && node >= 0 ? tree_start - start + row.ancestor[node] : b + j];
       }
+      const K* head = values + (piece.heads.first + h) * spans.value_head_stride;
       with_rows(many, [&](auto same) {
-        add_values<same, vectors_of(same)>(scratch.scores.data() + i * MOST + b, value, 0, spans.value_dim, columns,
+        add_values<same, vectors_of(same)>(scratch.scores.data() + i * MOST + b, head, offsets, 0, spans.value_dim, columns,
                                            scratch.sums.data() + (h * count + i) * width, width);
       });
     }
