@@ -12,18 +12,20 @@ from functools import partial
 from typing import cast
 
 import torch
-from mtpserve_kernels.cpu import fused, layers as stacks, linear, matrices
+from mtpserve_kernels.cpu import fused, layers as stacks, linear, matrices, moe
 from torch import Tensor
 
 from mtpserve.attention.contexts import LayerContext
 from mtpserve.attention.cpu import CPUSpans
+from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
-from mtpserve.layers.kernels import HeadProducts, Kernels, Layer, RunLayers
+from mtpserve.layers.kernels import HeadProducts, Kernels, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
+from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
 from mtpserve.layers.torch_kernels import pack_layers as one_by_one, torch_kernels
@@ -36,6 +38,8 @@ def cpu_kernels() -> Kernels:
         gated=gated,
         rope_store=rope_store,
         latent_store=latent_store,
+        pack_router=pack_router,
+        pack_experts=pack_experts,
         pack_heads=pack_heads,
         pack_layers=pack_layers,
         pack=pack,
@@ -57,6 +61,47 @@ def latent_store(
 ) -> Tensor:  # fmt: skip
     tables = rotation.positions, rotation.cos, rotation.sin
     return fused.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved)
+
+
+def pack_router(weight: Tensor, bias: Tensor, arch: MoEArch) -> PanelRouter:
+    routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
+    return PanelRouter(moe.pack_router(weight.detach(), bias.detach(), *routing))
+
+
+@dataclass(frozen=True, slots=True)
+class PanelRouter:
+    """layers.kernels.Route"""
+
+    router: moe.Router
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return moe.route(x, self.router)
+
+
+def pack_experts(experts: RoutedExperts, shared: SharedExpert | None) -> PanelExperts:
+    """float8 experts are not packed: engine/compute leaves them to plain torch."""
+    assert experts.gate_up_scale_inv is None and experts.down_scale_inv is None
+    routed = moe.pack_expert_pair(experts.gate_up, experts.down)
+    beside = None if shared is None else shared_matrices(shared)
+    return PanelExperts(moe.experts_of(routed, beside), None if beside is not None else shared)
+
+
+def shared_matrices(shared: SharedExpert) -> tuple[linear.Matrix, linear.Matrix] | None:
+    """None: its size is not one of whole panels, and it is computed by itself."""
+    matrices = matrix_of(cast(Linear, shared.gate_up)), matrix_of(cast(Linear, shared.down))
+    return None if matrices[1].inputs % linear.PANEL else matrices
+
+
+@dataclass(frozen=True, slots=True)
+class PanelExperts:
+    """layers.kernels.MixExperts"""
+
+    experts: moe.Experts
+    apart: SharedExpert | None  # a shared expert that is not among them
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = moe.mix_experts(x, weights, chosen, self.experts)
+        return out if self.apart is None else out + self.apart(x)
 
 
 def pack_heads(weight: Tensor) -> HeadProducts:
@@ -136,10 +181,13 @@ def described_layer(layer: Layer) -> stacks.Layer:
         raise NotDescribed
     made = stacks.Layer(attention_norm=norm_of(layer.attention_norm), mlp_norm=norm_of(layer.mlp_norm))
     made.attention = described_attention(layer.attention)
-    if type(layer.mlp) is not MLP:
-        raise NotDescribed
-    made.gate_up, made.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
-    if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates:
+    if isinstance(layer.mlp, MLP):
+        made.gate_up, made.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
+        if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates:
+            raise NotDescribed
+    elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.mix, PanelExperts) and layer.mlp.mix.apart is None:
+        made.router, made.experts = cast(PanelRouter, layer.mlp.route).router, layer.mlp.mix.experts
+    else:
         raise NotDescribed
     return made
 

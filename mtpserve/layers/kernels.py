@@ -46,8 +46,14 @@ class LatentStore(Protocol):
 
 
 class Route(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor, arch: MoEArch, /) -> tuple[Tensor, Tensor]:
-        """x [T, H], weight [E, H] and bias [E] float32 → weights [T, top_k] float32, experts [T, top_k]."""
+    def __call__(self, x: Tensor, /) -> tuple[Tensor, Tensor]:
+        """x [T, H] → weights [T, top_k] float32, experts [T, top_k]."""
+        ...
+
+
+class PackRouter(Protocol):
+    def __call__(self, weight: Tensor, bias: Tensor, arch: MoEArch, /) -> Route:
+        """weight [E, H] and bias [E] float32, after loading. May reorder the memory of the weight, as core.protocols.Pack."""
         ...
 
 
@@ -139,7 +145,7 @@ class Kernels:
     gated: Gated
     rope_store: RopeStore
     latent_store: LatentStore
-    route: Route
+    pack_router: PackRouter
     pack_experts: PackExperts
     pack_heads: PackHeads
     pack_layers: PackLayers

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import LinearMethod
-from mtpserve.layers.kernels import Kernels, MixExperts
+from mtpserve.layers.kernels import Kernels, MixExperts, Route
 from mtpserve.layers.mlp import MLP
 
 
@@ -45,10 +45,12 @@ class MoE(nn.Module):
         self.arch, self.kernels = arch, kernels
         self.router, self.experts = Router(hidden, arch), Experts(hidden, arch)
         self.shared = MLP(hidden, arch.size * arch.shared, method, kernels) if arch.shared else None
+        self.route: Route
         self.mix: MixExperts
 
     def finish_loading(self) -> None:
+        self.route = self.kernels.pack_router(self.router.weight, self.router.bias, self.arch)
         self.mix = self.kernels.pack_experts(self.experts, self.shared)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x, *self.kernels.route(x, self.router.weight, self.router.bias, self.arch))
+        return self.mix(x, *self.route(x))

@@ -30,7 +30,7 @@ def torch_kernels() -> Kernels:
         gated,
         rope_store,
         latent_store,
-        route,
+        partial(partial, route),
         partial(partial, experts),
         pack_heads,
         pack_layers,
@@ -76,7 +76,7 @@ def latent_store(
     return rotated[:, :heads]
 
 
-def route(x: Tensor, weight: Tensor, bias: Tensor, arch: MoEArch) -> tuple[Tensor, Tensor]:
+def route(weight: Tensor, bias: Tensor, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
     return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 

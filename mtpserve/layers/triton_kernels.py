@@ -25,7 +25,7 @@ def triton_kernels() -> Kernels:
         gated,
         rope_store,
         latent_store,
-        route,
+        partial(partial, route),
         partial(partial, experts),
         pack_heads,
         pack_layers,
@@ -50,7 +50,7 @@ def latent_store(
     return rope.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved)
 
 
-def route(x: Tensor, weight: Tensor, bias: Tensor, arch: MoEArch) -> tuple[Tensor, Tensor]:
+def route(weight: Tensor, bias: Tensor, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
     return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 

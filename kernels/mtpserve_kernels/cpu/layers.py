@@ -13,6 +13,7 @@ from mtpserve_kernels.cpu.attention import Spans
 from mtpserve_kernels.cpu.library import Op
 from mtpserve_kernels.cpu.linear import TYPES, Matrix
 from mtpserve_kernels.cpu.matrices import Matrices
+from mtpserve_kernels.cpu.moe import Experts, Router
 
 
 class Norm(Structure):
@@ -28,7 +29,10 @@ class AttentionLayer(Structure):
 
 
 class Layer(Structure):
-    _fields_ = [("attention_norm", Norm), ("mlp_norm", Norm), ("attention", AttentionLayer), ("gate_up", Matrix), ("down", Matrix)]
+    _fields_ = [
+        ("attention_norm", Norm), ("mlp_norm", Norm), ("attention", AttentionLayer), ("gate_up", Matrix), ("down", Matrix),
+        ("router", Router), ("experts", Experts),
+    ]  # fmt: skip
 
 
 class Context(Structure):

@@ -9,7 +9,7 @@ namespace {
 
 // The arrays between the ops, for the widest of the layers. All members share them, so they are made before there are any.
 struct Arrays {
-  enum Name { NORMED, IN, Q_NORMED, LIFTED, QUERY, ATTENDED, JOINED, BRANCH, INNER, MIXED, COUNT };
+  enum Name { NORMED, IN, Q_NORMED, LIFTED, QUERY, ATTENDED, JOINED, BRANCH, INNER, SCORES, WEIGHTS, CHOSEN, COUNT };
   int64_t bytes[COUNT] = {};
   char* at[COUNT];
 
@@ -21,7 +21,14 @@ struct Arrays {
       widen(NORMED, row * pass.hidden), widen(BRANCH, row * pass.hidden), widen(IN, row * a.in.outputs);
       widen(Q_NORMED, row * a.q_rank), widen(LIFTED, row * a.q_up.outputs), widen(JOINED, row * a.out.inputs);
       widen(QUERY, row * a.heads * (a.kv_rank ? a.kv_rank + a.rope : a.dim)), widen(ATTENDED, row * a.heads * (a.kv_rank ? a.kv_rank : a.dim));
-      widen(INNER, row * layer->down.inputs);
+      if (!layer->router.weight.data) {
+        widen(INNER, row * layer->down.inputs);
+        continue;
+      }
+      const Router& router = layer->router;
+      widen(INNER, inner_size(layer->experts, pass.rows, router.top_k) * size_of(pass.type));
+      widen(SCORES, pass.rows * router.weight.outputs * 4);
+      widen(WEIGHTS, pass.rows * router.top_k * 4), widen(CHOSEN, pass.rows * router.top_k * 8);
     }
     int64_t total = 64;
     for (int64_t size : bytes) total += size;
@@ -88,6 +95,16 @@ struct Walk {
     member.wait();
   }
 
+  void mixture(const Layer& layer, const void* x, void* out) const {
+    const auto weights = (float*)arrays.at[Arrays::WEIGHTS];
+    const auto chosen = (int64_t*)arrays.at[Arrays::CHOSEN];
+    route(member, layer.router, x, pass.type, pass.hidden, pass.rows, (float*)arrays.at[Arrays::SCORES], weights, chosen);
+    member.wait();
+    mix_experts(member, layer.experts, {weights, chosen, layer.router.top_k}, x, pass.type, pass.hidden, pass.rows, arrays.at[Arrays::INNER],
+                {out, pass.hidden, pass.type, false});
+    member.wait();
+  }
+
   // x + residual is the layer's input; its output is `out` + pass.total.
   void layer(const Layer& layer, const Context& context, const void* x, const void* residual, void* out, std::atomic<int64_t>& next) const {
     char *normed = arrays.at[Arrays::NORMED], *branch = arrays.at[Arrays::BRANCH];
@@ -97,6 +114,10 @@ struct Walk {
     else grouped(layer.attention, context, next);
     product(layer.attention.out, arrays.at[Arrays::JOINED], layer.attention.out.inputs, branch);
     norm(layer.mlp_norm, branch, pass.hidden, residual ? pass.total : x, pass.hidden, normed);
+    if (layer.router.weight.data) {
+      mixture(layer, normed, out);
+      return;
+    }
     product(layer.gate_up, normed, pass.hidden, arrays.at[Arrays::INNER], true);
     product(layer.down, arrays.at[Arrays::INNER], layer.down.inputs, out);
   }

@@ -3,7 +3,7 @@
 #pragma once
 #include "attention.h"
 #include "fused.h"
-#include "matrices.h"
+#include "moe.h"
 
 namespace mtp {
 
@@ -23,11 +23,13 @@ struct AttentionLayer {
   int64_t q_rank, kv_rank, nope, rope, value;
 };
 
-// layers/decoder.py, class DecoderLayer.
+// layers/decoder.py, class DecoderLayer. The feed-forward block is a mixture of experts where there is a router.
 struct Layer {
   Norm attention_norm, mlp_norm;
   AttentionLayer attention;
   Matrix gate_up, down;
+  Router router;
+  Experts experts;
 };
 
 // What a layer is given of a planned batch.
