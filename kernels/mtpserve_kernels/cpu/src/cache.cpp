@@ -62,9 +62,8 @@ void mtp_compact(void* data, int64_t layers, int64_t layer_stride, int64_t slot_
 // The index of a whole step, ten thousand tokens, takes less time than a second thread to start.
 void mtp_slots(const int64_t* page_table, int64_t stride, int64_t columns, const int64_t* seats, const int64_t* index, int64_t count,
                int64_t page_size, int64_t* out, int32_t) {
-  mtp::parallel(1, [&](const mtp::Member& member) {
-    mtp::slots(member, page_table, stride, columns, seats, index, count, page_size, out);
-  });
+  mtp::parallel(1,
+                [&](const mtp::Member& member) { mtp::slots(member, page_table, stride, columns, seats, index, count, page_size, out); });
 }
 
 void mtp_store_boundary(void* rows, int64_t pages, int64_t row_bytes, const int64_t* slots, const void* hidden, int64_t count,

@@ -14,8 +14,8 @@ struct Pool {
 // and its own; they may be sources of its other moves. A pair of equal slots, or one with a negative source, moves nothing.
 void compact(const Member& member, const Pool& pool, const int64_t* source, const int64_t* target, int64_t requests, int64_t depth);
 
-// page_table [seats, columns] with `stride` numbers from row to row; seats, index and out [count]: the slot of each request's token `index`.
-// Like torch, -1 is in the last column's page.
+// page_table [seats, columns] with `stride` numbers from row to row; seats, index and out [count]: the slot of each request's token
+// `index`. Like torch, -1 is in the last column's page.
 void slots(const Member& member, const int64_t* page_table, int64_t stride, int64_t columns, const int64_t* seats, const int64_t* index,
            int64_t count, int64_t page_size, int64_t* out);
 
