@@ -24,39 +24,51 @@ struct Item {
   float weight;
 };
 
-// Keys are kept in ascending order while what lies before them weighs less than `limit`: the last key that is kept. One digit a pass.
-uint32_t last_kept(std::vector<Item>& items, double limit) {
+thread_local std::vector<Item> items;
+
+// Keys are kept in ascending order while what lies before them weighs less than `limit`: the last key that is kept, of the first `count`
+// items. One digit a pass, and a pass over those items alone that have the digits before it.
+uint32_t last_kept(int64_t count, double limit) {
+  constexpr int DIGITS = 1 << 11;
   uint32_t last = 0;
   double before = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    double weights[256] = {};
-    for (const Item& item : items) weights[item.key >> shift & 255] += item.weight;
+  for (int shift : {21, 10, 0}) {
+    double weights[DIGITS] = {};
+    for (int64_t i = 0; i < count; i++) weights[items[i].key >> shift & (DIGITS - 1)] += items[i].weight;
     uint32_t digit = 0;
     double sum = before;
-    for (uint32_t d = 0; d < 256 && sum < limit; d++) {
+    for (uint32_t d = 0; d < DIGITS && sum < limit; d++) {
       if (weights[d] == 0) continue;
       digit = d;
       before = sum;
       sum += weights[d];
     }
-    std::erase_if(items, [&](const Item& item) { return (item.key >> shift & 255) != digit; });
+    int64_t left = 0;
+    for (int64_t i = 0; i < count; i++) {
+      const Item item = items[i];
+      items[left] = item;
+      left += (item.key >> shift & (DIGITS - 1)) == digit;
+    }
+    count = left;
     last |= digit << shift;
   }
   return last;
 }
 
-thread_local std::vector<Item> items;
-
 // Leaves the tokens whose weight is at least `least`.
 void keep(Law& law, float least) {
   int64_t kept = 0;
   law.tokens.resize(law.weights.size());
-  for (int64_t i = 0; i < law.count; i += LANES)
-    for (uint32_t hits = first_of(at_least(load(&law.weights[i]), set(least)), law.count - i); hits; hits &= hits - 1) {
-      const int64_t j = i + std::countr_zero(hits);
+  for (int64_t i = 0; i < law.count; i += LANES) {
+    if (!first_of(at_least(load(&law.weights[i]), set(least)), law.count - i)) continue;
+    // No branch for each: half of them would be guessed wrong.
+    for (int64_t j = i, end = std::min(law.count, i + LANES); j < end; j++) {
+      const float weight = law.weights[j];
       law.tokens[kept] = (int32_t)law.token(j);
-      law.weights[kept++] = law.weights[j];
+      law.weights[kept] = weight;
+      kept += weight >= least;
     }
+  }
   law.count = kept;
   law.all = false;
 }
@@ -87,7 +99,7 @@ void keep_top_k(Law& law, const float* row, int64_t vocab, float top, const Cuts
   law.tokens.resize(law.weights.size());
   law.all = false;
   law.count = 0;
-  items.clear();
+  items.resize(law.weights.size());
   for (int64_t block = 0; block < blocks; block++) {
     if ((maxima[block] - top) / cuts.temperature < least) continue;
     const int64_t end = std::min(vocab, (block + 1) * BLOCK);
@@ -98,12 +110,12 @@ void keep_top_k(Law& law, const float* row, int64_t vocab, float top, const Cuts
       for (uint32_t hits = first_of(at_least(x, set(least)), end - i); hits; hits &= hits - 1) {
         const int lane = std::countr_zero(hits);
         law.tokens[law.count] = int32_t(i + lane);
-        law.weights[law.count++] = s[lane];
-        items.push_back({std::bit_cast<uint32_t>(std::abs(s[lane])), 1.f});  // none is above 0: in descending order
+        law.weights[law.count] = s[lane];
+        items[law.count++] = {std::bit_cast<uint32_t>(std::abs(s[lane])), 1.f};  // none is above 0: in descending order
       }
     }
   }
-  keep(law, -std::bit_cast<float>(last_kept(items, double(cuts.top_k))));
+  keep(law, -std::bit_cast<float>(last_kept(law.count, double(cuts.top_k))));
 }
 
 // The fewest of the largest weights that hold top_p of the mass. All that weigh less than the tail's average have less than the tail
@@ -111,12 +123,12 @@ void keep_top_k(Law& law, const float* row, int64_t vocab, float top, const Cuts
 void keep_top_p(Law& law, float top_p) {
   const double mass = mass_of(law);
   keep(law, float(0.999 * (1 - double(top_p)) * mass / double(law.count)));
-  items.clear();
+  items.resize(law.weights.size());
   for (int64_t i = 0; i < law.count; i++) {
     const float weight = std::min(law.weights[i], 1.f);
-    items.push_back({ONE - std::bit_cast<uint32_t>(weight), weight});
+    items[i] = {ONE - std::bit_cast<uint32_t>(weight), weight};
   }
-  keep(law, std::bit_cast<float>(ONE - last_kept(items, top_p * mass)));
+  keep(law, std::bit_cast<float>(ONE - last_kept(law.count, top_p * mass)));
 }
 
 }  // namespace
@@ -195,11 +207,12 @@ int64_t race(const float* weights, const Law& law, uint64_t key) {
   float early[BLOCK];      // 2^31 unit(bits), rounded
   for (int64_t first = 0; first < law.count; first += BLOCK) {
     const int64_t count = std::min(BLOCK, law.count - first);
-    auto rounded = [&](int64_t token) { return float(int32_t(token_bits(base, token) >> 33)); };
+    auto rounded = [](uint64_t number) { return float(int32_t(finalise(number) >> 33)); };
+    uint64_t number = base + uint64_t(first + 1) * GOLDEN;
     if (law.all)
-      for (int64_t i = 0; i < count; i++) early[i] = rounded(first + i);
+      for (int64_t i = 0; i < count; i++, number += GOLDEN) early[i] = rounded(number);
     else
-      for (int64_t i = 0; i < count; i++) early[i] = rounded(law.tokens[first + i]);
+      for (int64_t i = 0; i < count; i++) early[i] = rounded(base + uint64_t(law.tokens[first + i] + 1) * GOLDEN);
     for (int64_t i = 0; i < count; i += LANES) {
       const Floats latest = mul(load(weights + first + i), set(bound));
       for (uint32_t hits = first_of(at_least(latest, load(early + i)), count - i); hits; hits &= hits - 1) {
