@@ -1,4 +1,4 @@
-"""The verdict over drafts, and the largest of each row, for a CPU: src/accept.h, src/sample.h.
+"""The verdict over drafts, drafts from logits, and the largest of each row, for a CPU: src/accept.h, src/sample.h.
 
 The laws are those of mtpserve_kernels.spec.reference, and so is the noise, bit by bit. Exponentials and sums are rounded otherwise, a few
 units in the last place: a token can differ from the reference's only where two of them are that close in the race, or one is that close
@@ -16,6 +16,7 @@ from mtpserve_kernels.cpu.library import Op
 
 _accept = Op("mtp_accept", *[c_void_p] * 4, c_int64, *[c_void_p] * 9, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 4)
 _argmax = Op("mtp_argmax", c_void_p, c_int64, c_int64, c_int64, c_void_p)
+_draw = Op("mtp_draw", c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 10)
 _noise = Op("mtp_noise", c_void_p, c_int64, c_int64, c_void_p)
 
 
@@ -40,6 +41,25 @@ def accept(
         vocab, depth,
     )  # fmt: skip
     return tokens, accepted, path, failed
+
+
+def draw(
+    logits: Tensor, seats: Tensor, index: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
+    coupled: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A draft for each of logits [rows, V] float32; seats and index [rows], index: of the draft; the rest as for accept, by seat.
+
+    → [rows] int64, drawn with the stream DRAFT or, where the seat is coupled, DRAW; and what they were drawn from, float32 [rows, V]. All
+    are coupled where `coupled` is None, and nobody asks what they were drawn from. A NaN counts as 0, inf as the largest number, and where
+    all of a row is -inf, all of it as 0.
+    """
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
+    tokens, q = torch.empty(len(logits), dtype=torch.int64), None if coupled is None else torch.empty(logits.shape)
+    _draw(
+        logits, logits.stride(0), *logits.shape, seats.contiguous(), index.contiguous(), temperature, top_k, top_p, min_p, seed, coupled, q,
+        tokens,
+    )  # fmt: skip
+    return tokens, q
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def test_the_noise_is_the_same_number() -> None:
     keys = torch.randint(-(1 << 62), 1 << 62, (7,))
     keys[0], keys[1] = 0, -1
     ours, plain = cpu.noise(keys, 5000), noise.noise(keys, 5000)
-    # Two numbers that differ, differ by 6e-16 of them at least: within 4.4e-16 the bits are equal, and only the logarithm is rounded otherwise.
+    # Two numbers that differ, differ by 6e-16 of them at least: within 4.4e-16 only the logarithm was rounded otherwise.
     torch.testing.assert_close(ours, plain, rtol=4 * 2.0**-53, atol=0)
     assert len(ours.unique()) == ours.numel()
 

@@ -1,4 +1,5 @@
-// Reference: mtpserve_kernels/spec/reference.py. Rejection: Leviathan et al. 2023, https://arxiv.org/abs/2211.17192.
+// Reference: mtpserve_kernels/spec/reference.py; mtpserve/spec/propose.py. Rejection: Leviathan et al. 2023,
+// https://arxiv.org/abs/2211.17192.
 #include "accept.h"
 
 #include <algorithm>
@@ -70,7 +71,49 @@ void walk(const Drafted& d, const Sampling& sampling, const Decision& out, int64
   std::fill(path + at, path + out.depth + 1, node);
 }
 
+// What a draft model computed as logits of a distribution: NaN is 0, inf the largest number; -inf means forbidden and stays, unless all
+// are.
+const float* valid(const float* row, int64_t vocab, Largest& top) {
+  thread_local std::vector<float> room;
+  room.assign(row, row + vocab);
+  const bool none = !top.nan && top.value < 0;  // not finite, so -inf
+  for (float& x : room) x = none || x != x ? 0.f : std::min(x, std::numeric_limits<float>::max());
+  top = largest(room.data(), vocab);
+  return room.data();
+}
+
+void propose_row(const Proposed& p, const Sampling& sampling, int64_t i) {
+  const float* row = p.logits + i * p.stride;
+  const int64_t seat = p.seats[i];
+  const Cuts cuts = sampling.cuts(seat);
+  Largest top = largest(row, p.vocab);
+  if (!top.finite()) row = valid(row, p.vocab, top);
+  float* q = p.q ? p.q + i * p.vocab : nullptr;
+  if (!(cuts.temperature > 0)) {
+    p.tokens[i] = top.token;
+    if (q) {
+      std::fill_n(q, p.vocab, 0.f);
+      q[top.token] = 1;
+    }
+    return;
+  }
+  law.of(row, p.vocab, top, cuts);
+  const bool coupled = !sampling.coupled || sampling.coupled[seat];
+  p.tokens[i] = law.token(race(law.weights.data(), law, keyed(sampling.seed[seat], p.index[i], coupled ? DRAW : DRAFT)));
+  if (!q) return;
+  if (law.all) {
+    for (int64_t j = 0; j < p.vocab; j++) q[j] = law.weights[j] / law.mass;
+  } else {
+    std::fill_n(q, p.vocab, 0.f);
+    for (int64_t j = 0; j < law.count; j++) q[law.tokens[j]] = law.weights[j] / law.mass;
+  }
+}
+
 }  // namespace
+
+void propose(std::atomic<int64_t>& next, const Proposed& proposed, const Sampling& sampling) {
+  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < proposed.rows;) propose_row(proposed, sampling, i);
+}
 
 void accept(std::atomic<int64_t>& next, const Drafted& drafted, const Sampling& sampling, const Decision& out) {
   for (int64_t r; (r = next.fetch_add(1, std::memory_order_relaxed)) < drafted.requests;) walk(drafted, sampling, out, r);
@@ -91,5 +134,15 @@ void mtp_accept(const float* logits, const int64_t* drafts, const int64_t* count
   std::atomic<int64_t> next{0};
   const bool small = requests == 1 || requests * vocab < mtp::SMALL_LOGITS;
   mtp::parallel(small ? 1 : threads, [&](const mtp::Member&) { mtp::accept(next, drafted, sampling, out); });
+}
+
+void mtp_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* seats, const int64_t* index,
+              const float* temperature, const int64_t* top_k, const float* top_p, const float* min_p, const int64_t* seed,
+              const bool* coupled, float* q, int64_t* tokens, int32_t threads) {
+  const mtp::Proposed proposed{rows, vocab, logits, stride, seats, index, q, tokens};
+  const mtp::Sampling sampling{temperature, top_k, top_p, min_p, seed, coupled};
+  std::atomic<int64_t> next{0};
+  const bool small = rows == 1 || rows * vocab < mtp::SMALL_LOGITS;
+  mtp::parallel(small ? 1 : threads, [&](const mtp::Member&) { mtp::propose(next, proposed, sampling); });
 }
 }

@@ -26,4 +26,17 @@ struct Decision {
 // Members take requests from `next`, which starts at 0.
 void accept(std::atomic<int64_t>& next, const Drafted& drafted, const Sampling& sampling, const Decision& out);
 
+// A draft for each row: the largest where temperature is 0, else drawn with the stream DRAFT, or DRAW where the seat is coupled.
+struct Proposed {
+  int64_t rows, vocab;
+  const float* logits;  // [rows, vocab] with `stride` from row to row; what is not finite is replaced, see accept.cpp
+  int64_t stride;
+  const int64_t *seats, *index;  // [rows]; `index`: of the token
+  float* q;                      // [rows, vocab]: what the drafts were drawn from; null: not asked for
+  int64_t* tokens;               // [rows]
+};
+
+// sampling.coupled may be null: all are. Members take rows from `next`, which starts at 0.
+void propose(std::atomic<int64_t>& next, const Proposed& proposed, const Sampling& sampling);
+
 }  // namespace mtp
