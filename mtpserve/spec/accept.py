@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +101,17 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     along = torch.arange(tokens.shape[1], device=logits.device)
     broken = ~torch.isfinite(best.values.gather(1, path_rows(surviving, tokens, accepted)))
     return Decision(tokens, accepted, surviving, (broken & (along <= accepted.unsqueeze(1))).any(1))
+
+
+def kernel_inputs(logits: Tensor, batch: Batch, depth: int) -> tuple[Any, ...]:
+    """The arguments of every device's `accept` kernel (mtpserve_kernels.spec.accept) for processed logits [R, K+1, vocabulary]."""
+    seats, sampler, tree = batch.seats, batch.sampler, batch.tree
+    cuts = sampler.parameters
+    return (
+        logits.contiguous(), batch.drafts, batch.draft_count, None if tree is None else tree.parents, None if tree is None else tree.depths,
+        batch.seat_ids, seats.length, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled,
+        None if sampler.all_coupled or sampler.all_greedy else seats.draft_probs, depth,
+    )  # fmt: skip
 
 
 def depths_of(tree: Tree | None, nodes: int, device: torch.device) -> Tensor:

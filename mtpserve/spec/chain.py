@@ -12,7 +12,6 @@ import torch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.passes import DraftPasses
-from mtpserve.spec.streams import DRAFT, DRAW
 
 
 class ChainDrafter:
@@ -31,8 +30,6 @@ class ChainDrafter:
         if steps == 0:
             return None
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
-        # A greedy request's distribution is a point mass: its draft is the argmax with any random numbers.
-        coupled = sampler.coupled(seat_ids)
         tokens, probs = length.new_zeros(len(length), 0), []
         for step in range(steps):
             if step:
@@ -41,13 +38,9 @@ class ChainDrafter:
                 state = self.passes.step(rows, state.features)
             count = length.new_full(length.shape, step)
             logits, columns = self.passes.logits(state.head, batch, seat_ids, tokens, count)
-            if sampler.all_greedy:
-                token = logits.argmax(-1) if columns is None else columns[logits.argmax(-1)]
-            else:
-                q = sampler.probs(logits, seat_ids)
+            token, q = self.passes.propose(logits, seat_ids, length + step, sampler)
+            if q is not None:
                 probs.append(q)
-                token = sampler.choose(q, seat_ids, length + step, DRAW if sampler.all_coupled else DRAFT)
-                if coupled is not None and not sampler.all_coupled:
-                    token = torch.where(coupled, sampler.choose(q, seat_ids, length + step, DRAW), token)
+            token = token if columns is None else columns[token]
             tokens = torch.cat([tokens, token.unsqueeze(1)], 1)
-        return Drafts(tokens, want.each.clamp(max=steps), torch.stack(probs, 1) if probs and not sampler.all_coupled else None)
+        return Drafts(tokens, want.each.clamp(max=steps), torch.stack(probs, 1) if probs else None)

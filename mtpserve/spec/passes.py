@@ -23,6 +23,7 @@ from torch import Tensor
 from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.core.batch import Batch, Hidden, Verdict
 from mtpserve.core.protocols import AttentionBackend, DraftModel
+from mtpserve.spec.propose import Propose, propose
 from mtpserve.spec.reduced import ReducedHead
 
 
@@ -30,9 +31,10 @@ class DraftPasses:
     """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk."""
 
     def __init__(
-        self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None
-    ) -> None:
-        self.model, self.attention, self.boundary, self.reduced = model, attention, boundary, reduced
+        self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None,
+        propose: Propose = propose,
+    ) -> None:  # fmt: skip
+        self.model, self.attention, self.boundary, self.reduced, self.propose = model, attention, boundary, reduced, propose
 
     def absorb(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
         """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
@@ -95,17 +97,12 @@ class DraftPasses:
 
     def logits(self, head: Tensor, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
         """head [rows, hidden], path [rows, D] the drafts so far → the logits after the request's rules, and the token of each column (None:
-        the whole vocabulary). Rules and sampling need the whole vocabulary; the argmax alone does not.
-
-        If the head's output is not finite, any draft may be proposed, but from a valid distribution.
-        """
+        the whole vocabulary). Rules and sampling need the whole vocabulary; the argmax alone does not. The logits
+        may be anything, NaN too: see propose."""
         sampler, columns, reduced = batch.sampler, None, self.reduced
         logits = self.model.logits(head) if reduced is None else reduced.multiply(head)
         if reduced is not None and sampler.all_greedy and not sampler.has_rules:
             columns = reduced.tokens
         elif reduced is not None:
             logits = reduced.spread(logits)
-        logits = sampler.processed(logits, seat_ids, path, count)
-        # -inf means forbidden and stays; a row in which every token is forbidden becomes uniform.
-        logits = torch.nan_to_num(logits, nan=0.0, neginf=-torch.inf)
-        return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits), columns
+        return sampler.processed(logits, seat_ids, path, count), columns

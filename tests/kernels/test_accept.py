@@ -11,58 +11,7 @@ from mtpserve_kernels.spec.accept import accept
 from scipy.stats import chisquare
 from torch import Tensor
 
-
-def settings(seats: int, dice: torch.Generator, **given: Any) -> dict[str, Tensor]:
-    """Per seat, drawn at random; a value that is given holds for all."""
-
-    def choice(name: str, options: list[float], dtype: torch.dtype) -> Tensor:
-        if name in given:
-            return torch.full((seats,), given[name], dtype=dtype)
-        return torch.tensor(options)[torch.randint(len(options), (seats,), generator=dice)].to(dtype)
-
-    return {
-        "length": torch.randint(1, 1000, (seats,), generator=dice),
-        "temperature": choice("temperature", [0.0, 0.3, 1.0, 2.0], torch.float32),
-        "top_k": choice("top_k", [0, 1, 3, 20], torch.int64),
-        "top_p": choice("top_p", [1.0, 0.9, 0.5, 1e-6], torch.float32),
-        "min_p": choice("min_p", [0.0, 0.05, 0.6], torch.float32),
-        "seed": torch.randint(-(1 << 62), 1 << 62, (seats,), generator=dice),
-        "coupled": choice("coupled", [0, 1], torch.bool),
-    }
-
-
-def tree_of(requests: int, nodes: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-    parents = torch.stack([(torch.rand(requests, generator=dice) * (i + 1)).long() for i in range(nodes - 1)], 1)
-    depths = torch.zeros(requests, nodes, dtype=torch.int64)
-    for i in range(nodes - 1):
-        depths[:, i + 1] = depths.gather(1, parents[:, i : i + 1]).squeeze(1) + 1
-    return parents, depths
-
-
-def case(requests: int, nodes: int, vocab: int, seed: int, tree: bool, drawn: bool, **given: Any) -> tuple[Any, ...]:
-    """Logits of few likely tokens and drafts among them, so that drafts are accepted and refused."""
-    dice = torch.Generator().manual_seed(seed)
-    seats = torch.randperm(requests + 2, generator=dice)[:requests]
-    logits = torch.randn(requests, nodes, vocab, generator=dice) * 2
-    likely = logits.topk(min(3, vocab), -1).indices
-    drafts = likely[:, :-1].gather(2, torch.randint(likely.shape[2], (requests, nodes - 1, 1), generator=dice)).squeeze(2)
-    parents, depths = tree_of(requests, nodes, dice) if tree else (None, None)
-    if parents is not None and depths is not None:  # as the engine keeps them: a part of wider rows
-        parents, depths = torch.nn.functional.pad(parents, (0, 3))[:, : nodes - 1], torch.nn.functional.pad(depths, (0, 2))[:, :nodes]
-    if parents is not None:
-        own = logits.argmax(-1)
-        follow = torch.rand(requests, nodes - 1, generator=dice) < 0.6
-        drafts = torch.where(follow, own.gather(1, parents), drafts)
-        # Siblings differ: a repeated one is taken out.
-        for i in range(nodes - 1):
-            twin = ((parents[:, :i] == parents[:, i : i + 1]) & (drafts[:, :i] == drafts[:, i : i + 1])).any(1)
-            drafts[twin, i] = -1
-    per_seat = settings(requests + 2, dice, **given)
-    q = torch.full((requests + 2, nodes - 1, vocab), torch.nan)
-    q[seats] = (logits[:, :-1] + torch.randn(requests, nodes - 1, vocab, generator=dice)).softmax(-1)
-    count = torch.randint(nodes, (requests,), generator=dice)
-    depth = nodes - 1 if depths is None else int(depths.max())
-    return (logits, drafts, count, parents, depths, seats, *per_seat.values(), q if drawn and nodes > 1 else None, depth)
+from tests.kernels.cases import agree, case, settings
 
 
 def rounds(device: torch.device) -> range:
@@ -73,13 +22,7 @@ def rounds(device: torch.device) -> range:
 def compare(device: torch.device, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     actual = accept(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
     tokens, accepted, path, failed = (x.cpu() for x in actual)
-    expected_tokens, expected_accepted, expected_path, expected_failed = reference.accept(*arguments)
-    assert torch.equal(failed, expected_failed)
-    fine = ~failed
-    assert torch.equal(accepted[fine], expected_accepted[fine])
-    counts = torch.arange(tokens.shape[1]) <= accepted.unsqueeze(1)
-    assert torch.equal(tokens[fine & True][counts[fine]], expected_tokens[fine][counts[fine]])
-    assert torch.equal(path[fine], expected_path[fine])
+    agree((tokens, accepted, path, failed), reference.accept(*arguments))
     return tokens, accepted, path, failed
 
 

@@ -91,6 +91,16 @@ inline float max(Floats a) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 
+// A truth for each lane. Comparisons with NaN are false.
+struct Mask {
+  __m256 v;
+};
+
+inline Mask at_least(Floats a, Floats b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ)}; }
+inline Mask either_nan(Floats a, Floats b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_UNORD_Q)}; }
+inline Mask operator|(Mask a, Mask b) { return {_mm256_or_ps(a.v, b.v)}; }
+inline uint32_t bits(Mask a) { return (uint32_t)_mm256_movemask_ps(a.v); }  // bit i: lane i
+
 struct Fp32 {
   using Stored = float;
   using X = float;

@@ -79,6 +79,16 @@ inline float sum(Floats a) {
 }
 inline float max(Floats a) { return _mm512_reduce_max_ps(a.v); }
 
+// A truth for each lane. Comparisons with NaN are false.
+struct Mask {
+  __mmask16 v;
+};
+
+inline Mask at_least(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
+inline Mask either_nan(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q)}; }
+inline Mask operator|(Mask a, Mask b) { return {__mmask16(a.v | b.v)}; }
+inline uint32_t bits(Mask a) { return a.v; }  // bit i: lane i
+
 struct Fp32 {
   using Stored = float;
   using X = float;

@@ -1,0 +1,78 @@
+"""The verdict over drafts, drafts from logits, and the largest of each row, for a CPU: src/accept.h, src/sample.h.
+
+The laws are those of mtpserve_kernels.spec.reference, and so is the noise, bit by bit. Exponentials and sums are rounded otherwise, a few
+units in the last place: a token can differ from the reference's only where two of them are that close in the race, or one is that close
+to a cut. A request's numbers depend neither on the other requests nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from mtpserve_kernels.cpu.library import Op
+
+_accept = Op("mtp_accept", *[c_void_p] * 4, c_int64, *[c_void_p] * 9, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 4)
+_argmax = Op("mtp_argmax", c_void_p, c_int64, c_int64, c_int64, c_void_p)
+_draw = Op("mtp_draw", c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 10)
+_noise = Op("mtp_noise", c_void_p, c_int64, c_int64, c_void_p)
+
+
+def accept(
+    logits: Tensor, drafts: Tensor, draft_count: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
+    temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, coupled: Tensor, draft_probs: Tensor | None,
+    depth: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See mtpserve_kernels.spec.accept.accept. Rows of nodes that are not on a request's path are not read; `depths` neither: the walk
+    counts. After a request's end its tokens are 0."""
+    requests, nodes, vocab = logits.shape
+    q = draft_probs if nodes > 1 else None
+    assert logits.is_contiguous() and logits.dtype == torch.float32 and drafts.shape == (requests, nodes - 1), (logits.shape, drafts.shape)
+    assert q is None or (q.shape[2] == vocab and q.stride(1) == vocab and q.stride(2) == 1), (q.shape, q.stride())
+    assert parents is None or parents.stride(1) == 1 or nodes < 3, parents.stride()
+    tokens, path = (torch.empty(requests, depth + 1, dtype=torch.int64) for _ in range(2))
+    accepted, failed = torch.empty(requests, dtype=torch.int64), torch.empty(requests, dtype=torch.bool)
+    q_stride, q_nodes = (0, 0) if q is None else (q.stride(0), q.shape[1])
+    _accept(
+        logits, drafts.contiguous(), draft_count.contiguous(), parents, 0 if parents is None else parents.stride(0), seats.contiguous(),
+        length, temperature, top_k, top_p, min_p, seed, coupled, q, q_stride, q_nodes, tokens, accepted, path, failed, requests, nodes,
+        vocab, depth,
+    )  # fmt: skip
+    return tokens, accepted, path, failed
+
+
+def draw(
+    logits: Tensor, seats: Tensor, index: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
+    coupled: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A draft for each of logits [rows, V] float32; seats and index [rows], index: of the draft; the rest as for accept, by seat.
+
+    → [rows] int64, drawn with the stream DRAFT or, where the seat is coupled, DRAW; and what they were drawn from, float32 [rows, V]. All
+    are coupled where `coupled` is None, and nobody asks what they were drawn from. A NaN counts as 0, inf as the largest number, and where
+    all of a row is -inf, all of it as 0.
+    """
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
+    tokens, q = torch.empty(len(logits), dtype=torch.int64), None if coupled is None else torch.empty(logits.shape)
+    _draw(
+        logits, logits.stride(0), *logits.shape, seats.contiguous(), index.contiguous(), temperature, top_k, top_p, min_p, seed, coupled, q,
+        tokens,
+    )  # fmt: skip
+    return tokens, q
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """logits [rows, V] float32 → [rows] int64, as torch.argmax: the first of the largest, and a NaN is larger than all."""
+    assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
+    out = torch.empty(len(logits), dtype=torch.int64)
+    _argmax(logits, logits.stride(0), *logits.shape, out)
+    return out
+
+
+def noise(key: Tensor, count: int) -> Tensor:
+    """key [n] int64 → [n, count] float64: see mtpserve_kernels.noise.noise. The race computes these numbers where it needs them; this op is
+    there to compare them."""
+    out = torch.empty(len(key), count, dtype=torch.float64)
+    _noise(key.contiguous(), len(key), count, out)
+    return out

@@ -1,0 +1,39 @@
+"""Work on the KV pool itself, for a CPU: src/cache.h. Each has the contract of its namesake in mtpserve_kernels.cache.reference."""
+
+from __future__ import annotations
+
+from ctypes import c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from mtpserve_kernels.cpu.library import Op
+
+_compact = Op("mtp_compact", c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
+_slots = Op("mtp_slots", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p)
+_store_boundary = Op("mtp_store_boundary", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
+
+
+def compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
+    """pool [layers, slots, heads, dim] of any type; source, target [R, D] int64. A request's targets may be sources of its other moves."""
+    layers, _, heads, dim = pool.shape
+    assert pool.stride(3) == 1 and pool.stride(2) == dim and source.shape == target.shape, (pool.stride(), source.shape, target.shape)
+    size = pool.element_size()
+    _compact(
+        pool, layers, pool.stride(0) * size, pool.stride(1) * size, heads * dim * size, source.contiguous(), target.contiguous(),
+        *source.shape,
+    )  # fmt: skip
+
+
+def slots(page_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
+    """page_table [seats, columns], seats and index [n]: int64; index -1 is in the page of the last column, as in torch."""
+    assert page_table.stride(1) == 1 and page_table.dtype == torch.int64, (page_table.stride(), page_table.dtype)
+    out = torch.empty(len(index), dtype=torch.int64)
+    _slots(page_table, page_table.stride(0), page_table.shape[1], seats.contiguous(), index.contiguous(), len(index), page_size, out)
+    return out
+
+
+def store_boundary(rows: Tensor, slots: Tensor, hidden: Tensor, page_size: int) -> None:
+    """rows [pages, width], slots [T] int64, hidden [T, width] of the same type; both contiguous. The last page's row stays as it is."""
+    assert rows.is_contiguous() and hidden.is_contiguous() and hidden.shape == (len(slots), rows.shape[1]) and hidden.dtype == rows.dtype
+    _store_boundary(rows, len(rows), rows.shape[1] * rows.element_size(), slots.contiguous(), hidden, len(slots), page_size)
