@@ -20,24 +20,48 @@ constexpr int GATED_ROWS = std::min(MAX_ROWS, SUM_REGISTERS / (2 * PANEL_VECTORS
 
 using Sums = Floats[PANEL_VECTORS];
 
+#define UNROLL _Pragma("GCC unroll 8")
+
+// The same pointer, of which the compiler does not know that: what was loaded from it is loaded again, rather than kept in a register
+// that a sum needs.
+template <class T> inline const T* again(const T* p) {
+  asm volatile("" : "+r"(p));
+  return p;
+}
+
 // sums[m][p]: row m of x times panel p.
 template <class Method, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void multiply(const typename Method::X* x, int64_t stride, const typename Method::Stored* const* panels,
                                                     int64_t inputs, Sums (&sums)[ROWS][PANELS]) {
-  for (int m = 0; m < ROWS; m++)
-    for (int p = 0; p < PANELS; p++)
-      for (int v = 0; v < PANEL_VECTORS; v++) sums[m][p][v] = zero();
-  constexpr int LINE = PANEL * Method::STEP;  // numbers of a panel in one step
-  for (int64_t k = 0; k < inputs / Method::STEP; k++) {
-    for (int p = 0; p < PANELS; p++) {
-      const typename Method::Stored* line = panels[p] + k * LINE;
-      prefetch((const char*)line + PREFETCH);
-      for (int v = 0; v < PANEL_VECTORS; v++) {
-        const typename Method::Weights w = Method::load(line + v * LANES * Method::STEP);
-        for (int m = 0; m < ROWS; m++) sums[m][p][v] = Method::step(sums[m][p][v], w, x + m * stride + k * Method::STEP);
+  constexpr int LINE = PANEL * Method::STEP, LINES = std::max(2 / Method::STEP, 1);  // numbers of a panel in one step; steps at once
+  Floats part[ROWS][PANELS][PANEL_VECTORS];  // local: otherwise they are not kept in registers
+  UNROLL for (int m = 0; m < ROWS; m++)
+    UNROLL for (int p = 0; p < PANELS; p++)
+      UNROLL for (int v = 0; v < PANEL_VECTORS; v++) part[m][p][v] = zero();
+  const typename Method::Stored* lines[PANELS];
+  UNROLL for (int p = 0; p < PANELS; p++) lines[p] = panels[p];
+  const typename Method::X* upper = x + 3 * stride;  // two pointers and one stride reach six rows without further additions
+  for (int64_t k = 0; k < inputs / Method::STEP; k += LINES) {
+    UNROLL for (int i = 0; i < LINES * Method::PARTS; i++) {
+      UNROLL for (int p = 0; p < PANELS; p++) {
+        const typename Method::Stored* line = again(lines[p]) + i / Method::PARTS * LINE;
+        if (i % Method::PARTS == 0) prefetch((const char*)line + PREFETCH);
+        decltype(Method::load(line, 0)) w[PANEL_VECTORS];
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) w[v] = Method::load(line + v * LANES * Method::STEP, i % Method::PARTS);
+        const typename Method::X *low = again(x) + i * Method::STEP / Method::PARTS, *high = again(upper) + i * Method::STEP / Method::PARTS;
+        UNROLL for (int m = 0; m < ROWS; m++) {
+          const auto at = Method::broadcast(m < 3 ? low + m * stride : high + (m - 3) * stride);
+          UNROLL for (int v = 0; v < PANEL_VECTORS; v++) part[m][p][v] = in_register(Method::step(part[m][p][v], w[v], at));
+        }
       }
     }
+    UNROLL for (int p = 0; p < PANELS; p++) lines[p] += LINE * LINES;
+    x += LINES * Method::STEP;
+    upper += LINES * Method::STEP;
   }
+  UNROLL for (int m = 0; m < ROWS; m++)
+    UNROLL for (int p = 0; p < PANELS; p++)
+      UNROLL for (int v = 0; v < PANEL_VECTORS; v++) sums[m][p][v] = part[m][p][v];
 }
 
 inline void put(const Output& out, int64_t row, int64_t column, Floats x, int64_t width) {
@@ -118,15 +142,18 @@ void block(const Matrix& matrix, const typename Method::X* x, int64_t stride, in
   }
 }
 
+template <class From, class To> void convert(const From* from, To* to, int64_t count) {
+  int64_t k = 0;
+  for (; k + LANES <= count; k += LANES) store(to + k, load(from + k));
+  if (k < count) store(to + k, load(from + k, (int)(count - k)), (int)(count - k));
+}
+
 // x as the method multiplies it: itself where the type is right, otherwise a copy of these rows.
 template <class X> const X* converted(const void* x, Type type, int64_t& stride, int64_t rows, int64_t inputs, std::vector<X>& room) {
   if (type == (sizeof(X) == 4 ? FP32 : BF16)) return (const X*)x;
   room.resize(rows * inputs);
   for (int64_t m = 0; m < rows; m++)
-    for (int64_t k = 0; k < inputs; k++) {
-      float value = type == FP32 ? ((const float*)x)[m * stride + k] : widen(((const bf16*)x)[m * stride + k]);
-      assign(room[m * inputs + k], value);
-    }
+    type == FP32 ? convert((const float*)x + m * stride, &room[m * inputs], inputs) : convert((const bf16*)x + m * stride, &room[m * inputs], inputs);
   stride = inputs;
   return room.data();
 }

@@ -11,6 +11,11 @@ struct Floats {
   __m256 v;
 };
 
+// Stops the compiler from moving x to memory or to another place in the program.
+inline Floats in_register(Floats x) {
+  asm volatile("" : "+x"(x.v));
+  return x;
+}
 inline Floats zero() { return {_mm256_setzero_ps()}; }
 inline Floats set(float x) { return {_mm256_set1_ps(x)}; }
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p)}; }
@@ -71,31 +76,23 @@ inline float max(Floats a) {
 struct Fp32 {
   using Stored = float;
   using X = float;
-  static constexpr int STEP = 1;  // inputs that are multiplied at once
-  struct Weights {
-    __m256 v;
-  };
-  static Weights load(const float* p) { return {_mm256_loadu_ps(p)}; }
-  static Floats step(Floats sum, Weights w, const float* x) { return {_mm256_fmadd_ps(w.v, _mm256_broadcast_ss(x), sum.v)}; }
+  static constexpr int STEP = 1, PARTS = 1;
+  static __m256 broadcast(const float* x) { return _mm256_broadcast_ss(x); }
+  static __m256 load(const float* p, int) { return _mm256_loadu_ps(p); }
+  static Floats step(Floats sum, __m256 w, __m256 x) { return {_mm256_fmadd_ps(w, x, sum.v)}; }
 };
 
 struct Bf16 {
   using Stored = bf16;
   using X = float;
-  static constexpr int STEP = 2;
-  struct Weights {
-    __m256 even, odd;
-  };
+  static constexpr int STEP = 2, PARTS = 2;
+  static __m256 broadcast(const float* x) { return _mm256_broadcast_ss(x); }
   // Pairs of inputs lie beside each other: the lower half of each 32 bits is the even one's weight.
-  static Weights load(const bf16* p) {
+  static __m256 load(const bf16* p, int part) {
     __m256i pairs = _mm256_loadu_si256((const __m256i*)p);
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
-            _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)))};
+    return _mm256_castsi256_ps(part ? _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)) : _mm256_slli_epi32(pairs, 16));
   }
-  static Floats step(Floats sum, Weights w, const float* x) {
-    __m256 first = _mm256_fmadd_ps(w.even, _mm256_broadcast_ss(x), sum.v);
-    return {_mm256_fmadd_ps(w.odd, _mm256_broadcast_ss(x + 1), first)};
-  }
+  static Floats step(Floats sum, __m256 w, __m256 x) { return {_mm256_fmadd_ps(w, x, sum.v)}; }
 };
 
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }

@@ -11,6 +11,11 @@ struct Floats {
   __m512 v;
 };
 
+// Stops the compiler from moving x to memory or to another place in the program.
+inline Floats in_register(Floats x) {
+  asm volatile("" : "+v"(x.v));
+  return x;
+}
 inline Floats zero() { return {_mm512_setzero_ps()}; }
 inline Floats set(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -53,47 +58,37 @@ inline float max(Floats a) { return _mm512_reduce_max_ps(a.v); }
 struct Fp32 {
   using Stored = float;
   using X = float;
-  static constexpr int STEP = 1;  // inputs that are multiplied at once
-  struct Weights {
-    __m512 v;
-  };
-  static Weights load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static Floats step(Floats sum, Weights w, const float* x) { return {_mm512_fmadd_ps(w.v, _mm512_set1_ps(*x), sum.v)}; }
+  static constexpr int STEP = 1, PARTS = 1;
+  static __m512 load(const float* p, int) { return _mm512_loadu_ps(p); }
+  static __m512 broadcast(const float* x) { return _mm512_set1_ps(*x); }
+  static Floats step(Floats sum, __m512 w, __m512 x) { return {_mm512_fmadd_ps(w, x, sum.v)}; }
 };
 
 #ifdef __AVX512BF16__
 struct Bf16 {
   using Stored = bf16;
   using X = bf16;
-  static constexpr int STEP = 2;
-  struct Weights {
-    __m512bh pairs;
-  };
-  static Weights load(const bf16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-  static Floats step(Floats sum, Weights w, const bf16* x) {
+  static constexpr int STEP = 2, PARTS = 1;
+  static __m512bh load(const bf16* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+  static __m512bh broadcast(const bf16* x) {
     int pair;
     std::memcpy(&pair, x, 4);
-    return {_mm512_dpbf16_ps(sum.v, w.pairs, (__m512bh)_mm512_set1_epi32(pair))};
+    return (__m512bh)_mm512_set1_epi32(pair);
   }
+  static Floats step(Floats sum, __m512bh w, __m512bh x) { return {_mm512_dpbf16_ps(sum.v, w, x)}; }
 };
 #else
 struct Bf16 {
   using Stored = bf16;
   using X = float;
-  static constexpr int STEP = 2;
-  struct Weights {
-    __m512 even, odd;
-  };
+  static constexpr int STEP = 2, PARTS = 2;
   // Pairs of inputs lie beside each other: the lower half of each 32 bits is the even one's weight.
-  static Weights load(const bf16* p) {
+  static __m512 load(const bf16* p, int part) {
     __m512i pairs = _mm512_loadu_si512(p);
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)))};
+    return _mm512_castsi512_ps(part ? _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(pairs, 16));
   }
-  static Floats step(Floats sum, Weights w, const float* x) {
-    __m512 first = _mm512_fmadd_ps(w.even, _mm512_set1_ps(x[0]), sum.v);
-    return {_mm512_fmadd_ps(w.odd, _mm512_set1_ps(x[1]), first)};
-  }
+  static __m512 broadcast(const float* x) { return _mm512_set1_ps(*x); }
+  static Floats step(Floats sum, __m512 w, __m512 x) { return {_mm512_fmadd_ps(w, x, sum.v)}; }
 };
 #endif
 
