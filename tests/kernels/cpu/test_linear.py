@@ -8,7 +8,8 @@ import pytest
 import torch
 from mtpserve_kernels.cpu.build import available
 from mtpserve_kernels.cpu.library import Unavailable, library, using
-from mtpserve_kernels.cpu.linear import Matrix, linear, pack, rows
+from mtpserve_kernels.cpu.linear import Matrix, linear, pack, pack_int8, quantize, rows
+from mtpserve_kernels.quant import reference
 from torch import Tensor
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -77,11 +78,13 @@ def test_gated(outputs: int, inputs: int, weights: torch.dtype) -> None:
 
 
 def made(kind: str, outputs: int, inputs: int) -> Matrix:
+    if kind == "int8":
+        return pack_int8(*quantize(randn(outputs, inputs)), randn(outputs))
     return pack(randn(outputs, inputs, dtype={"fp32": FP32, "bf16": BF16}[kind]))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), [(17, 30, False), (352, 130, False), (96, 1100, False), (224, 66, True)])
 def test_a_row_is_the_same_alone_and_among_others(outputs: int, inputs: int, gated: bool, kind: str, dtype: torch.dtype) -> None:
     matrix = made(kind, outputs, inputs)
@@ -92,7 +95,7 @@ def test_a_row_is_the_same_alone_and_among_others(outputs: int, inputs: int, gat
     assert linear(x, matrix, FP32, gated)[:MANY].equal(alone)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), [(1, 2, False), (17, 30, False), (343, 130, False), (224, 66, True)])
 def test_threads_change_nothing(outputs: int, inputs: int, gated: bool, kind: str) -> None:
     matrix, before = made(kind, outputs, inputs), torch.get_num_threads()
@@ -120,3 +123,53 @@ def test_whole_panels_are_packed_in_place() -> None:
     matrix, before = pack(weight), randn(32, 6)
     assert matrix.data == weight.data_ptr()
     assert weight[:16].flatten().equal(before[:16].T.flatten())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (17, 30), (40, 5121), (96, 64), (343, 131)])
+def test_int8_is_the_reference(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight, scale = quantize(randn(outputs, inputs))
+    bias = randn(outputs)
+    plain, matrix = pack_int8(weight.clone(), scale), pack_int8(weight.clone(), scale, bias)
+    for count in (1, 2, 5, 13, 67):
+        x = randn(count, inputs, dtype=dtype)
+        x[count // 2] = 0
+        given = between_nans(x)
+        assert linear(given, plain, FP32).equal(reference.linear_int8(x, weight, scale))
+        assert linear(given, matrix, FP32).equal(reference.linear_int8(x, weight, scale, bias))
+        assert linear(given, matrix, BF16).equal(reference.linear_int8(x, weight, scale, bias).bfloat16())
+
+
+def test_int8_with_the_largest_numbers() -> None:
+    """Every product at its limit: nothing saturates."""
+    weight, scale = torch.full((32, 4096), 127, dtype=torch.int8), torch.ones(32)
+    weight[1] = -127
+    weight[2, ::2] = -127
+    x = torch.full((7, 4096), 127.0)
+    x[1] = -127
+    x[2, ::2] = -127
+    assert linear(x, pack_int8(weight.clone(), scale)).equal((x @ weight.float().T))
+
+
+def test_int8_gated() -> None:
+    weight, scale = quantize(randn(224, 66))
+    matrix = pack_int8(weight.clone(), scale)
+    for count in (1, 3, 4, 40):
+        x = randn(count, 66)
+        close(linear(x, matrix, gated=True), gate(reference.linear_int8(x, weight, scale).double()))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_int8_shows_what_is_not_finite(bad: float) -> None:
+    x = randn(3, 30)
+    x[1, 29] = bad
+    out = linear(x, made("int8", 17, 30))
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_rows_of_an_int8_weight() -> None:
+    weight, scale = quantize(randn(50, 15))
+    ids = torch.tensor([49, 0, 16, 15, 16])
+    assert rows(pack_int8(weight.clone(), scale), ids).equal(weight[ids] * scale[ids].unsqueeze(1))
+    assert (weight * scale.unsqueeze(1) - randn(50, 15)).abs().max() <= scale.max() * 0.501
