@@ -40,12 +40,13 @@ class InstructionSet:
 
 
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+AVX512_FLAGS = (*(f"-m{flag}" for flag in AVX512), "-mfma")
+BF16_FLAGS = (*AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni")
 # From the best to the least.
 INSTRUCTION_SETS = (
-    InstructionSet(
-        "avx512_bf16", "x86_64", frozenset({*AVX512, "avx512_bf16", "fma"}), (*(f"-m{flag}" for flag in AVX512), "-mavx512bf16", "-mfma")
-    ),
-    InstructionSet("avx512", "x86_64", frozenset({*AVX512, "fma"}), (*(f"-m{flag}" for flag in AVX512), "-mfma")),
+    InstructionSet("avx512_bf16", "x86_64", frozenset({*AVX512, "avx512_bf16", "avx512_vnni", "fma"}), BF16_FLAGS),
+    InstructionSet("avx512_vnni", "x86_64", frozenset({*AVX512, "avx512_vnni", "fma"}), (*AVX512_FLAGS, "-mavx512vnni")),
+    InstructionSet("avx512", "x86_64", frozenset({*AVX512, "fma"}), AVX512_FLAGS),
     InstructionSet("avx2", "x86_64", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma")),
 )
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
+from mtpserve_kernels.quant.reference import quantize_int8
 
 PANEL = 16  # outputs
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class Matrix(Structure):
-    """src/linear.h. `tensors` keeps what it points to."""
+    """src/linear.h. `tensors` keeps what it points to: data, bias, scale."""
 
     _fields_ = [
         ("data", c_void_p), ("bias", c_void_p), ("scale", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("type", c_int32)
@@ -39,26 +40,48 @@ def pack_panels(data: Tensor) -> None:
     _pack(data, data.numel() // inputs, inputs, data.element_size())
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Matrix:
-    """weight [N, K] float32 or bfloat16, contiguous, K even; bias [N]. Where N is a multiple of 16 the weight is packed in place: its
-    numbers are in another order afterwards (`rows` reads them), and no second copy exists."""
-    outputs, inputs = weight.shape
-    assert inputs % 2 == 0 and weight.is_contiguous() and weight.dtype in TYPES, (weight.shape, weight.dtype)
+def packed(weight: Tensor, bias: Tensor | None, scale: Tensor | None, inputs: int) -> Matrix:
+    """weight [N, K rounded up]."""
     data = padded(weight.detach())
-    pack_panels(data)
-    added = None if bias is None else padded(bias.detach().float())
-    matrix = Matrix(data.data_ptr(), None if added is None else added.data_ptr(), None, outputs, inputs, TYPES[weight.dtype])
-    matrix.tensors = data, added
+    _pack(data, *data.shape, data.element_size())
+    added, scales = (None if x is None else padded(x.detach().float()) for x in (bias, scale))
+    where = (data.data_ptr(), *(None if x is None else x.data_ptr() for x in (added, scales)))
+    matrix = Matrix(*where, len(weight), inputs, TYPES[weight.dtype])
+    matrix.tensors = data, added, scales
     return matrix
 
 
+def pack(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    """weight [N, K] float32 or bfloat16, contiguous, K even; bias [N]. Where N is a multiple of 16 the weight is packed in place: its
+    numbers are in another order afterwards (`rows` reads them), and no second copy exists."""
+    inputs = weight.shape[1]
+    assert inputs % 2 == 0 and weight.is_contiguous() and weight.dtype in (torch.float32, torch.bfloat16), (weight.shape, weight.dtype)
+    return packed(weight, bias, None, inputs)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] → int8 [N, K] and one scale per output [N]: weight ≈ int8 * scale."""
+    return quantize_int8(weight)
+
+
+def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Matrix:
+    """weight [N, K] int8, contiguous, and scale [N], as `quantize` gives them; bias [N]. `linear` then quantises its inputs per row
+    (quant/reference.py `linear_int8`). Packed in place where N is a multiple of 16 and K of 4."""
+    inputs = weight.shape[1]
+    assert weight.is_contiguous() and weight.dtype == torch.int8, (weight.shape, weight.dtype)
+    missing = -inputs % 4
+    wide = torch.cat([weight, weight.new_zeros(len(weight), missing)], 1) if missing else weight
+    return packed(wide, bias, scale, inputs)
+
+
 def rows(matrix: Matrix, ids: Tensor) -> Tensor:
-    """The weight's rows `ids` [n] → [n, K], a copy."""
-    data = matrix.tensors[0]
+    """The weight's rows `ids` [n] → [n, K], a copy; of an int8 weight in float32, multiplied with their scales."""
+    data, _, scale = matrix.tensors
     assert data is not None
     step = 4 // data.element_size()
-    panels = data.view(-1, matrix.inputs // step, PANEL, step)
-    return panels[ids // PANEL, :, ids % PANEL].reshape(len(ids), matrix.inputs)
+    panels = data.view(-1, data.shape[1] // step, PANEL, step)
+    chosen = panels[ids // PANEL, :, ids % PANEL].reshape(len(ids), -1)[:, : matrix.inputs]
+    return chosen if scale is None else chosen * scale[ids].unsqueeze(1)
 
 
 def linear(x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, gated: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the float8 products compute, in plain torch."""
+"""What the float8 and int8 products compute, in plain torch."""
 
 from __future__ import annotations
 
@@ -33,3 +33,21 @@ def linear_fp8_both(x8: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, 
     x = (x8.float().unflatten(1, (-1, BLOCK)) * x_scale.unsqueeze(-1)).flatten(1)
     out: Tensor = x @ widen(weight, scale).T
     return (out if bias is None else out + bias.float()).to(dtype)
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K] → int8 [T, K] and one scale per row [T] float32: symmetric, each row's largest at 127. A row that is not finite gets NaN
+    as its scale."""
+    wide = x.float()
+    largest = wide.abs().amax(-1)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0.0)  # `127 / largest` would round twice
+    scale = torch.where(wide.isfinite().all(-1), largest / 127, torch.nan)
+    return (wide * inverse.unsqueeze(-1)).round().nan_to_num().to(torch.int8), scale
+
+
+def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """W8A8: weight int8 [N, K], scale [N]; x [T, K] is quantised per row. The sum of products is a whole number, and exact. → float32"""
+    x8, x_scale = quantize_int8(x)
+    whole = (x8.long() @ weight.long().T).float()
+    out = whole * x_scale.unsqueeze(-1) * scale
+    return out if bias is None else out + bias.float()

@@ -2,15 +2,17 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 namespace mtp {
 namespace {
 
-constexpr int MAX_ROWS = 6;        // of a tile
-constexpr int MAX_PANELS = 8;      // of a tile
-constexpr int64_t ROW_BLOCK = 96;  // rows whose inputs stay in the cache while the weights are read once
-constexpr int PREFETCH = 1024;     // bytes of a panel ahead
+constexpr int MAX_ROWS = 6;               // of a tile
+constexpr int MAX_PANELS = 4;             // of a tile
+constexpr int64_t GROUP = 96 << 10;       // bytes of the panels that all tiles of a block of rows use while they are in the L2 cache
+constexpr int64_t ROW_BLOCK = 256 << 10;  // bytes of the rows whose inputs stay in the L2 cache while the weights are read once
+constexpr int64_t AHEAD = 6 << 10;        // bytes of weights that are on their way where one tile has all rows
 
 // Panels of a tile of `rows` rows: as many sums as there are registers for.
 constexpr int panels_of(int rows) { return std::clamp(SUM_REGISTERS / (rows * PANEL_VECTORS), 1, MAX_PANELS); }
@@ -18,26 +20,76 @@ constexpr int panels_of(int rows) { return std::clamp(SUM_REGISTERS / (rows * PA
 // Rows of a tile that has at least two panels, a gate's and its up's.
 constexpr int GATED_ROWS = std::min(MAX_ROWS, SUM_REGISTERS / (2 * PANEL_VECTORS));
 
-using Sums = Floats[PANEL_VECTORS];
+#define UNROLL _Pragma("GCC unroll 8")
+
+// The same pointer, but the compiler does not know that: what was loaded from it is loaded again, rather than kept in a register that a
+// sum needs.
+template <class T>
+inline const T* again(const T* p) {
+  asm volatile("" : "+r"(p));
+  return p;
+}
+
+// What a tile prefetches: of each panel, what lies `skip` bytes further, and that `advance` bytes per line. Where several tiles share a
+// group of panels each fetches its part of the next group, so that memory and arithmetic are both busy all the time.
+struct Ahead {
+  int64_t skip, advance;
+};
+
+// A block of rows as a method multiplies them. int8: what the sums are multiplied with, and what is added to them before.
+template <class X>
+struct Inputs {
+  const X* x;
+  int64_t stride;
+  const float* scale;
+  const int32_t* offset;
+
+  Inputs rows_from(int64_t m) const { return {x + m * stride, stride, scale ? scale + m : nullptr, offset ? offset + m : nullptr}; }
+};
+
+template <class Method>
+using Sums = decltype(Method::none())[PANEL_VECTORS];
 
 // sums[m][p]: row m of x times panel p.
 template <class Method, int ROWS, int PANELS>
-inline __attribute__((always_inline)) void multiply(const typename Method::X* x, int64_t stride, const typename Method::Stored* const* panels,
-                                                    int64_t inputs, Sums (&sums)[ROWS][PANELS]) {
-  for (int m = 0; m < ROWS; m++)
-    for (int p = 0; p < PANELS; p++)
-      for (int v = 0; v < PANEL_VECTORS; v++) sums[m][p][v] = zero();
-  constexpr int LINE = PANEL * Method::STEP;  // numbers of a panel in one step
-  for (int64_t k = 0; k < inputs / Method::STEP; k++) {
-    for (int p = 0; p < PANELS; p++) {
-      const typename Method::Stored* line = panels[p] + k * LINE;
-      prefetch((const char*)line + PREFETCH);
-      for (int v = 0; v < PANEL_VECTORS; v++) {
-        const typename Method::Weights w = Method::load(line + v * LANES * Method::STEP);
-        for (int m = 0; m < ROWS; m++) sums[m][p][v] = Method::step(sums[m][p][v], w, x + m * stride + k * Method::STEP);
+inline __attribute__((always_inline)) void multiply(const typename Method::X* x, int64_t stride,
+                                                    const typename Method::Stored* const* panels, int64_t inputs, Ahead ahead,
+                                                    Sums<Method> (&sums)[ROWS][PANELS]) {
+  using Stored = typename Method::Stored;
+  constexpr int LINE = PANEL * Method::STEP, LINES = std::max(2 / Method::STEP, 1);  // numbers of a panel in one step; steps at once
+  Sums<Method> part[ROWS][PANELS];                                                   // local: otherwise it is not kept in registers
+  const Stored* lines[PANELS];
+  const char* next[PANELS];
+  UNROLL for (int p = 0; p < PANELS; p++) {
+    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) part[m][p][v] = Method::none();
+    lines[p] = panels[p];
+    next[p] = (const char*)panels[p] + ahead.skip;
+  }
+  const typename Method::X* upper = x + 3 * stride;  // two pointers and one stride reach six rows without further additions
+  for (int64_t k = 0; k < inputs; k += LINES * Method::STEP) {
+    UNROLL for (int i = 0; i < LINES * Method::PARTS; i++) {
+      UNROLL for (int p = 0; p < PANELS; p++) {
+        const Stored* line = again(lines[p]) + i / Method::PARTS * LINE;
+        if (i % Method::PARTS == 0) {
+          prefetch(next[p]);
+          next[p] += ahead.advance;
+        }
+        decltype(Method::load(line, 0)) w[PANEL_VECTORS];
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++) w[v] = Method::load(line + v * LANES * Method::STEP, i % Method::PARTS);
+        const typename Method::X *low = again(x) + i * Method::STEP / Method::PARTS,
+                                 *high = again(upper) + i * Method::STEP / Method::PARTS;
+        UNROLL for (int m = 0; m < ROWS; m++) {
+          const auto at = Method::broadcast(m < 3 ? low + m * stride : high + (m - 3) * stride);
+          UNROLL for (int v = 0; v < PANEL_VECTORS; v++) part[m][p][v] = in_register(Method::step(part[m][p][v], w[v], at));
+        }
       }
     }
+    UNROLL for (int p = 0; p < PANELS; p++) lines[p] += LINE * LINES;
+    x += LINES * Method::STEP;
+    upper += LINES * Method::STEP;
   }
+  UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int p = 0; p < PANELS; p++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+      sums[m][p][v] = part[m][p][v];
 }
 
 inline void put(const Output& out, int64_t row, int64_t column, Floats x, int64_t width) {
@@ -52,106 +104,173 @@ inline void put(const Output& out, int64_t row, int64_t column, Floats x, int64_
   }
 }
 
-// One tile: rows row … row + ROWS - 1, and PANELS panels from `panel` on; a gated tile has PANELS / 2 of the gate's and as many of the up's.
+// Bytes from one panel to the next.
+template <class Method>
+int64_t panel_bytes(const Matrix& matrix) {
+  return ceil_div(matrix.inputs, Method::STEP) * Method::STEP * PANEL * sizeof(typename Method::Stored);
+}
+
+// One tile: rows row … row + ROWS - 1, and PANELS panels from `panel` on; a gated tile has PANELS / 2 of the gate's and as many of the
+// up's.
 template <class Method, int ROWS, int PANELS, bool GATED>
-void tile(const Matrix& matrix, const typename Method::X* x, int64_t stride, int64_t row, int64_t panel, const Output& out) {
+void tile(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t panel, Ahead ahead, const Output& out) {
   constexpr int WIDE = GATED ? PANELS / 2 : PANELS;
   const int64_t width = GATED ? matrix.outputs / 2 : matrix.outputs, halves = matrix.outputs / 2 / PANEL;
   const typename Method::Stored* panels[PANELS];
   int64_t first[PANELS];
   for (int p = 0; p < PANELS; p++) {
-    int64_t index = p < WIDE ? panel + p : halves + panel + p - WIDE;
-    panels[p] = (const typename Method::Stored*)matrix.data + index * PANEL * matrix.inputs;
+    const int64_t index = p < WIDE ? panel + p : halves + panel + p - WIDE;
+    panels[p] = (const typename Method::Stored*)((const char*)matrix.data + index * panel_bytes<Method>(matrix));
     first[p] = index * PANEL;
   }
-  Sums sums[ROWS][PANELS];
-  multiply<Method>(x, stride, panels, matrix.inputs, sums);
+  Sums<Method> sums[ROWS][PANELS];
+  multiply<Method>(x.x, x.stride, panels, matrix.inputs, ahead, sums);
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < PANEL_VECTORS; v++) {
-      if (matrix.bias)
-        for (int p = 0; p < PANELS; p++) sums[m][p][v] = add(sums[m][p][v], load(matrix.bias + first[p] + v * LANES));
+      Floats y[PANELS];
+      for (int p = 0; p < PANELS; p++) {
+        const int64_t column = first[p] + v * LANES;
+        if constexpr (Method::SCALED) y[p] = mul(mul(to_floats(sums[m][p][v], x.offset[m]), set(x.scale[m])), load(matrix.scale + column));
+        else y[p] = sums[m][p][v];
+        if (matrix.bias) y[p] = add(y[p], load(matrix.bias + column));
+      }
       for (int p = 0; p < WIDE; p++) {
-        Floats y = sums[m][p][v];
-        if constexpr (GATED) y = mul(silu(y), sums[m][p + WIDE][v]);
-        put(out, row + m, (panel + p) * PANEL + v * LANES, y, width);
+        if constexpr (GATED) y[p] = mul(silu(y[p]), y[p + WIDE]);
+        put(out, row + m, (panel + p) * PANEL + v * LANES, y[p], width);
       }
     }
 }
 
-// Tiles of ROWS rows for the panels [first, end).
-template <class Method, int ROWS, bool GATED>
-void tiles(const Matrix& matrix, const typename Method::X* x, int64_t stride, int64_t row, Range panels, const Output& out) {
-  constexpr int PANELS = GATED ? std::max(panels_of(ROWS) / 2 * 2, 2) : panels_of(ROWS), WIDE = GATED ? PANELS / 2 : PANELS;
+// Tiles of ROWS rows for the panels [first, end): as wide as possible, then the half of that, …
+template <class Method, int ROWS, bool GATED, int WIDE>
+void tiles(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, Range panels, Ahead ahead, const Output& out) {
   int64_t p = panels.first;
-  for (; p + WIDE <= panels.end; p += WIDE) tile<Method, ROWS, PANELS, GATED>(matrix, x, stride, row, p, out);
-  for (; p < panels.end; p++) tile<Method, ROWS, GATED ? 2 : 1, GATED>(matrix, x, stride, row, p, out);
+  const Ahead each{ahead.skip ? ahead.skip : AHEAD / WIDE, ahead.advance};
+  for (; p + WIDE <= panels.end; p += WIDE) tile<Method, ROWS, GATED ? 2 * WIDE : WIDE, GATED>(matrix, x, row, p, each, out);
+  if constexpr (WIDE > 1)
+    if (p < panels.end) tiles<Method, ROWS, GATED, WIDE / 2>(matrix, x, row, {p, panels.end}, ahead, out);
 }
 
-template <class Method, bool GATED>
-void rows_of(const Matrix& matrix, const typename Method::X* x, int64_t stride, int64_t row, int64_t rows, Range panels, const Output& out) {
-  switch (rows) {
-    case 1: return tiles<Method, 1, GATED>(matrix, x, stride, row, panels, out);
-    case 2: return tiles<Method, 2, GATED>(matrix, x, stride, row, panels, out);
-    case 3: return tiles<Method, 3, GATED>(matrix, x, stride, row, panels, out);
-  }
-  if constexpr (!GATED || GATED_ROWS >= MAX_ROWS) {
-    switch (rows) {
-      case 4: return tiles<Method, 4, GATED>(matrix, x, stride, row, panels, out);
-      case 5: return tiles<Method, 5, GATED>(matrix, x, stride, row, panels, out);
-      case 6: return tiles<Method, 6, GATED>(matrix, x, stride, row, panels, out);
-    }
-  }
+template <class Method, bool GATED, int ROWS = 1>
+void rows_of(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t rows, Range panels, Ahead ahead,
+             const Output& out) {
+  if (rows == ROWS)
+    return tiles<Method, ROWS, GATED, GATED ? std::max(panels_of(ROWS) / 2, 1) : panels_of(ROWS)>(matrix, x, row, panels, ahead, out);
+  if constexpr (ROWS < (GATED ? GATED_ROWS : MAX_ROWS)) rows_of<Method, GATED, ROWS + 1>(matrix, x, row, rows, panels, ahead, out);
 }
 
 // Rows in tiles of nearly equal height: 7 are 4 + 3, not 6 + 1. A group of panels that stays in the cache is used by all tiles.
 template <class Method, bool GATED>
-void block(const Matrix& matrix, const typename Method::X* x, int64_t stride, int64_t row, int64_t rows, Range panels, const Output& out) {
-  constexpr int64_t MOST = GATED ? GATED_ROWS : MAX_ROWS;
-  const int64_t count = ceil_div(rows, MOST);
-  const int64_t together = count == 1 ? panels.end - panels.first : GATED ? 2 : 4;
+void block(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t rows, Range panels, const Output& out) {
+  const int64_t count = ceil_div(rows, GATED ? GATED_ROWS : MAX_ROWS);
+  if (count == 1) return rows_of<Method, GATED>(matrix, x, row, rows, panels, {0, PANEL * 4}, out);
+  const int64_t bytes = panel_bytes<Method>(matrix), together = std::max<int64_t>(GROUP / bytes / (GATED ? 2 : 1), 1);
   for (int64_t p = panels.first; p < panels.end; p += together) {
     const Range group{p, std::min(panels.end, p + together)};
     for (int64_t i = 0; i < count; i++) {
       const int64_t from = rows * i / count, to = rows * (i + 1) / count;
-      rows_of<Method, GATED>(matrix, x + from * stride, stride, row + from, to - from, group, out);
+      const Ahead ahead{together * bytes + bytes * i / count, PANEL * 4 / count};
+      rows_of<Method, GATED>(matrix, x.rows_from(from), row + from, to - from, group, ahead, out);
     }
   }
 }
 
-// x as the method multiplies it: itself where the type is right, otherwise a copy of these rows.
-template <class X> const X* converted(const void* x, Type type, int64_t& stride, int64_t rows, int64_t inputs, std::vector<X>& room) {
-  if (type == (sizeof(X) == 4 ? FP32 : BF16)) return (const X*)x;
-  room.resize(rows * inputs);
-  for (int64_t m = 0; m < rows; m++)
-    for (int64_t k = 0; k < inputs; k++) {
-      float value = type == FP32 ? ((const float*)x)[m * stride + k] : widen(((const bf16*)x)[m * stride + k]);
-      assign(room[m * inputs + k], value);
+template <class From, class To>
+void convert(const From* from, To* to, int64_t count) {
+  int64_t k = 0;
+  for (; k + LANES <= count; k += LANES) store(to + k, load(from + k));
+  if (k < count) store(to + k, load(from + k, (int)(count - k)), (int)(count - k));
+}
+
+// from ≈ to * scale, with the largest at 127. A row that has a NaN or an infinity gets NaN as its scale. Reference: quant/reference.py.
+template <class Method, class From>
+void quantize(const From* from, typename Method::X* to, int64_t count, float& scale, int32_t& offset) {
+  Floats largest = zero(), poison = zero();
+  auto each = [&](auto body) {
+    int64_t k = 0;
+    for (; k + LANES <= count; k += LANES) body(k, load(from + k));
+    if (k < count) body(k, load(from + k, (int)(count - k)));
+  };
+  each([&](int64_t, Floats x) {
+    largest = max(largest, max(x, sub(zero(), x)));
+    poison = fma(x, zero(), poison);
+  });
+  const float most = max(largest), inverse = most > 0 ? 127 / most : 0;
+  Floats total = zero();  // of whole numbers, and exact
+  each([&](int64_t k, Floats x) {
+    const Floats whole = round(mul(x, set(inverse)));
+    total = add(total, whole);
+    Method::store(to + k, whole);
+  });
+  scale = most / 127 + sum(poison);
+  offset = Method::OFFSET * int32_t(sum(total));
+}
+
+// These rows as the method multiplies them: the tensor itself where the type is right, otherwise a copy.
+template <class Method, class From>
+Inputs<typename Method::X> converted(const From* x, int64_t stride, int64_t rows, int64_t inputs) {
+  using X = typename Method::X;
+  if constexpr (std::is_same_v<From, X>) return {x, stride, nullptr, nullptr};
+  else {
+    thread_local std::vector<X> room;
+    thread_local std::vector<float> scale;
+    thread_local std::vector<int32_t> offset;
+    const int64_t step = ceil_div(inputs, LANES) * LANES + LANES;  // not a power of two: the rows shall not share the sets of a cache
+    if ((int64_t)room.size() < rows * step) room.resize(rows * step);
+    if constexpr (Method::SCALED) {
+      scale.resize(rows), offset.resize(rows);
+      for (int64_t m = 0; m < rows; m++) quantize<Method>(x + m * stride, &room[m * step], inputs, scale[m], offset[m]);
+    } else {
+      for (int64_t m = 0; m < rows; m++) convert(x + m * stride, &room[m * step], inputs);
     }
-  stride = inputs;
-  return room.data();
+    return {room.data(), step, scale.data(), offset.data()};
+  }
+}
+
+// What a member computes: some of the panels, and where there are many rows for few panels some of the rows.
+struct Share {
+  Range rows, panels;
+};
+
+Share share(const Member& member, int64_t rows, int64_t panels) {
+  int across = 1;  // parts of the rows
+  int64_t least = INT64_MAX;
+  for (int parts = 1; parts <= member.size; parts++) {
+    if (member.size % parts) continue;
+    // Tiles of the busiest member. Splitting the rows reads the weights more often, so it has to pay.
+    const int64_t tiles = ceil_div(panels, member.size / parts) * ceil_div(ceil_div(rows, MAX_ROWS), parts);
+    if (tiles * 10 < least * 9 || least == INT64_MAX) least = tiles, across = parts;
+  }
+  const int down = member.size / across;
+  return {Member{member.index / down, across, nullptr}.part(rows), Member{member.index % down, down, nullptr}.part(panels)};
+}
+
+template <class Method, class From>
+void run(const Member& member, const Matrix& matrix, const From* x, int64_t stride, int64_t rows, const Output& out) {
+  const Share mine = share(member, rows, ceil_div(out.gated ? matrix.outputs / 2 : matrix.outputs, PANEL));
+  if (mine.panels.first == mine.panels.end) return;
+  const int64_t room = ROW_BLOCK / (matrix.inputs * (int64_t)sizeof(typename Method::X)),
+                most = std::clamp<int64_t>(room / MAX_ROWS, 2, 16) * MAX_ROWS;
+  for (int64_t row = mine.rows.first; row < mine.rows.end; row += most) {
+    const int64_t count = std::min(most, mine.rows.end - row);
+    const auto inputs = converted<Method>(x + row * stride, stride, count, matrix.inputs);
+    if (out.gated) block<Method, true>(matrix, inputs, row, count, mine.panels, out);
+    else block<Method, false>(matrix, inputs, row, count, mine.panels, out);
+  }
 }
 
 template <class Method>
 void run(const Member& member, const Matrix& matrix, const void* x, Type type, int64_t stride, int64_t rows, const Output& out) {
-  const int64_t panels = ceil_div(out.gated ? matrix.outputs / 2 : matrix.outputs, PANEL);
-  const Range mine = member.part(panels);
-  if (mine.first == mine.end) return;
-  thread_local std::vector<typename Method::X> room;
-  for (int64_t row = 0; row < rows; row += ROW_BLOCK) {
-    const int64_t count = std::min(ROW_BLOCK, rows - row);
-    int64_t step = stride;
-    const char* from = (const char*)x + row * stride * (type == FP32 ? 4 : 2);
-    const typename Method::X* inputs = converted<typename Method::X>(from, type, step, count, matrix.inputs, room);
-    if (out.gated) block<Method, true>(matrix, inputs, step, row, count, mine, out);
-    else block<Method, false>(matrix, inputs, step, row, count, mine, out);
-  }
+  if (type == FP32) run<Method>(member, matrix, (const float*)x, stride, rows, out);
+  else run<Method>(member, matrix, (const bf16*)x, stride, rows, out);
 }
 
 }  // namespace
 
 void linear(const Member& member, const Matrix& matrix, const void* x, Type x_type, int64_t stride, int64_t rows, const Output& out) {
   if (matrix.type == FP32) run<Fp32>(member, matrix, x, x_type, stride, rows, out);
-  else run<Bf16>(member, matrix, x, x_type, stride, rows, out);
+  else if (matrix.type == BF16) run<Bf16>(member, matrix, x, x_type, stride, rows, out);
+  else run<Int8>(member, matrix, x, x_type, stride, rows, out);
 }
 
 }  // namespace mtp

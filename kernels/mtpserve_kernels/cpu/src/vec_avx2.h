@@ -11,6 +11,11 @@ struct Floats {
   __m256 v;
 };
 
+// Stops the compiler from moving x to memory or to another place in the program.
+inline Floats in_register(Floats x) {
+  asm volatile("" : "+x"(x.v));
+  return x;
+}
 inline Floats zero() { return {_mm256_setzero_ps()}; }
 inline Floats set(float x) { return {_mm256_set1_ps(x)}; }
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p)}; }
@@ -104,34 +109,60 @@ inline uint32_t bits(Mask a) { return (uint32_t)_mm256_movemask_ps(a.v); }  // b
 struct Fp32 {
   using Stored = float;
   using X = float;
-  static constexpr int STEP = 1;  // inputs that are multiplied at once
-  struct Weights {
-    __m256 v;
-  };
-  static Weights load(const float* p) { return {_mm256_loadu_ps(p)}; }
-  static Floats step(Floats sum, Weights w, const float* x) { return {_mm256_fmadd_ps(w.v, _mm256_broadcast_ss(x), sum.v)}; }
+  static constexpr int STEP = 1, PARTS = 1;
+  static constexpr bool SCALED = false;
+  static Floats none() { return zero(); }
+  static __m256 broadcast(const float* x) { return _mm256_broadcast_ss(x); }
+  static __m256 load(const float* p, int) { return _mm256_loadu_ps(p); }
+  static Floats step(Floats sum, __m256 w, __m256 x) { return {_mm256_fmadd_ps(w, x, sum.v)}; }
 };
 
 struct Bf16 {
   using Stored = bf16;
   using X = float;
-  static constexpr int STEP = 2;
-  struct Weights {
-    __m256 even, odd;
-  };
+  static constexpr int STEP = 2, PARTS = 2;
+  static constexpr bool SCALED = false;
+  static Floats none() { return zero(); }
+  static __m256 broadcast(const float* x) { return _mm256_broadcast_ss(x); }
   // Pairs of inputs lie beside each other: the lower half of each 32 bits is the even one's weight.
-  static Weights load(const bf16* p) {
+  static __m256 load(const bf16* p, int part) {
     __m256i pairs = _mm256_loadu_si256((const __m256i*)p);
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
-            _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)))};
+    return _mm256_castsi256_ps(part ? _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)) : _mm256_slli_epi32(pairs, 16));
   }
-  static Floats step(Floats sum, Weights w, const float* x) {
-    __m256 first = _mm256_fmadd_ps(w.even, _mm256_broadcast_ss(x), sum.v);
-    return {_mm256_fmadd_ps(w.odd, _mm256_broadcast_ss(x + 1), first)};
+  static Floats step(Floats sum, __m256 w, __m256 x) { return {_mm256_fmadd_ps(w, x, sum.v)}; }
+};
+
+struct Ints {
+  __m256i v;
+};
+inline Ints in_register(Ints x) {
+  asm volatile("" : "+x"(x.v));
+  return x;
+}
+inline Floats to_floats(Ints x, int32_t) { return {_mm256_cvtepi32_ps(x.v)}; }
+
+// Widened to 16 bits in registers, since a product of 8 bits by 8 (vpmaddubsw) can saturate: four inputs are b0 … b3 of 32 bits, of which
+// the first part multiplies b0 and b2, and the second b1 and b3.
+struct Int8 {
+  using Stored = int8_t;
+  using X = int16_t;  // in the order 0, 2, 1, 3
+  static constexpr int STEP = 4, PARTS = 2, OFFSET = 0;
+  static constexpr bool SCALED = true;
+  static Ints none() { return {_mm256_setzero_si256()}; }
+  static __m256i load(const int8_t* p, int part) {
+    __m256i fours = _mm256_loadu_si256((const __m256i*)p);
+    return _mm256_srai_epi16(part ? fours : _mm256_slli_epi16(fours, 8), 8);
+  }
+  static __m256i broadcast(const int16_t* x) { return _mm256_castps_si256(_mm256_broadcast_ss((const float*)x)); }
+  static Ints step(Ints sum, __m256i w, __m256i x) { return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(w, x))}; }
+  static void store(int16_t* to, Floats whole) {
+    __m256i wide = _mm256_cvtps_epi32(whole.v);
+    __m128i x = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storeu_si128((__m128i*)to, _mm_shufflehi_epi16(_mm_shufflelo_epi16(x, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0)));
   }
 };
 
-inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // into the L2 cache
 inline void pause() { _mm_pause(); }
 
 }  // namespace mtp

@@ -11,6 +11,11 @@ struct Floats {
   __m512 v;
 };
 
+// Stops the compiler from moving x to memory or to another place in the program.
+inline Floats in_register(Floats x) {
+  asm volatile("" : "+v"(x.v));
+  return x;
+}
 inline Floats zero() { return {_mm512_setzero_ps()}; }
 inline Floats set(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -92,51 +97,100 @@ inline uint32_t bits(Mask a) { return a.v; }  // bit i: lane i
 struct Fp32 {
   using Stored = float;
   using X = float;
-  static constexpr int STEP = 1;  // inputs that are multiplied at once
-  struct Weights {
-    __m512 v;
-  };
-  static Weights load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static Floats step(Floats sum, Weights w, const float* x) { return {_mm512_fmadd_ps(w.v, _mm512_set1_ps(*x), sum.v)}; }
+  static constexpr int STEP = 1, PARTS = 1;
+  static constexpr bool SCALED = false;
+  static Floats none() { return zero(); }
+  static __m512 load(const float* p, int) { return _mm512_loadu_ps(p); }
+  static __m512 broadcast(const float* x) { return _mm512_set1_ps(*x); }
+  static Floats step(Floats sum, __m512 w, __m512 x) { return {_mm512_fmadd_ps(w, x, sum.v)}; }
 };
 
 #ifdef __AVX512BF16__
 struct Bf16 {
   using Stored = bf16;
   using X = bf16;
-  static constexpr int STEP = 2;
-  struct Weights {
-    __m512bh pairs;
-  };
-  static Weights load(const bf16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-  static Floats step(Floats sum, Weights w, const bf16* x) {
+  static constexpr int STEP = 2, PARTS = 1;
+  static constexpr bool SCALED = false;
+  static Floats none() { return zero(); }
+  static __m512bh load(const bf16* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+  static __m512bh broadcast(const bf16* x) {
     int pair;
     std::memcpy(&pair, x, 4);
-    return {_mm512_dpbf16_ps(sum.v, w.pairs, (__m512bh)_mm512_set1_epi32(pair))};
+    return (__m512bh)_mm512_set1_epi32(pair);
   }
+  static Floats step(Floats sum, __m512bh w, __m512bh x) { return {_mm512_dpbf16_ps(sum.v, w, x)}; }
 };
 #else
 struct Bf16 {
   using Stored = bf16;
   using X = float;
-  static constexpr int STEP = 2;
-  struct Weights {
-    __m512 even, odd;
-  };
+  static constexpr int STEP = 2, PARTS = 2;
+  static constexpr bool SCALED = false;
+  static Floats none() { return zero(); }
   // Pairs of inputs lie beside each other: the lower half of each 32 bits is the even one's weight.
-  static Weights load(const bf16* p) {
+  static __m512 load(const bf16* p, int part) {
     __m512i pairs = _mm512_loadu_si512(p);
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)))};
+    return _mm512_castsi512_ps(part ? _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(pairs, 16));
   }
-  static Floats step(Floats sum, Weights w, const float* x) {
-    __m512 first = _mm512_fmadd_ps(w.even, _mm512_set1_ps(x[0]), sum.v);
-    return {_mm512_fmadd_ps(w.odd, _mm512_set1_ps(x[1]), first)};
+  static __m512 broadcast(const float* x) { return _mm512_set1_ps(*x); }
+  static Floats step(Floats sum, __m512 w, __m512 x) { return {_mm512_fmadd_ps(w, x, sum.v)}; }
+};
+#endif
+
+struct Ints {
+  __m512i v;
+};
+inline Ints in_register(Ints x) {
+  asm volatile("" : "+v"(x.v));
+  return x;
+}
+inline Floats to_floats(Ints x, int32_t offset) { return {_mm512_cvtepi32_ps(_mm512_add_epi32(x.v, _mm512_set1_epi32(offset)))}; }
+
+#ifdef __AVX512VNNI__
+// vpdpbusd takes one operand without a sign: weights are read as w + 128, and 128 times the sum of the inputs is taken off at the end.
+struct Int8 {
+  using Stored = int8_t;
+  using X = int8_t;
+  static constexpr int STEP = 4, PARTS = 1, OFFSET = -128;
+  static constexpr bool SCALED = true;
+  static Ints none() { return {_mm512_setzero_si512()}; }
+  static __m512i load(const int8_t* p, int) { return _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128)); }
+  static __m512i broadcast(const int8_t* x) {
+    int four;
+    std::memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+  }
+  static Ints step(Ints sum, __m512i w, __m512i x) { return {_mm512_dpbusd_epi32(sum.v, w, x)}; }
+  static void store(int8_t* to, Floats whole) { _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole.v))); }
+};
+#else
+// Widened to 16 bits in registers, since a product of 8 bits by 8 (vpmaddubsw) can saturate: four inputs are b0 … b3 of 32 bits, of which
+// the first part multiplies b0 and b2, and the second b1 and b3.
+struct Int8 {
+  using Stored = int8_t;
+  using X = int16_t;  // in the order 0, 2, 1, 3
+  static constexpr int STEP = 4, PARTS = 2, OFFSET = 0;
+  static constexpr bool SCALED = true;
+  static Ints none() { return {_mm512_setzero_si512()}; }
+  static __m512i load(const int8_t* p, int part) {
+    __m512i fours = _mm512_loadu_si512(p);
+    return _mm512_srai_epi16(part ? fours : _mm512_slli_epi16(fours, 8), 8);
+  }
+  static __m512i broadcast(const int16_t* x) {
+    int pair;
+    std::memcpy(&pair, x, 4);
+    return _mm512_set1_epi32(pair);
+  }
+  static Ints step(Ints sum, __m512i w, __m512i x) { return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(w, x))}; }
+  static void store(int16_t* to, Floats whole) {
+    __m256i x = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(whole.v));
+    x = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(x, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
+    _mm256_storeu_si256((__m256i*)to, x);
   }
 };
 #endif
 
-inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // into the L2 cache
 inline void pause() { _mm_pause(); }
 
 }  // namespace mtp
