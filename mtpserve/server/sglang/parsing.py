@@ -16,7 +16,7 @@ from mtpserve.server.service import MAX_BYTES_PER_TOKEN, Service
 from mtpserve.server.tools import Formats, call_format, tool_use
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
 from mtpserve.text.parsers.output import OutputParser
-from mtpserve.text.parsers.reasoning import Opening, Thinking
+from mtpserve.text.parsers.reasoning import Opening
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
 from mtpserve.text.requests import check_text
 
@@ -74,7 +74,7 @@ async def separate_reasoning(request: Request, body: SeparateReasoning) -> Respo
     """The reasoning in front of an answer, and the answer."""
     service: Service = request.app.state.service
     name = known(body.reasoning_parser or service.formats.reasoning, REASONINGS.names(), "reasoning_parser")
-    thinking: Thinking = REASONINGS.get(name)()
+    thinking = REASONINGS.get(name)
     events = await taken_apart(service, body.text, OutputParser(thinking, Opening.INSIDE if thinking.always else Opening.MAYBE))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
     return JSON(SeparatedReasoning(reasoning, "".join(event.text for event in events if isinstance(event, Content))))
