@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Tree, Verdict
 from mtpserve.spec.logprobs import logprobs_of
-from mtpserve.spec.paths import node_paths
 from mtpserve.spec.reject import reject
 from mtpserve.spec.streams import DRAW
 from mtpserve.spec.thresholds import Thresholds, lenient
@@ -132,3 +131,16 @@ def path_to(tree: Tree, node: Tensor, depth: int) -> Tensor:
     place = torch.where(member, tree.depths, depth + 1)  # nodes off the path go to a column that is cut off
     path = node.expand(-1, depth + 2).scatter(1, place, number.expand_as(place))
     return path[:, : depth + 1]
+
+
+def node_paths(drafts: Tensor, tree: Tree | None) -> tuple[Tensor, Tensor]:
+    """drafts [R, K] → the drafts on the path to each node, itself included [R, K+1, K], and their number [R, K+1]: the earlier tokens to
+    which that node's rules apply."""
+    spans, number = drafts.shape
+    nodes = torch.arange(number + 1, device=drafts.device)
+    if tree is None:
+        return drafts.unsqueeze(1).expand(spans, number + 1, number), nodes.expand(spans, -1)
+    member = (tree.ancestors.unsqueeze(2) >> nodes[1:] & 1).bool()  # [R, K+1, K]
+    place = torch.where(member, member.long().cumsum(2) - 1, number)  # the others go to a column that is cut off
+    path = drafts.new_zeros(spans, number + 1, number + 1).scatter(2, place, drafts.unsqueeze(1).expand_as(place))
+    return path[..., :number], tree.depths
