@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError
@@ -389,12 +389,5 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
-SECTIONS: dict[str, Callable[..., Any]] = {
-    "model": ModelConfig,
-    "cache": CacheConfig,
-    "spec": SpecConfig,
-    "sampling": SamplingConfig,
-    "scheduler": SchedulerConfig,
-    "parallel": ParallelConfig,
-    "server": ServerConfig,
-}
+ENGINE_SECTIONS: dict[str, Callable[..., Any]] = get_type_hints(EngineConfig)
+SECTIONS = ENGINE_SECTIONS | {"server": ServerConfig}
