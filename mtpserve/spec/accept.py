@@ -84,7 +84,8 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
         coupled = torch.ones_like(batch.samples, dtype=torch.bool) if not thresholds.lossless else sampler.coupled(batch.seat_ids)
         drawn = ~sampler.greedy(batch.seat_ids)
         if coupled is not None:
-            index = batch.seats.length[batch.seat_ids].unsqueeze(1) + depths_of(batch.tree, nodes, logits.device)
+            depths = torch.arange(nodes, device=logits.device).unsqueeze(0) if batch.tree is None else batch.tree.depths
+            index = batch.seats.length[batch.seat_ids].unsqueeze(1) + depths
             chosen = sampler.choose(p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW).view(-1, nodes)
             drawn = drawn & ~coupled
     tokens, accepted, surviving = walk(chosen, batch, depth)
@@ -99,10 +100,6 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     along = torch.arange(tokens.shape[1], device=logits.device)
     broken = ~torch.isfinite(best.values.gather(1, path_rows(surviving, tokens, accepted)))
     return Decision(tokens, accepted, surviving, (broken & (along <= accepted.unsqueeze(1))).any(1))
-
-
-def depths_of(tree: Tree | None, nodes: int, device: torch.device) -> Tensor:
-    return torch.arange(nodes, device=device).unsqueeze(0) if tree is None else tree.depths
 
 
 def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
