@@ -7,12 +7,12 @@ clearer than a zero. Buckets are the peers' too, since boards compute quantiles 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from mtpserve.server.observe.observed import EngineView, Observed, Observer, Row, Scrape
+from mtpserve.server.observe.observed import Observed, Observer, Row, Scrape
 
 SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 SGLANG_TOKEN = (
@@ -40,9 +40,9 @@ class SGLang(Observer):
         ("generation_tokens_histogram", "Generated tokens per request.", LENGTHS, lambda seen: seen.tokens),
     )
 
-    def __init__(self, registry: CollectorRegistry, engine: EngineView) -> None:
-        labels = {"model_name": engine.card.name, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
-        super().__init__(registry, engine, labels)
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str) -> None:
+        labels = {"model_name": model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
+        super().__init__(registry, scrape, labels)
         streaming = ("true", "false")
         self._prompt = self.counter("prompt_tokens", "Prompt tokens of finished requests.", is_streaming=streaming)
         self._generated = self.counter("generation_tokens", "Tokens generated for finished requests.", is_streaming=streaming)
@@ -110,8 +110,8 @@ class VLLM(Observer):
         ("request_params_max_tokens", "max_tokens of requests that gave one.", LENGTHS, lambda seen: seen.request.sampling.max_tokens),
     )
 
-    def __init__(self, registry: CollectorRegistry, engine: EngineView) -> None:
-        super().__init__(registry, engine, {"model_name": engine.card.name, "engine": "0"})
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str) -> None:
+        super().__init__(registry, scrape, {"model_name": model, "engine": "0"})
         self._success = self.counter("request_success", "Ended requests by why.", finished_reason=VLLM_FINISHED)
         self._first = self.histogram("time_to_first_token_seconds", "Time to first token.", VLLM_FIRST)
         self._token = self.histogram("inter_token_latency_seconds", "Time between a request's steps.", VLLM_TOKEN)

@@ -6,7 +6,7 @@ Prometheus' rules: base units, `_total` on counters only, no colons. One registr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import prometheus_client
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from mtpserve.core.protocols import EngineClient
 from mtpserve.server.observe.dialects import OBSERVERS
-from mtpserve.server.observe.observed import OUTCOMES, EngineView, Observed, Observer, Row, Scrape
+from mtpserve.server.observe.observed import OUTCOMES, Observed, Observer, Recent, Row, Scrape
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120, 300)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -37,8 +37,8 @@ class MTPServe(Observer):
         ("request_generation_tokens", "Output tokens of a finished request.", LENGTH_BUCKETS, lambda seen: seen.tokens),
     )
 
-    def __init__(self, registry: CollectorRegistry, engine: EngineView) -> None:
-        super().__init__(registry, engine, {})
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str) -> None:
+        super().__init__(registry, scrape, {})
         self._first = self.histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS)
         self._token = self.histogram(
             "inter_token_latency_seconds", "Time per token after the first: n tokens that arrive together share the wait.", TOKEN_BUCKETS
@@ -132,8 +132,14 @@ class Metrics:
         # The library's only switch is global: without it each histogram brings a gauge of its creation time.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        engine = EngineView(client)
-        self.observers: list[Observer] = [made(self.registry, engine) for made in (MTPServe, *map(OBSERVERS.__getitem__, dialects))]
+        recent = Recent()
+
+        def scrape() -> Scrape:
+            stats = client.stats()
+            return Scrape(stats, recent.rates(stats), client.card, client.dead is None)
+
+        kinds = (MTPServe, *(OBSERVERS[name] for name in dialects))
+        self.observers: list[Observer] = [kind(self.registry, scrape, client.card.name) for kind in kinds]
         ProcessCollector(registry=self.registry)
 
     def text(self) -> bytes:

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mtpserve.core.protocols import EngineClient
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request
 
 WINDOW_S = 10.0
@@ -138,22 +137,6 @@ class Scrape:
         return self.stats.pages_used / max(1, self.stats.pages_total)
 
 
-class EngineView:
-    """The engine as its collectors read it."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._recent = Recent()
-
-    @property
-    def card(self) -> ModelCard:
-        return self._client.card
-
-    def scrape(self) -> Scrape:
-        client, stats = self._client, self._client.stats()
-        return Scrape(stats, self._recent.rates(stats), client.card, client.dead is None)
-
-
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 Row = tuple[str, str, float | None]  # name, help, value; None: not known yet
 Measure = tuple[str, str, Sequence[float], Callable[[Observed], float | None]]  # name, help, buckets, a request's value, if it has one
@@ -167,13 +150,13 @@ class Observer(Collector):
     _first: Histogram
     _token: Histogram
 
-    def __init__(self, registry: CollectorRegistry, engine: EngineView, labels: dict[str, str]) -> None:
-        self._registry, self._engine, self._labels = registry, engine, labels
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], labels: dict[str, str]) -> None:
+        self._registry, self._scrape, self._labels = registry, scrape, labels
         registry.register(self)
         self._finished = [(self.histogram(name, help, buckets), value) for name, help, buckets, value in self.finished]
 
     def collect(self) -> Iterable[Metric]:
-        return self.families(self._engine.scrape())
+        return self.families(self._scrape())
 
     @abstractmethod
     def families(self, now: Scrape) -> Iterable[Metric]: ...
