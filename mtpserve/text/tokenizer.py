@@ -31,8 +31,6 @@ RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templa
     "messages", "raise_exception", "strftime_now", "range", "namespace", "dict", "lipsum", "cycler", "joiner",
 }  # fmt: skip
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-
-
 BYTES: dict[str, int] = {letter: byte for byte, letter in bytes_to_unicode().items()}  # letter → byte in byte-level vocabularies (GPT-2's)
 
 Arranged = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], list[dict[str, Any]]]

@@ -12,7 +12,6 @@ from mtpserve.text.parsers.scanner import Reading, Scanner
 Schema = Mapping[str, Any]
 Spell = Callable[[str], str]  # a piece of text → a Lark expression: a token of the vocabulary, or characters
 
-
 ALL = "tool_call_arguments"
 EXAMPLE = f'{{"name": "tool_call_name", "arguments": {ALL}}}'
 MORE = "{{additional_tool_calls}}"  # the place of further calls in an example
