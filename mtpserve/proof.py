@@ -31,7 +31,7 @@ from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import MAX_LOGPROBS, GrammarSpec, SamplingParams
 from mtpserve.engine.planning import plan
 from mtpserve.llm import LLM, Completion, engine_config
-from mtpserve.rounding import CHANCE, Asked, PlainRun, Rounding, Share, completed, prefers_another, scores
+from mtpserve.rounding import CHANCE, Asked, Rounding, Share, completed, prefers_another, rounding_of, scores
 
 PROMPTS = (
     "import os\n\ndef read_lines(path):",
@@ -199,10 +199,10 @@ def excuse(proof: Proof, work: Work, options: dict[str, Any], without: dict[str,
         more = [(llm.tokenizer.encode(text), SamplingParams(max_tokens=MORE, seed=i)) for i, text in enumerate(PROMPTS)]
         texts = [prompt + tokens for prompt, tokens in zip(work.prompts, spoken, strict=True)]
         texts += [prompt + done.tokens for (prompt, _), done in zip(more, completed(llm, more), strict=True)]
-        sample = PlainRun(without, plan(llm.config), texts, scores(llm, texts), asked, first)
-    rounding = sample.measured()
+        planned, scored = plan(llm.config), scores(llm, texts)
+    rounding = rounding_of(without, planned, scored, texts, asked, first)
     proof.tie = rounding.bound
-    own = [score[len(prompt) - 1 :] for score, prompt in zip(sample.scores, work.prompts, strict=False)]
+    own = [score[len(prompt) - 1 :] for score, prompt in zip(scored, work.prompts, strict=False)]
     lost = [divergence_at(i, place, *pair) for i in range(len(spoken)) for place, pair in enumerate(zip(own[i], spoken[i], strict=False))]
     starts = {each.prompt: each.place for each in proof.divergences}
     changed = [each for each in lost if each is not None]

@@ -132,27 +132,24 @@ def gap_error(here: TokenLogprob, there: TokenLogprob) -> float:
     return max(errors, default=0.0) - min(errors, default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainRun:
-    """What plain decoding gave, to be compared with what it gives in another format."""
-
-    options: dict[str, Any]  # of LLM
-    planned: Plan
-    texts: list[list[int]]
-    scores: list[list[TokenLogprob]]
-    asked: list[Asked]
-    answers: list[list[int]]
-
-    def measured(self) -> Rounding:
-        """Loads the model, in the other format."""
-        dtype, arch = str(self.planned.dtype).removeprefix("torch."), self.planned.described.arch
-        longest = max(arch.hidden, arch.intermediate, arch.heads * arch.head_dim)
-        scale = 2.0**-16 * math.sqrt(longest) if dtype == "float32" else 1.0
-        # Keys and values too: a cache in float8 is part of the rounding.
-        with LLM(**self.options | {"dtype": COMPARED[dtype], "kv_cache_dtype": "auto"}) as other:
-            again = scores(other, self.texts)
-            changed = sum(one != done.tokens for one, done in zip(self.answers, completed(other, self.asked), strict=True))
-        pairs = [pair for one, two in zip(self.scores, again, strict=True) for pair in zip(one, two, strict=True)]
-        moved = sum(prefers_another(one, two.top[0][0]) for one, two in pairs)
-        errors = tuple(sorted(scale * gap_error(one, two) for one, two in pairs))
-        return Rounding(dtype, COMPARED[dtype], scale, errors, Share(moved, len(pairs)), Share(changed, len(self.asked)))
+def rounding_of(
+    options: dict[str, Any],
+    planned: Plan,
+    scored: list[list[TokenLogprob]],
+    texts: list[list[int]],
+    asked: list[Asked],
+    answers: list[list[int]],
+) -> Rounding:
+    """`options` of LLM, with which plain decoding gave these scores of `texts`, and these answers to what was asked. Loads the model again,
+    in another format."""
+    dtype, arch = str(planned.dtype).removeprefix("torch."), planned.described.arch
+    longest = max(arch.hidden, arch.intermediate, arch.heads * arch.head_dim)
+    scale = 2.0**-16 * math.sqrt(longest) if dtype == "float32" else 1.0
+    # Keys and values too: a cache in float8 is part of the rounding.
+    with LLM(**options | {"dtype": COMPARED[dtype], "kv_cache_dtype": "auto"}) as other:
+        again = scores(other, texts)
+        changed = sum(one != done.tokens for one, done in zip(answers, completed(other, asked), strict=True))
+    pairs = [pair for one, two in zip(scored, again, strict=True) for pair in zip(one, two, strict=True)]
+    moved = sum(prefers_another(one, two.top[0][0]) for one, two in pairs)
+    errors = tuple(sorted(scale * gap_error(one, two) for one, two in pairs))
+    return Rounding(dtype, COMPARED[dtype], scale, errors, Share(moved, len(pairs)), Share(changed, len(asked)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mtpserve.cli.options import Values, add_options, all_options, given, settings
 from mtpserve.cli.paint import Painter
 from mtpserve.cli.parser import Parser
-from mtpserve.config import SECTIONS
+from mtpserve.config import ENGINE_SECTIONS
 from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.sampling import SamplingParams
 
@@ -42,7 +42,7 @@ def parser() -> Parser:
     group.add_argument("--top-p", metavar="X", type=float, help="keep the likeliest tokens that together have this probability")
     group.add_argument("--min-p", metavar="X", type=float, help="drop tokens below this share of the likeliest one's probability")
     group.add_argument("--seed", metavar="N", type=int, help="the same seed gives the same text")
-    add_options(made, {name: config for name, config in SECTIONS.items() if name != "server"})
+    add_options(made, ENGINE_SECTIONS)
     return made
 
 
@@ -82,8 +82,8 @@ def run(arguments: Sequence[str]) -> int:
 
     from mtpserve.llm import LLM
 
-    serving = {option.name for option in all_options({"server": SECTIONS["server"]})}  # a shared config file may contain these
-    with LLM(**{name: value for name, value in values.items() if name not in serving}) as llm:  # type: ignore[arg-type]
+    known = {option.name for option in all_options(ENGINE_SECTIONS)}  # a shared config file may contain the server's too
+    with LLM(**{name: value for name, value in values.items() if name in known}) as llm:  # type: ignore[arg-type]
         tally = paint(prompt, llm.stream(prompt, llm.sampling(**sampling)), chosen.keep_rejected)
     print(tally.line(), file=sys.stderr)
     return 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mtpserve.cli.options import add_options, given, settings
 from mtpserve.cli.parser import Parser
-from mtpserve.config import SECTIONS, EngineConfig
+from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError
 
@@ -39,7 +39,7 @@ def parser() -> Parser:
     made.add_argument("--token-map-size", metavar="N", type=int, default=TOKEN_MAP_SIZE, help=f"how many (default: {TOKEN_MAP_SIZE})")
     made.add_argument("--memory", action="store_true", help="print only the memory plan")
     made.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    add_options(made, {name: config for name, config in SECTIONS.items() if name != "server"})
+    add_options(made, ENGINE_SECTIONS)
     return made
 
 
@@ -119,9 +119,7 @@ def plain(console: Console, title: str, *columns: str) -> Table:
 
 def architecture(console: Console, report: InspectReport) -> Table:
     table = plain(console, "architecture", "field", "value")
-    for name, value in flat(report.arch):
-        table.add_row(name, value)
-    for name, value in report.tensors:
+    for name, value in [*flat(report.arch), *report.tensors]:
         table.add_row(name, value)
     return table
 

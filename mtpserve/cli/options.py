@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from mtpserve.cli.peers import INSTEAD
-from mtpserve.config import SECTIONS, EngineConfig, ServerConfig
+from mtpserve.config import ENGINE_SECTIONS, SECTIONS, EngineConfig, ServerConfig
 from mtpserve.core.errors import ConfigError
 
 Values = dict[str, object]  # field name → value, for the fields that were given
@@ -163,7 +163,7 @@ def settings(values: Values) -> Settings:
     for option in all_options():
         if option.name in values:
             part[option.section][option.name] = values[option.name]
-    engine = {section: config(**part[section]) for section, config in SECTIONS.items() if section != "server"}
+    engine = {section: config(**part[section]) for section, config in ENGINE_SECTIONS.items()}
     return Settings(EngineConfig(**engine), ServerConfig(**part["server"]))  # type: ignore[arg-type]
 
 

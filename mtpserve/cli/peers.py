@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 LEAVE = "leave it out"
-ONE_DEVICE = f"an engine has one device: {LEAVE}"
-INSTEAD = {
+ADVICE = {  # names of one advice with blanks between them
     "async-scheduling": f"it is on by default on a GPU, see --disable-overlap-schedule: {LEAVE}",
     "chat-template-content-format": f"templates get a message's text as one string: {LEAVE}",
-    "cuda-graph-bs": "give the largest batch with --cuda-graph-max-bs",
-    "cudagraph-capture-sizes": "give the largest batch with --cuda-graph-max-bs",
+    "cuda-graph-bs cudagraph-capture-sizes": "give the largest batch with --cuda-graph-max-bs",
     "disable-log-requests": f"requests are logged with --log-requests only: {LEAVE}",
     "disable-log-stats": "use --log-interval 0",
-    "enable-cache-report": f"there is no prefix cache yet: {LEAVE}",
-    "enable-dp-attention": ONE_DEVICE,
-    "enable-expert-parallel": ONE_DEVICE,
+    "enable-cache-report enable-prefix-caching enable-prompt-tokens-details": f"there is no prefix cache yet: {LEAVE}",
+    "enable-dp-attention enable-expert-parallel": f"an engine has one device: {LEAVE}",
     "enable-multi-layer-eagle": f"the checkpoint says how many MTP layers it has: {LEAVE}",
-    "enable-prefix-caching": f"there is no prefix cache yet: {LEAVE}",
-    "enable-priority-scheduling": "use --scheduling-policy priority, under which lower values go first",
-    "enable-prompt-tokens-details": f"there is no prefix cache yet: {LEAVE}",
     "enable-torch-compile": f"steps are captured as CUDA graphs: {LEAVE}",
-    "grammar-backend": f"grammars are llguidance's: {LEAVE}",
-    "guided-decoding-backend": f"grammars are llguidance's: {LEAVE}",
+    "grammar-backend guided-decoding-backend": f"grammars are llguidance's: {LEAVE}",
     "max-prefill-tokens": "use --chunked-prefill-size, which bounds a step's tokens, prompts and decoding together",
     "num-gpu-blocks-override": "use --max-total-tokens, which is in tokens",
     "schedule-conservativeness": f"requests are admitted when their prompt fits, and preempted when pages run out: {LEAVE}",
-    "schedule-low-priority-values-first": "use --scheduling-policy priority, under which lower values go first",
+    "enable-priority-scheduling schedule-low-priority-values-first": "use --scheduling-policy priority, under which lower values go first",
     "seed": "use --random-seed for the server, or `seed` in a request",
     "skip-server-warmup": f"a few tokens are always computed before the server is ready, to refuse damaged weights: {LEAVE}",
     "speculative-adaptive": f"drafts are as deep as --speculative-num-steps says, up to --speculative-disable-by-batch-size: {LEAVE}",
@@ -36,4 +29,5 @@ INSTEAD = {
     "trust-remote-code": f"code in a checkpoint is never run: {LEAVE}",
     "uvicorn-log-level": "use --log-level",
 }
+INSTEAD = {name: advice for names, advice in ADVICE.items() for name in names.split()}
 SHORT = {"-dp": "--dp", "-ep": "--ep", "-pp": "--pp", "-sc": "--speculative-config", "-tp": "--tp"}  # vLLM's

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mtpserve.cli.generate import with_drafts
 from mtpserve.cli.options import add_options, given, settings
 from mtpserve.cli.parser import Parser
-from mtpserve.config import SECTIONS
+from mtpserve.config import ENGINE_SECTIONS
 from mtpserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def parser() -> Parser:
         "(default: what rounding in --dtype is measured to explain)",
     )  # fmt: skip
     made.add_argument("--json", metavar="FILE", help="write all results here")
-    add_options(made, {name: config for name, config in SECTIONS.items() if name != "server"})
+    add_options(made, ENGINE_SECTIONS)
     return made
 
 

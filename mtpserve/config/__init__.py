@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from mtpserve.config.engine import (
+    ENGINE_SECTIONS,
     CacheConfig,
     CPUConfig,
     EngineConfig,
@@ -17,18 +15,10 @@ from mtpserve.config.engine import (
 )
 from mtpserve.config.server import ServerConfig
 
-SECTIONS: dict[str, Callable[..., Any]] = {
-    "model": ModelConfig,
-    "cache": CacheConfig,
-    "spec": SpecConfig,
-    "sampling": SamplingConfig,
-    "scheduler": SchedulerConfig,
-    "parallel": ParallelConfig,
-    "cpu": CPUConfig,
-    "server": ServerConfig,
-}
+SECTIONS = ENGINE_SECTIONS | {"server": ServerConfig}
 
 __all__ = [
+    "ENGINE_SECTIONS",
     "SECTIONS",
     "CPUConfig",
     "CacheConfig",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from mtpserve.config.options import check, option
 from mtpserve.core.drafters import DRAFTERS
@@ -320,3 +322,6 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cpu: CPUConfig = field(default_factory=CPUConfig)
+
+
+ENGINE_SECTIONS: dict[str, Callable[..., Any]] = get_type_hints(EngineConfig)

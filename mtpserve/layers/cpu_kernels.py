@@ -133,7 +133,7 @@ class PanelMatrix:
     @property
     def gates(self) -> bool:
         """Whether it can be [gate; up] of a gated product: each must be whole panels."""
-        return self.matrix.outputs % (2 * linear.PANEL) == 0
+        return bool(self.matrix.outputs % (2 * linear.PANEL) == 0)
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return linear.linear(x, self.matrix, dtype)

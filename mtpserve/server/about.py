@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
-from mtpserve.core.request import EngineStats
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import Service
+from mtpserve.server.service import Served, Service
 
 
 class Healthy(Rendered):
@@ -101,9 +100,8 @@ STATE = [
 ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
-async def health(request: Request) -> Response:
+async def health(service: Served) -> Response:
     """200 while new requests are taken; 503 while the model loads, while the server drains, and once the engine is dead."""
-    service: Service = request.app.state.service
     service.check_alive()
     return JSON(Healthy("ok"))
 
@@ -129,9 +127,8 @@ def from_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-async def models(request: Request) -> Response:
+async def models(request: Request, service: Served) -> Response:
     """The model that is served, once under each of its names; in Anthropic's form for its clients."""
-    service: Service = request.app.state.service
     names = service.names
     if from_anthropic(request):
         listed = [model_for_anthropic(service, name) for name in names]
@@ -139,16 +136,14 @@ async def models(request: Request) -> Response:
     return JSON(ModelList("list", [model_object(service, name) for name in names]))
 
 
-async def model(request: Request, id: str) -> Response:
+async def model(request: Request, service: Served, id: str) -> Response:
     """The model that is served; 404 for any other name."""
-    service: Service = request.app.state.service
     service.check_model(id)
     return JSON(model_for_anthropic(service, id) if from_anthropic(request) else model_object(service, id))
 
 
-async def model_info(request: Request) -> Response:
+async def model_info(service: Served) -> Response:
     """The model in SGLang's words; its clients load the tokenizer from the path, so the paths are whole."""
-    service: Service = request.app.state.service
     card, model = service.client.card, service.engine_config.model
     return JSON(
         ModelInfo(
@@ -167,19 +162,10 @@ async def model_info(request: Request) -> Response:
     )
 
 
-async def server_info(request: Request) -> Response:
+async def server_info(service: Served) -> Response:
     """The launch options, those that are secret left out, and how the engine has been doing since it started."""
-    service: Service = request.app.state.service
     card, stats = service.client.card, service.client.stats()
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
-    states = [state(stats)]
-    return JSON(
-        ServerInfo(
-            **launched, version=__version__, lossy=card.lossy, synthetic_acceptance=curve, kernels=card.kernels, internal_states=states
-        )
-    )
-
-
-def state(stats: EngineStats) -> InternalState:
-    names = InternalState.__struct_fields__[1:]
-    return InternalState(stats.accept_length(), **{name: getattr(stats, name) for name in names})
+    counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[1:]}
+    state = {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
+    return JSON(ServerInfo(**launched, **state, internal_states=[InternalState(stats.accept_length(), **counted)]))

@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from mtpserve import __version__
@@ -29,7 +28,7 @@ from mtpserve.server.openai.objects import ChatObject, CompletionObject
 from mtpserve.server.openai.responses import routes as responses
 from mtpserve.server.openai.responses.objects import DeletedResponse, ResponseObject
 from mtpserve.server.openai.responses.store import ResponseStore
-from mtpserve.server.service import Service
+from mtpserve.server.service import Served, Service
 from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
 from mtpserve.server.sglang.generate import Generated, generate
 from mtpserve.server.sglang.parsing import ParsedCalls, SeparatedReasoning, parse_function_call, separate_reasoning
@@ -38,9 +37,8 @@ from mtpserve.server.tools import default_variables
 from mtpserve.text.tokenizer import Tokenizer
 
 
-async def metrics_text(request: Request) -> Response:
+async def metrics_text(service: Served) -> Response:
     """Prometheus' text format."""
-    service: Service = request.app.state.service
     return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -72,7 +70,6 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/flush_cache",), flush_cache, (Flushed,)),
     ("POST", ("/abort_request",), abort_request, (Aborted,)),
 )
-
 
 JSON_ANSWERS = [answer if isinstance(answer, tuple) else () for *_, answer in ROUTES]
 (*SCHEMAS, ERROR, ANTHROPIC_ERROR), COMPONENTS = described([*JSON_ANSWERS, (ErrorAnswer,), (AnthropicError,)])

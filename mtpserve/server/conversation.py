@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.body import Strict
 from mtpserve.server.fields import either, refuse_constant
 from mtpserve.server.http.errors import Unsupported
 
@@ -19,25 +20,25 @@ CONTENT = "a string or a list of parts like {'type': 'text', 'text': ...}"
 SAYS_NOTHING = frozenset({"annotations", "cache_control", "provider_specific_fields", "thinking_blocks"})
 
 
-class ContentPart(BaseModel):
+class TextPart(Strict):
     type: str
     text: str | None = None
-    model_config = ConfigDict(extra="allow", strict=True)
 
 
-class CalledFunction(BaseModel):
+TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class CalledFunction(Strict):
     name: str
     arguments: Annotated[str | dict[str, Any], either("a string of JSON, or an object")] = "{}"
-    model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class MessageToolCall(BaseModel):
+class MessageToolCall(Strict):
     """A call that the model made before. `index` and the like, which clients keep from streams, say nothing here."""
 
     id: str | None = None
     type: str = "function"
     function: CalledFunction
-    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class ChatMessage(BaseModel):
@@ -46,7 +47,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: Annotated[str | Annotated[list[ContentPart], Field(fail_fast=True)] | None, either(CONTENT)] = None
+    content: Annotated[str | TextParts | None, either(CONTENT)] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

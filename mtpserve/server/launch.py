@@ -52,10 +52,6 @@ CLOSE_S = 1  # for connections to write what they have when the server ends
 LAST_HEALTH_S = 1.0  # how long /health answers 503 after the engine's death
 
 
-def unchanged(config: EngineConfig) -> EngineConfig:
-    return config
-
-
 class Gate:
     """The ASGI app that the port answers with: 503 until the real one is there, to a browser as the page that waits for it."""
 
@@ -90,7 +86,9 @@ class Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-def serve(engine_config: EngineConfig, server: ServerConfig, *, fetch: Fetch = unchanged, factory: str = DEFAULT_FACTORY) -> int:
+def serve(
+    engine_config: EngineConfig, server: ServerConfig, *, fetch: Fetch = lambda config: config, factory: str = DEFAULT_FACTORY
+) -> int:
     """Blocks until the server ends; returns the exit code. Raises MTPServeError, one line, when it cannot start.
 
     `fetch` downloads what the configuration names by an id, when the port is taken; `factory` names the function that builds the engine.

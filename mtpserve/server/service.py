@@ -1,4 +1,4 @@
-"""What the routes share: admission, prompts to tokens, and one choice's generation, step by step. No HTTP and no JSON here."""
+"""What the routes share: admission, prompts to tokens, and one choice's generation, step by step. No answers in HTTP and no JSON here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Depends, Request as HTTPRequest
 
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed
@@ -290,3 +292,11 @@ def shorter(one: float | None, other: float | None) -> float | None:
 def output_of(event: TokenEvent, text: str, used: int, finish: Finish | None) -> StepOutput:
     logprobs = None if event.logprobs is None else event.logprobs[:used]
     return StepOutput(text, event.tokens[:used], finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)
+
+
+async def served(request: HTTPRequest) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+Served = Annotated[Service, Depends(served)]  # what routes ask for

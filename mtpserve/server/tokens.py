@@ -6,7 +6,6 @@ import asyncio
 from typing import Annotated, Any
 
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
@@ -16,7 +15,7 @@ from mtpserve.server.dialogue import asked_tools, rendered
 from mtpserve.server.fields import either
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.openai.body import ChatRequest
-from mtpserve.server.service import Service
+from mtpserve.server.service import Served
 
 
 class TokenizeRequest(Strict):
@@ -64,9 +63,8 @@ def check_count(count: int, field: str) -> None:
         raise InvalidRequest(f"{field} has {count} entries, at most {MAX_PROMPTS} are allowed", field)
 
 
-async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+async def tokenize(service: Served, body: TokenizeRequest) -> Response:
     """`count` and `tokens`; for a list of texts, a list of each."""
-    service: Service = request.app.state.service
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
@@ -92,9 +90,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return JSON(answer)
 
 
-async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+async def detokenize(service: Served, body: DetokenizeRequest) -> Response:
     """The text, under vLLM's name and under SGLang's."""
-    service: Service = request.app.state.service
     service.check_model(body.model)
     several = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if several else [body.tokens]

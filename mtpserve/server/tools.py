@@ -155,7 +155,7 @@ class OutputPlan:
 def output_plan(use: ToolUse, prompt: str, formats: Formats, *, begun: str | None = None, separate_reasoning: bool = True) -> OutputPlan:
     """`prompt`: as rendered; its end says whether the model is already thinking. `begun`: what the client wrote of the answer."""
     calls = None if use.choice == "none" else call_format(use, formats)
-    thinking = None if formats.reasoning is None else REASONINGS.get(formats.reasoning)()
+    thinking = None if formats.reasoning is None else REASONINGS.get(formats.reasoning)
     opening = Opening.NONE if thinking is None else thinking.opening(prompt) if begun is None else thinking.goes_on(begun)
     return OutputPlan(use, calls, thinking, opening, separate_reasoning)
 

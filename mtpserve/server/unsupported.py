@@ -47,7 +47,6 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("....g.", (None,), "audio_data image_data lora_id video_data"),
 )
 
-
 # The fields that each route refuses, with the values that pass.
 REFUSED: dict[Column, dict[str, tuple[Any, ...]]] = {
     column: {name: neutral for columns, neutral, names in TABLE if letter in columns for name in names.split()}

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Tree, Verdict
 from mtpserve.spec.logprobs import logprobs_of
-from mtpserve.spec.paths import node_paths
 from mtpserve.spec.reject import reject
 from mtpserve.spec.streams import DRAW
 from mtpserve.spec.thresholds import Thresholds, lenient
@@ -86,7 +85,8 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
         coupled = torch.ones_like(batch.samples, dtype=torch.bool) if not thresholds.lossless else sampler.coupled(batch.seat_ids)
         drawn = ~sampler.greedy(batch.seat_ids)
         if coupled is not None:
-            index = batch.seats.length[batch.seat_ids].unsqueeze(1) + depths_of(batch.tree, nodes, logits.device)
+            depths = torch.arange(nodes, device=logits.device).unsqueeze(0) if batch.tree is None else batch.tree.depths
+            index = batch.seats.length[batch.seat_ids].unsqueeze(1) + depths
             chosen = sampler.choose(p.flatten(0, 1), ids, index.expand(-1, nodes).flatten(), DRAW).view(-1, nodes)
             drawn = drawn & ~coupled
     tokens, accepted, surviving = walk(chosen, batch, depth)
@@ -112,10 +112,6 @@ def kernel_inputs(logits: Tensor, batch: Batch, depth: int) -> tuple[Any, ...]:
         batch.seat_ids, seats.length, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled,
         None if sampler.all_coupled or sampler.all_greedy else seats.draft_probs, depth,
     )  # fmt: skip
-
-
-def depths_of(tree: Tree | None, nodes: int, device: torch.device) -> Tensor:
-    return torch.arange(nodes, device=device).unsqueeze(0) if tree is None else tree.depths
 
 
 def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -144,3 +140,16 @@ def path_to(tree: Tree, node: Tensor, depth: int) -> Tensor:
     place = torch.where(member, tree.depths, depth + 1)  # nodes off the path go to a column that is cut off
     path = node.expand(-1, depth + 2).scatter(1, place, number.expand_as(place))
     return path[:, : depth + 1]
+
+
+def node_paths(drafts: Tensor, tree: Tree | None) -> tuple[Tensor, Tensor]:
+    """drafts [R, K] → the drafts on the path to each node, itself included [R, K+1, K], and their number [R, K+1]: the earlier tokens to
+    which that node's rules apply."""
+    spans, number = drafts.shape
+    nodes = torch.arange(number + 1, device=drafts.device)
+    if tree is None:
+        return drafts.unsqueeze(1).expand(spans, number + 1, number), nodes.expand(spans, -1)
+    member = (tree.ancestors.unsqueeze(2) >> nodes[1:] & 1).bool()  # [R, K+1, K]
+    place = torch.where(member, member.long().cumsum(2) - 1, number)  # the others go to a column that is cut off
+    path = drafts.new_zeros(spans, number + 1, number + 1).scatter(2, place, drafts.unsqueeze(1).expand_as(place))
+    return path[..., :number], tree.depths

@@ -8,6 +8,8 @@ from typing import cast
 import torch
 
 from mtpserve.config import SpecConfig
+from mtpserve.core.arch import Features
+from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.protocols import Drafter, DraftModel, Trunk
@@ -15,13 +17,23 @@ from mtpserve.layers.decoder import DecoderModel
 from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.ngram import NGramDrafter
-from mtpserve.spec.null import NullDrafter
-from mtpserve.spec.passes import DraftPasses
-from mtpserve.spec.reduced import ReducedHead
+from mtpserve.spec.passes import DraftPasses, ReducedHead
 from mtpserve.spec.sizes import coupled
 from mtpserve.spec.tree import TreeDrafter
 
 log = logging.getLogger(__name__)
+
+
+class NullDrafter:
+    """No drafts: with this drafter a step is ordinary decoding."""
+
+    sizes = DraftSizes()
+    features, lag = Features(), None
+    coupled = False
+    graph_safe = True
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
+        return None
 
 
 def reduced_head(trunk: Trunk, token_map: list[int] | None) -> ReducedHead | None:

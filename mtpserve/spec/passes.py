@@ -15,7 +15,8 @@ Rows of rejected drafts are absorbed too: the next step's absorb overwrites them
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +25,22 @@ from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.core.batch import Batch, Hidden, Verdict
 from mtpserve.core.protocols import AttentionBackend, DraftModel
 from mtpserve.spec.propose import Propose, propose
-from mtpserve.spec.reduced import ReducedHead
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedHead:
+    """A draft head over the most frequent tokens: drafting multiplies only their rows of the language-model head.
+
+    Other tokens are never proposed and their q is zero. Verification uses the whole vocabulary, so it stays lossless.
+    """
+
+    tokens: Tensor  # [n] int64, ascending, so that ties are broken as in the whole vocabulary
+    vocab: int
+    multiply: Callable[[Tensor], Tensor]  # [rows, hidden] → [rows, n] float32
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[rows, n] → [rows, vocabulary]; -inf for tokens that are not in the map."""
+        return logits.new_full((len(logits), self.vocab), -torch.inf).index_copy(1, self.tokens, logits)
 
 
 class DraftPasses:

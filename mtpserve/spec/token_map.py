@@ -1,4 +1,4 @@
-"""Token maps: the vocabulary of a reduced draft head (reduced.py), the most frequent tokens of texts like those that will be served.
+"""Token maps: the vocabulary of a draft model's reduced head (passes.py), the most frequent tokens of texts like those to be served.
 
 A file is a JSON list of token ids, or an object with "tokens"; or one array of ids as .npy or .safetensors. The idea is FR-Spec's
 (https://arxiv.org/abs/2502.14856); its published maps are pickles and are not read here.

@@ -19,6 +19,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 # Not AutoTokenizer: that one imports torch, which costs this process four seconds and 250 MB.
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError
@@ -30,17 +31,7 @@ RESERVED = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_templa
     "messages", "raise_exception", "strftime_now", "range", "namespace", "dict", "lipsum", "cycler", "joiner",
 }  # fmt: skip
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-
-
-def byte_letters() -> dict[str, int]:
-    """Letter → byte in byte-level vocabularies (GPT-2's): printable bytes as themselves, the others from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTES = byte_letters()
-
+BYTES: dict[str, int] = {letter: byte for byte, letter in bytes_to_unicode().items()}  # letter → byte in byte-level vocabularies (GPT-2's)
 
 Arranged = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], list[dict[str, Any]]]
 
@@ -52,18 +43,7 @@ class Tokenizer:
         """`numbers`: the directory has no tokenizer, and text is token ids separated by blanks. `chat_template`: a file that replaces the
         model's own. `recommends` False: `defaults` is empty."""
         self.directory = Path(directory)
-        if not numbers:
-            require(self.directory / "tokenizer.json")
-        try:
-            self._tokenizer: Any = (
-                PreTrainedTokenizerFast(tokenizer_object=number_tokenizer(self.directory / "config.json"))
-                if numbers
-                else PreTrainedTokenizerFast.from_pretrained(str(self.directory), local_files_only=True)
-            )
-        except LoadError:
-            raise
-        except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
-            raise LoadError(f"{self.directory / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+        self._tokenizer: Any = (number_tokenizer if numbers else loaded)(self.directory)
         if chat_template is not None:
             set_template(self._tokenizer, Path(chat_template))
         self.fast: FastTokenizer = self._tokenizer.backend_tokenizer
@@ -190,8 +170,9 @@ def set_template(tokenizer: Any, file: Path) -> None:
         return
 
 
-def number_tokenizer(config: Path) -> FastTokenizer:
+def number_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """One token per row of the vocabulary, whose text is its id; every other word is token 0."""
+    config = directory / "config.json"
     try:
         values = json.loads(config.read_text(encoding="utf-8"))
         vocab = values["vocab_size"] if "vocab_size" in values else values["text_config"]["vocab_size"]
@@ -199,14 +180,19 @@ def number_tokenizer(config: Path) -> FastTokenizer:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoadError(f"{config}: has no vocab_size, which text without a tokenizer needs") from error
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def require(file: Path) -> None:
-    if not file.parent.is_dir():
-        raise LoadError(f"{file.parent}: no such directory")
+def loaded(directory: Path) -> PreTrainedTokenizerFast:
+    file = directory / "tokenizer.json"
+    if not directory.is_dir():
+        raise LoadError(f"{directory}: no such directory")
     if not file.is_file():
         raise LoadError(f"{file}: no such file; mtpserve needs the tokenizer in this form")
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
+        raise LoadError(f"{file}: {' '.join(str(error).split())[:300]}") from error
 
 
 def sampling_defaults(directory: Path) -> dict[str, float | int]:

@@ -135,11 +135,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def _entry(path: Path, name: str, value: Any) -> TensorEntry:
     try:
         dtype, shape, (start, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        good = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+            raise ValueError("not numbers of elements and bytes")
     except (KeyError, TypeError, ValueError) as error:
         raise LoadError(f"{path}: {name} has a damaged header entry") from error
-    if not good:
-        raise LoadError(f"{path}: {name} has a damaged header entry")
     if dtype not in BITS:
         raise LoadError(f"{path}: {name} has the unknown dtype {dtype!r}; known: {', '.join(BITS)}")
     if math.prod(shape) * BITS[dtype] != (end - start) * 8:

@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 from mtpserve.core.arch import FP8_BLOCK, RopeArch, YarnArch
 from mtpserve.core.errors import LoadError, UnsupportedModel
 
 T = TypeVar("T")
 DTYPES = ("bfloat16", "float16", "float32")
-REQUIRED = object()  # the default of a key that must be present; None is a default like any other
+REQUIRED: Any = object()  # the default of a key that must be present; None is a default like any other
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,44 +31,28 @@ class HFConfig:
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    @overload
-    def get_int(self, name: str, *, at_least: int | None = None) -> int: ...
-    @overload
-    def get_int(self, name: str, default: T, *, at_least: int | None = None) -> int | T: ...
-    def get_int(self, name: str, default: object = REQUIRED, *, at_least: int | None = None) -> object:
+    def get_int(self, name: str, default: T = REQUIRED, *, at_least: int | None = None) -> int | T:
         wanted = "an integer" if at_least is None else f"an integer of at least {at_least}"
         return self._get(name, default, wanted, lambda v: type(v) is int and (at_least is None or v >= at_least))
 
-    @overload
-    def get_float(self, name: str, *, above: float | None = None) -> float: ...
-    @overload
-    def get_float(self, name: str, default: T, *, above: float | None = None) -> float | T: ...
-    def get_float(self, name: str, default: object = REQUIRED, *, above: float | None = None) -> object:
+    def get_float(self, name: str, default: T = REQUIRED, *, above: float | None = None) -> float | T:
         wanted = "a number" if above is None else f"a number above {above:g}"
         low = -math.inf if above is None else above
         # Python's json reads NaN and Infinity; both fail the comparison.
         value = self._get(name, default, wanted, lambda v: type(v) in (int, float) and low < v < math.inf)
         return float(value) if type(value) is int else value
 
-    @overload
-    def get_str(self, name: str, *, one_of: tuple[str, ...] | None = None) -> str: ...
-    @overload
-    def get_str(self, name: str, default: T, *, one_of: tuple[str, ...] | None = None) -> str | T: ...
-    def get_str(self, name: str, default: object = REQUIRED, *, one_of: tuple[str, ...] | None = None) -> object:
+    def get_str(self, name: str, default: T = REQUIRED, *, one_of: tuple[str, ...] | None = None) -> str | T:
         wanted = "a string" if one_of is None else f"one of {', '.join(one_of)}"
         return self._get(name, default, wanted, lambda v: type(v) is str and (one_of is None or v in one_of))
 
-    @overload
-    def get_bool(self, name: str) -> bool: ...
-    @overload
-    def get_bool(self, name: str, default: T) -> bool | T: ...
-    def get_bool(self, name: str, default: object = REQUIRED) -> object:
+    def get_bool(self, name: str, default: T = REQUIRED) -> bool | T:
         return self._get(name, default, "true or false", lambda v: type(v) is bool)
 
     def section(self, name: str) -> HFConfig:
         """The nested object of that name; an empty one if there is none."""
-        value = self._get(name, {}, "an object", lambda v: type(v) is dict)
-        return HFConfig(self.path, value, f"{self.prefix}{name}.")
+        values: dict[str, Any] = self._get(name, {}, "an object", lambda v: type(v) is dict)
+        return HFConfig(self.path, values, f"{self.prefix}{name}.")
 
     def raw(self, name: str) -> Any:
         """The value, unchecked; None if there is none."""
@@ -84,7 +68,7 @@ class HFConfig:
         value = json.dumps(self.values.get(name))
         return UnsupportedModel(f"{self.path}: {self.prefix}{name} = {value} is not supported; supported: {supported}")
 
-    def _get(self, name: str, default: object, wanted: str, good: Callable[[Any], bool]) -> Any:
+    def _get(self, name: str, default: T, wanted: str, good: Callable[[Any], bool]) -> T | Any:
         if self.has(name):
             self.require(good(self.values[name]), name, wanted)
             return self.values[name]

@@ -6,11 +6,12 @@ and infinite numbers are raised by plan.py, before the first weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
@@ -50,7 +51,9 @@ def load(
     if keep_blocks:
         hold_blocks(module, placements)
     targets = parameters(module.to(device))
-    with torch.no_grad(), _progress(sum(p.size for p in placements), progress) as advance:
+    columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with torch.no_grad(), Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress) as bar:
+        task = bar.add_task("", total=sum(placement.size for placement in placements))
         mapped = 0
         for _, of_file in groupby(placements, key=lambda p: p.entry.file):
             for placement in of_file:
@@ -63,7 +66,7 @@ def load(
                     _keep(placement, parameter, targets[placement.target + SCALE], check_finite)
                 else:
                     _fill(placement, parameter, check_finite)
-                advance(placement.size)
+                bar.advance(task, placement.size)
             placement.checkpoint.close()
     for part in reversed(list(module.modules())):  # a module's own parts before it
         if (finish := getattr(part, "finish_loading", None)) is not None:
@@ -98,18 +101,3 @@ def _check_dtypes(module: nn.Module, dtype: torch.dtype) -> None:
     dtypes = {p.dtype for p in parameters(module).values() if p.is_floating_point()}
     if dtype not in dtypes or dtypes - {dtype, torch.float32}:
         raise ValueError(f"the module was to be built in {dtype}, its parameters are {sorted(map(str, dtypes))}")
-
-
-@contextmanager
-def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, in bytes, if `show`."""
-    if not show:
-        yield lambda size: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda size: bar.advance(task, size)

@@ -47,6 +47,7 @@ class Drop:
 How = Copy | Stack | Expert | Drop
 Groups = dict[str, str]
 COPY = Copy()
+GROUP = re.compile(r"\(\?P<(\w+)>(?:[^()]|\([^()]*\))*\)")  # a named group in a pattern, which may hold groups that hold none
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +94,12 @@ def source_name(rule: Rule, target: str, expert: int | None = None) -> str | Non
     """
     if rule.target is None:
         return None
-    groups = _named_groups(rule.pattern)
+    groups = {group[1]: group[0] for group in GROUP.finditer(rule.pattern)}
     hit = re.fullmatch(_template_regex(rule.target, groups), target)
     if hit is None:
         return None
-    name = rule.pattern
-    for group, value in (hit.groupdict() | ({} if expert is None else {"expert": str(expert)})).items():
-        name = name.replace(groups[group], value or "")
+    values = groups | hit.groupdict() | ({} if expert is None else {"expert": str(expert)})
+    name = GROUP.sub(lambda group: values[group[1]], rule.pattern)
     return re.sub(r"\\([.\-_])", r"\1", name)
 
 
@@ -110,19 +110,6 @@ def _template_regex(template: str, groups: Mapping[str, str]) -> str:
     for literal, name, _, _ in Formatter().parse(template):
         parts.append(re.escape(literal))
         if name:
-            parts.append(f"(?P={name})" if name in seen else groups[name])
+            parts.append(f"(?P={name})" if name in seen else groups.get(name, f"(?P<{name}>.*)"))
             seen.add(name)
     return "".join(parts)
-
-
-def _named_groups(pattern: str) -> dict[str, str]:
-    """Each named group's text in the pattern, from "(?P<" to its closing parenthesis."""
-    groups: dict[str, str] = {}
-    for name in re.compile(pattern).groupindex:
-        start = pattern.index(f"(?P<{name}>")
-        depth, end = 1, start + 1
-        while depth:  # tensor names have no parentheses, so all parentheses in a pattern belong to groups
-            depth += (pattern[end] == "(") - (pattern[end] == ")")
-            end += 1
-        groups[name] = pattern[start:end]
-    return groups

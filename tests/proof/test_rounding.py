@@ -11,7 +11,7 @@ from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.planning import plan
 from mtpserve.llm import LLM
-from mtpserve.rounding import PlainRun, Rounding, Share, chance_of, gap_error, prefers_another, scores
+from mtpserve.rounding import Rounding, Share, chance_of, gap_error, prefers_another, rounding_of, scores
 
 SMALL = {"model": "demo", "max_total_tokens": 8192, "max_running_requests": 32}
 
@@ -49,7 +49,7 @@ def sampled(dtype: str) -> tuple[Rounding, list[list[TokenLogprob]], list[list[T
         here, planned = scores(llm, texts), plan(llm.config)
     with LLM(**SMALL, dtype=dtype, chunked_prefill_size=16) as llm:
         again = [scores(llm, [text])[0] for text in texts]
-    return PlainRun({**SMALL, "dtype": dtype}, planned, texts, here, asked, answers).measured(), here, again
+    return rounding_of({**SMALL, "dtype": dtype}, planned, here, texts, asked, answers), here, again
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

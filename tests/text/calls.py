@@ -78,7 +78,7 @@ def put_together(events: Sequence[Event]) -> Found:
 
 def parser(format: str | None, reasoning: str | None = None, **more: Any) -> OutputParser:
     calls = TOOL_CALLS.get(format)(TOOLS) if format else None
-    return OutputParser(REASONINGS.get(reasoning)() if reasoning else None, calls=calls, **more)
+    return OutputParser(REASONINGS.get(reasoning) if reasoning else None, calls=calls, **more)
 
 
 def parse(pieces: Sequence[str], format: str | None, reasoning: str | None = None, opening: Opening = Opening.MAYBE) -> Found:

@@ -13,7 +13,7 @@ from mtpserve.text.grammar import GrammarMatcher, LLGuidanceCompiler
 from mtpserve.text.parsers.deepseek import CALL, CALL_END, SECTION, SECTION_END, SEPARATOR
 from mtpserve.text.parsers.grammar import spelled_by
 from mtpserve.text.parsers.json_calls import Listed
-from mtpserve.text.parsers.reasoning import Opening, always, sometimes
+from mtpserve.text.parsers.reasoning import ALWAYS, SOMETIMES, Opening
 from mtpserve.text.parsers.registry import TOOL_CALLS
 from mtpserve.text.tokenizer import Tokenizer
 from tests.text import tiny
@@ -79,10 +79,10 @@ def test_what_a_forced_call_may_be(vocabulary: Vocabulary, format: str | None, o
     assert not takes(one, tools=(1, 2)) and not takes(one[:-1]) and not takes(f"Sure: {one}")
     assert not takes(one.replace("2", "two")), "days is an integer"
     assert not takes(one.replace("city", "town").replace("days", "city")), "city is required"
-    thoughts = sometimes().front(Opening.MAYBE, vocabulary.spell)
+    thoughts = SOMETIMES.front(Opening.MAYBE, vocabulary.spell)
     assert takes(one, front=thoughts) and takes(f"<think>\na < b\n</think>\n\n{one}", front=thoughts)
     assert not takes(f"a</think>{one}", front=thoughts) and not takes(f"<think>{one}", front=thoughts)
-    inside = always().front(Opening.INSIDE, vocabulary.spell)
+    inside = ALWAYS.front(Opening.INSIDE, vocabulary.spell)
     assert takes(f"a\n</think>{one}", front=inside) and takes(f"<think>a</think>{one}", front=inside) and not takes(one, front=inside)
 
 
@@ -100,7 +100,7 @@ BODIES: list[tuple[GrammarKind, str, str]] = [
 
 @pytest.mark.parametrize(("kind", "text", "output"), BODIES, ids=str)
 def test_every_kind_of_grammar_stands_behind_reasoning(vocabulary: Vocabulary, kind: GrammarKind, text: str, output: str) -> None:
-    front = always().front(Opening.INSIDE, vocabulary.spell)
+    front = ALWAYS.front(Opening.INSIDE, vocabulary.spell)
     for written, good in (
         (f"so\n</think>\n\n{output}", True),
         (output, False),
@@ -113,7 +113,7 @@ def test_every_kind_of_grammar_stands_behind_reasoning(vocabulary: Vocabulary, k
 @pytest.mark.parametrize(("kind", "text", "output"), BODIES[:6], ids=str)
 def test_calls_may_stand_in_the_place_of_a_constrained_answer(vocabulary: Vocabulary, kind: GrammarKind, text: str, output: str) -> None:
     calls = TOOL_CALLS.get("hermes")(TOOLS).grammar(TOOLS, True, vocabulary.spell)
-    for front in ("", sometimes().front(Opening.MAYBE, vocabulary.spell)):
+    for front in ("", SOMETIMES.front(Opening.MAYBE, vocabulary.spell)):
         for written, good in (
             (output, True),
             (HERMES, True),

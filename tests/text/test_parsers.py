@@ -214,7 +214,7 @@ def test_reasoning(name: str, opening: Opening, text: str, reasoning: str, conte
     ("<｜tool▁output▁begin｜>7<｜tool▁output▁end｜><｜tool▁outputs▁end｜>", Opening.MAYBE, Opening.MAYBE),
 ])  # fmt: skip
 def test_the_prompts_end_says_where_reasoning_begins(prompt: str, hybrid: Opening, reasoner: Opening) -> None:
-    assert REASONINGS.get("qwen3")().opening(prompt) is hybrid and REASONINGS.get("deepseek_r1")().opening(prompt) is reasoner
+    assert REASONINGS.get("qwen3").opening(prompt) is hybrid and REASONINGS.get("deepseek_r1").opening(prompt) is reasoner
 
 
 def test_reasoning_that_is_not_separated_is_content_and_calls_are_found_behind_it_alone() -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Label, RequestId, Strict, Texts, Timeout
-from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall
+from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, TextPart, TextParts
 from mtpserve.server.fields import either
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.offers import Offer
@@ -20,15 +20,7 @@ CONTENT = "a string or a list of blocks like {'type': 'text', 'text': ...}"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # in OpenAI's words
 
 
-class TextContent(Strict):
-    type: str
-    text: str | None = None
-
-
-TextContents = Annotated[list[TextContent], Field(fail_fast=True)]
-
-
-class ContentBlock(TextContent):
+class ContentBlock(TextPart):
     """`thinking` is of a block of reasoning; `id`, `name`, `input` of a tool_use; the others of a tool_result."""
 
     thinking: str | None = None
@@ -36,7 +28,7 @@ class ContentBlock(TextContent):
     name: Label | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Label | None = None
-    content: Annotated[str | TextContents | None, either(CONTENT)] = None
+    content: Annotated[str | TextParts | None, either(CONTENT)] = None
     is_error: bool | None = None
 
 
@@ -102,7 +94,7 @@ class CountRequest(Strict):
 
     model: str | None = None
     messages: Annotated[list[InputMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
-    system: Annotated[str | TextContents | None, either(CONTENT)] = None
+    system: Annotated[str | TextParts | None, either(CONTENT)] = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the name of output_config.format in the API's beta
@@ -216,7 +208,7 @@ def result(block: ContentBlock) -> ChatMessage:
     return ChatMessage(role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
 
 
-def text_of(content: str | list[TextContent] | list[ContentBlock], field: str) -> str:
+def text_of(content: str | list[TextPart] | list[ContentBlock], field: str) -> str:
     if isinstance(content, str):
         return content
     for block in content:

@@ -21,7 +21,7 @@ from mtpserve.server.generation import Block, Choice, Generation, continued
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
-from mtpserve.server.service import Service
+from mtpserve.server.service import Served
 
 RENAMED = {
     "stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": "", "response_format": "output_config.format",
@@ -161,10 +161,9 @@ class MessageAnswer:
         yield MessageEvent("message_stop")
 
 
-async def messages(request: Request, body: MessagesRequest) -> Response:
+async def messages(request: Request, service: Served, body: MessagesRequest) -> Response:
     """Continue a conversation, as Anthropic's messages."""
     arrival = perf_counter()
-    service: Service = request.app.state.service
     id = body.rid or f"msg_{uuid.uuid4().hex}"
     offer = body.offer()
     with renamed(RENAMED | offer.places):
@@ -175,9 +174,8 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     return JSON(answer.object())
 
 
-async def count_tokens(request: Request, body: CountRequest) -> Response:
+async def count_tokens(service: Served, body: CountRequest) -> Response:
     """The tokens that such a conversation has as a prompt."""
-    service: Service = request.app.state.service
     service.check_model(body.model)
     if not body.messages:
         raise InvalidRequest("messages is empty", "messages")

@@ -198,12 +198,9 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None, str]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    async def ours(request: Request, error: Exception) -> Response:
-        return error_response(error)
-
-    async def bug(request: Request, error: Exception) -> Response:
+    async def failed(request: Request, error: Exception) -> Response:
         response = error_response(error)
-        response.headers["x-request-id"] = request.state.request_id
+        response.headers["x-request-id"] = request.state.request_id  # a bug's answer does not pass RequestLog
         return response
 
     async def gone(request: Request, error: Exception) -> Response:
@@ -220,8 +217,8 @@ def add_error_handlers(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}" if status in (404, 405) else str(error.detail)
         return Refusal(status, error_body(status, message, code=STATUS_CODES.get(status, "invalid_request")), error.headers)
 
-    app.add_exception_handler(MTPServeError, ours)
+    app.add_exception_handler(MTPServeError, failed)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, bug)
+    app.add_exception_handler(Exception, failed)

@@ -21,6 +21,7 @@ from mtpserve.server.http.errors import STATUS_CODES, Refusal, error_body
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
+READING, WRITING = "send its request", "read its answer"  # what is waited for
 
 
 class BoundedHTTP(HttpToolsProtocol):
@@ -32,39 +33,33 @@ class BoundedHTTP(HttpToolsProtocol):
     def __init__(self, *arguments: Any, read_timeout: float, write_timeout: float, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._read_timeout, self._write_timeout = read_timeout, write_timeout
-        self._reading: asyncio.TimerHandle | None = None
-        self._writing: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # by what the client has to do
         self._in_headers = False
         self._header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_request()
+        self._wait(READING, self._read_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._stop_waiting(READING, WRITING)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         self._in_headers, self._header_bytes = True, 0
-        self._expect_request()
+        self._wait(READING, self._read_timeout)
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+        self._stop_waiting(READING)
         super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._writing is None:
-            self._writing = self.loop.call_later(self._write_timeout, self._give_up, "read its answer", self._write_timeout)
+        self._wait(WRITING, self._write_timeout)
 
     def resume_writing(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
+        self._stop_waiting(WRITING)
         super().resume_writing()
 
     def on_headers_complete(self) -> None:
@@ -73,7 +68,7 @@ class BoundedHTTP(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.cycle is None or self.cycle.response_complete:  # an idle connection, whose own timer ends with the first byte
-            self._expect_request()
+            self._wait(READING, self._read_timeout)
         super().data_received(data)
         if self._in_headers and not self.transport.is_closing():
             self._header_bytes += len(data)
@@ -90,23 +85,22 @@ class BoundedHTTP(HttpToolsProtocol):
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
-    def _expect_request(self) -> None:
-        if self._reading is None:
-            self._reading = self.loop.call_later(self._read_timeout, self._give_up, "send its request", self._read_timeout)
+    def _wait(self, what: str, seconds: float) -> None:
+        if what not in self._timers:
+            self._timers[what] = self.loop.call_later(seconds, self._give_up, what, seconds)
 
     def _give_up(self, what: str, seconds: float) -> None:
         log.info("%s: a connection is closed: its client did not %s within %g s", (self.client or ("-",))[0], what, seconds)
-        self._stop_waiting()
+        self._stop_waiting(READING, WRITING)
         if self._in_headers and (self.cycle is None or self.cycle.response_complete):
             self._refuse(408, f"the request did not arrive within {seconds:g} s", "request_timeout")
         else:
             self.transport.abort()  # closing would wait until the client has read what is written already
 
-    def _stop_waiting(self) -> None:
-        for timer in (self._reading, self._writing):
-            if timer is not None:
+    def _stop_waiting(self, *whats: str) -> None:
+        for what in whats:
+            if (timer := self._timers.pop(what, None)) is not None:
                 timer.cancel()
-        self._reading = self._writing = None
 
 
 class BodyLimit:

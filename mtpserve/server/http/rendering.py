@@ -9,8 +9,6 @@ import msgspec
 from starlette.responses import JSONResponse
 
 REFERENCE = "#/components/schemas/{name}"
-
-
 LEAST = -9999.0
 
 

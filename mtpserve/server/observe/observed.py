@@ -1,14 +1,20 @@
-"""What the front end measures of each request, for our metrics and for the same facts under peers' names."""
+"""What the front end measures of each request, and the base of each set of names under which it is exported: ours in metrics.py, those of
+peers in dialects.py."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from time import monotonic, perf_counter
-from typing import Protocol
+from typing import ClassVar
 
-from mtpserve.core.protocols import EngineClient
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request
 
 WINDOW_S = 10.0
@@ -38,15 +44,6 @@ class Observed:
     def per_token(self) -> float | None:
         """Seconds per token after the first."""
         return self.decoding / (self.tokens - 1) if self.tokens > 1 else None
-
-
-class Observer(Protocol):
-    def first_token(self, seconds: float) -> None: ...
-    def step(self, seconds: float, tokens: int) -> None:
-        """Tokens that came together, `seconds` after those before them."""
-        ...
-
-    def end(self, seen: Observed) -> None: ...
 
 
 class RequestClock:
@@ -140,17 +137,67 @@ class Scrape:
         return self.stats.pages_used / max(1, self.stats.pages_total)
 
 
-class EngineView:
-    """The engine as its collectors read it."""
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+Row = tuple[str, str, float | None]  # name, help, value; None: not known yet
+Measure = tuple[str, str, Sequence[float], Callable[[Observed], float | None]]  # name, help, buckets, a request's value, if it has one
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._recent = Recent()
 
-    @property
-    def card(self) -> ModelCard:
-        return self._client.card
+class Observer(Collector):
+    """One set of names: reads the engine at each scrape, and is told of each request. Every metric has the prefix and the labels."""
 
-    def scrape(self) -> Scrape:
-        client, stats = self._client, self._client.stats()
-        return Scrape(stats, self._recent.rates(stats), client.card, client.dead is None)
+    prefix: ClassVar[str]
+    finished: ClassVar[tuple[Measure, ...]]  # histograms of finished requests
+    _first: Histogram
+    _token: Histogram
+
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], labels: dict[str, str]) -> None:
+        self._registry, self._scrape, self._labels = registry, scrape, labels
+        registry.register(self)
+        self._finished = [(self.histogram(name, help, buckets), value) for name, help, buckets, value in self.finished]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families(self._scrape())
+
+    @abstractmethod
+    def families(self, now: Scrape) -> Iterable[Metric]: ...
+
+    def first_token(self, seconds: float) -> None:
+        self._first.observe(seconds)
+
+    def step(self, seconds: float, tokens: int) -> None:
+        """Tokens that came together, `seconds` after those before them: they share the wait."""
+        for _ in range(tokens):
+            self._token.observe(seconds / tokens)
+
+    def end(self, seen: Observed) -> None:
+        for histogram, value in self._finished if seen.finished else ():
+            if (measured := value(seen)) is not None:
+                histogram.observe(measured)
+
+    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(self.prefix + name, help, list(self._labels), buckets=buckets, registry=self._registry)
+        return made.labels(**self._labels) if self._labels else made
+
+    def counter(self, name: str, help: str, **values: Sequence[str]) -> Callable[..., Counter]:
+        """Of the values of further labels; those given exist from the start."""
+        made = Counter(self.prefix + name, help, [*self._labels, *values], registry=self._registry)
+
+        def child(*own: str) -> Counter:
+            return made.labels(*self._labels.values(), *own)
+
+        for own in product(*values.values()):
+            child(*own)
+        return child
+
+    def family(self, kind: Family, name: str, help: str, values: Iterable[tuple[Sequence[str], float]], *labels: str) -> Metric:
+        """Each value with those of the further `labels`."""
+        made = kind(self.prefix + name, help, labels=[*self._labels, *labels])
+        for own, value in values:
+            made.add_metric([*self._labels.values(), *own], value)
+        return made
+
+    def rows(self, counters: Iterable[Row], gauges: Iterable[Row]) -> Iterator[Metric]:
+        for kind, rows in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
+            for name, help, value in rows:
+                if value is not None:
+                    yield self.family(kind, name, help, [((), value)])

@@ -18,7 +18,7 @@ from mtpserve.server.openai import objects
 from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
 from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.openai.logprobs import chat_logprobs
-from mtpserve.server.service import Service
+from mtpserve.server.service import Served
 
 
 @dataclass(slots=True)
@@ -67,10 +67,9 @@ def call_delta(number: int, arguments: str = "", name: str | UnsetType = UNSET, 
     return objects.Delta(tool_calls=[objects.ToolCallDelta(index=number, function=function, **head)])
 
 
-async def chat(request: Request, body: ChatRequest) -> Response:
+async def chat(request: Request, service: Served, body: ChatRequest) -> Response:
     """Continue a conversation, as OpenAI's chat completions."""
     arrival = perf_counter()
-    service: Service = request.app.state.service
     id = id_of(body, ChatWriter)
     with renamed({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
         generation = await continued(service, body, id, arrival)

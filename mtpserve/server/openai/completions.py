@@ -16,7 +16,7 @@ from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
 from mtpserve.server.openai.body import CompletionRequest
 from mtpserve.server.openai.logprobs import completion_logprobs
 from mtpserve.server.openai.objects import CompletionChoice, CompletionLogprobs, CompletionObject
-from mtpserve.server.service import Service
+from mtpserve.server.service import Served
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -41,10 +41,9 @@ class CompletionWriter(ChoiceWriter):
         return completion_logprobs(self.names, tokens, scores, offsets, top)
 
 
-async def completions(request: Request, body: CompletionRequest) -> Response:
+async def completions(request: Request, service: Served, body: CompletionRequest) -> Response:
     """Continue one or several prompts, as OpenAI's completions."""
     arrival = perf_counter()
-    service: Service = request.app.state.service
     service.admit(body.model)
     body.check()
     sampling = body.sampling(service.tokenizer.defaults, body.max_tokens or None)

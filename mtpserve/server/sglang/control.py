@@ -7,7 +7,6 @@ import contextlib
 import uuid
 from time import perf_counter
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import EngineBusy, InvalidRequest
@@ -16,7 +15,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.about import Healthy
 from mtpserve.server.body import RequestId, Strict
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import Service
+from mtpserve.server.service import Served
 
 TRIAL_S = 20.0  # as long as SGLang waits
 
@@ -37,9 +36,8 @@ class AbortRequest(Strict):
     abort_all: bool | None = None
 
 
-async def health_generate(request: Request) -> Response:
+async def health_generate(service: Served) -> Response:
     """Like /health, but the engine has to compute a token; 503 when that takes longer than 20 seconds."""
-    service: Service = request.app.state.service
     service.check_alive()
     sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     trial = EngineRequest(f"health-{uuid.uuid4().hex}", [0], sampling)
@@ -52,16 +50,14 @@ async def health_generate(request: Request) -> Response:
     return JSON(Healthy("ok"))
 
 
-async def flush_cache(request: Request) -> Response:
+async def flush_cache(service: Served) -> Response:
     """Always done: a request's pages are freed when it ends, and nothing is kept for the next one."""
-    service: Service = request.app.state.service
     service.check_alive()
     return JSON(Flushed(True, "nothing is cached between requests"))
 
 
-async def abort_request(request: Request, body: AbortRequest) -> Response:
+async def abort_request(service: Served, body: AbortRequest) -> Response:
     """End requests: they answer with what they have, finish_reason "abort". Ids that are not running are ignored."""
-    service: Service = request.app.state.service
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("give either rid or abort_all: true", "rid")
     return JSON(Aborted(service.abort(body.rid)))

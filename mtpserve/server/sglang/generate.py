@@ -18,7 +18,7 @@ from mtpserve.server.generation import Choice, Generation, requests_of
 from mtpserve.server.http.errors import renamed, renaming
 from mtpserve.server.http.rendering import JSON, Rendered, finite
 from mtpserve.server.http.sse import EventStream, unless_gone
-from mtpserve.server.service import Service, StepOutput
+from mtpserve.server.service import Served, Service, StepOutput
 from mtpserve.server.sglang.body import DEFAULT_MAX_TOKENS, NativeRequest, NativeSampling
 from mtpserve.text.requests import Spelling
 
@@ -171,10 +171,9 @@ async def choices_of(
     return choices
 
 
-async def generate(request: Request, body: NativeRequest) -> Response:
+async def generate(request: Request, service: Served, body: NativeRequest) -> Response:
     """Continue one or several prompts. The fields are SGLang's, and so are the answer and its `meta_info`."""
     arrival = perf_counter()
-    service: Service = request.app.state.service
     service.check_alive()
     body.check()
     with renamed(RENAMED):

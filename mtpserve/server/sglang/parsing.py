@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Strict
 from mtpserve.server.http.errors import ContextLengthExceeded
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import MAX_BYTES_PER_TOKEN, Service
+from mtpserve.server.service import MAX_BYTES_PER_TOKEN, Served, Service
 from mtpserve.server.tools import Formats, call_format, tool_use
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
 from mtpserve.text.parsers.output import OutputParser
-from mtpserve.text.parsers.reasoning import Opening, Thinking
+from mtpserve.text.parsers.reasoning import Opening
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
 from mtpserve.text.requests import check_text
 
@@ -52,9 +51,8 @@ class SeparatedReasoning(Rendered):
     text: str
 
 
-async def parse_function_call(request: Request, body: ParseFunctionCall) -> Response:
+async def parse_function_call(service: Served, body: ParseFunctionCall) -> Response:
     """The calls in a text, and the text without them."""
-    service: Service = request.app.state.service
     name = known(body.tool_call_parser or service.formats.tool_calls, TOOL_CALLS.names(), "tool_call_parser")
     formats = Formats(name, None)
     use = tool_use(body.tools, None, None, formats)
@@ -70,11 +68,10 @@ async def parse_function_call(request: Request, body: ParseFunctionCall) -> Resp
     return JSON(ParsedCalls("".join(event.text for event in events if isinstance(event, Content)), calls))
 
 
-async def separate_reasoning(request: Request, body: SeparateReasoning) -> Response:
+async def separate_reasoning(service: Served, body: SeparateReasoning) -> Response:
     """The reasoning in front of an answer, and the answer."""
-    service: Service = request.app.state.service
     name = known(body.reasoning_parser or service.formats.reasoning, REASONINGS.names(), "reasoning_parser")
-    thinking: Thinking = REASONINGS.get(name)()
+    thinking = REASONINGS.get(name)
     events = await taken_apart(service, body.text, OutputParser(thinking, Opening.INSIDE if thinking.always else Opening.MAYBE))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
     return JSON(SeparatedReasoning(reasoning, "".join(event.text for event in events if isinstance(event, Content))))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mtpserve.text.parsers.grammar import arguments_json, calls_of, text
 from mtpserve.text.parsers.scanner import Reading, Scanner
-from mtpserve.text.parsers.tools import MORE, Spell, Tool, in_name
+from mtpserve.text.parsers.tools import MORE, CallFormat, Spell, Tool, in_name
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -14,14 +14,11 @@ SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```"
 
 
-class DeepSeekV3:
+class DeepSeekV3(CallFormat):
     """`function⟨sep⟩name`, and the arguments in a fenced block. V3.1's layout is understood as well."""
 
     markers: tuple[str, ...] = (SECTION, CALL)
     example = f"{SECTION}{CALL}function{SEPARATOR}tool_call_name\n{FENCE}json\ntool_call_arguments\n{FENCE}{CALL_END}{MORE}{SECTION_END}"
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        pass
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         if marker == SECTION:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from mtpserve.text.parsers.grammar import arguments_json, calls_of, text
 from mtpserve.text.parsers.scanner import Reading, Scanner
-from mtpserve.text.parsers.tools import EXAMPLE, Spell, Tool, in_name
+from mtpserve.text.parsers.tools import EXAMPLE, CallFormat, Spell, Tool, in_name
 
 ARGUMENTS = ("arguments", "parameters")
 HEAD = ("name", "type", "id", "function", *ARGUMENTS)  # keys that may come before the name in a call without a marker
@@ -99,13 +99,10 @@ def object_grammar(tool: Tool, arguments: str) -> str:
     return f"{head} {arguments_json(tool.parameters)} {text('}')}"
 
 
-class Hermes:
+class Hermes(CallFormat):
     markers: tuple[str, ...] = ("<tool_call>",)
     END = "</tool_call>"
     example = f"<tool_call>\n{EXAMPLE}\n</tool_call>"
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        pass
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         """One object, or several, in a list or not."""
@@ -124,7 +121,7 @@ class Hermes:
         return calls_of(each, several, between=line)
 
 
-class Llama3:
+class Llama3(CallFormat):
     """An object with a tool's name, anywhere in the text; several are separated by semicolons, or are a list."""
 
     TAG = "<|python_tag|>"
@@ -150,14 +147,11 @@ class Llama3:
         return calls_of([object_grammar(tool, "parameters") for tool in tools], several, between=text("; "))
 
 
-class Listed:
+class Listed(CallFormat):
     """A list of objects and nothing else: the format that is asked of a model when none is configured."""
 
     markers: tuple[str, ...] = ("[",)
     example = f"[{EXAMPLE}]"
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        pass
 
     def new_id(self) -> str | None:
         return None

@@ -104,11 +104,7 @@ class ReasoningCount:
         return count
 
 
-def always() -> Thinking:
-    """DeepSeek-R1, Qwen3-Thinking: models that always reason."""
-    return Thinking(always=True)
-
-
-def sometimes() -> Thinking:
-    """Qwen3, GLM-4.5, DeepSeek-V3.1, MiMo-7B: models whose template switches reasoning on and off, or that write the start tag."""
-    return Thinking(always=False)
+# DeepSeek-R1, Qwen3-Thinking: models that always reason.
+ALWAYS = Thinking(always=True)
+# Qwen3, GLM-4.5, DeepSeek-V3.1, MiMo-7B: models whose template switches reasoning on and off, or that write the start tag.
+SOMETIMES = Thinking(always=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from types import NoneType
 from typing import Any
 
 from mtpserve.text.parsers.grammar import arguments_json, text, up_to
@@ -11,27 +12,10 @@ from mtpserve.text.parsers.tools import Schema, Spell
 
 MAX_REFERENCES = 16  # length of a chain of `$ref`s
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # as Jinja templates print values
+# JSON Schema's names of what `json.loads` gives.
+KINDS = {NoneType: "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 ANY: frozenset[str] = frozenset()
 NOT_IN_TEXT = ("pattern", "minLength", "maxLength")  # cannot be enforced for strings without quotes and escapes
-
-
-def kind_of(value: Any) -> str:
-    """JSON Schema's name of the value's type."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
 
 
 def property_of(key: str, schema: Schema) -> Any:
@@ -69,9 +53,9 @@ def types_of(schema: Any, root: Schema) -> frozenset[str]:
             types |= {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if isinstance(kind, str)}
             types |= {"null"} if part.get("nullable") is True else set()
         elif isinstance(part.get("enum"), list):
-            types |= set(map(kind_of, part["enum"]))
+            types |= {KINDS[type(choice)] for choice in part["enum"]}
         elif "const" in part:
-            types.add(kind_of(part["const"]))
+            types.add(KINDS[type(part["const"])])
         elif isinstance(choices, list):
             waiting += choices
         else:
@@ -84,7 +68,7 @@ def as_json(written: str, types: Iterable[str]) -> str:
     bare = written.strip()
     bare = PYTHON.get(bare, bare)
     try:
-        kind = kind_of(json.loads(bare, parse_constant=refuse))
+        kind = KINDS[type(json.loads(bare, parse_constant=refuse))]
     except (ValueError, RecursionError):
         kind = "string"
     fits = not types or kind in types or (kind == "integer" and "number" in types)

@@ -12,7 +12,6 @@ from mtpserve.text.parsers.scanner import Reading, Scanner
 Schema = Mapping[str, Any]
 Spell = Callable[[str], str]  # a piece of text → a Lark expression: a token of the vocabulary, or characters
 
-
 ALL = "tool_call_arguments"
 EXAMPLE = f'{{"name": "tool_call_name", "arguments": {ALL}}}'
 MORE = "{{additional_tool_calls}}"  # the place of further calls in an example
@@ -30,7 +29,8 @@ class CallFormat(Protocol):
     markers: tuple[str, ...]  # texts with which calls begin; see Scanner.until
     example: str  # a call of tool_call_name with tool_call_arguments, for the instructions to a model
 
-    def __init__(self, tools: Sequence[Tool]) -> None: ...
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        """Most formats are read without knowing the tools."""
 
     def read(self, scan: Scanner, marker: str) -> Reading[None]:
         """`marker` comes next. Begins and ends calls in `scan`; text that it leaves in the record was not a call."""

@@ -148,7 +148,7 @@ def test_int8_with_the_largest_numbers() -> None:
     x = torch.full((7, 4096), 127.0)
     x[1] = -127
     x[2, ::2] = -127
-    assert linear(x, pack_int8(weight.clone(), scale)).equal((x @ weight.float().T))
+    assert linear(x, pack_int8(weight.clone(), scale)).equal(x @ weight.float().T)
 
 
 def test_int8_gated() -> None:

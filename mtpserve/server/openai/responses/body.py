@@ -8,7 +8,7 @@ from pydantic import Field
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Effort, Label, Metadata, Strict, Timeout, say_once
-from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, called
+from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, TextPart, TextParts, called
 from mtpserve.server.fields import either
 from mtpserve.server.http.errors import SHORT, Unsupported
 from mtpserve.server.offers import Offer
@@ -26,25 +26,17 @@ CONTENT = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
 TEXTS = ("input_text", "output_text", "text")
 
 
-class InputPart(Strict):
-    type: str
-    text: str | None = None
-
-
-InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
-
-
 class InputItem(Strict):
     """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what came of it."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Annotated[str | InputParts | None, either(CONTENT)] = None
+    content: Annotated[str | TextParts | None, either(CONTENT)] = None
     call_id: Label | None = None
     name: Label | None = None
     namespace: Label | None = None
     arguments: str | None = None
-    output: Annotated[str | InputParts | None, either(CONTENT)] = None
+    output: Annotated[str | TextParts | None, either(CONTENT)] = None
 
 
 class EffortOptions(Strict):
@@ -203,7 +195,7 @@ def message_of(item: InputItem, place: str) -> ChatMessage:
     raise Unsupported(f"{place}: items of type {item.type[:50]!r} are not supported here", "input")
 
 
-def text_of(content: str | list[InputPart] | None, kinds: tuple[str, ...]) -> str:
+def text_of(content: str | list[TextPart] | None, kinds: tuple[str, ...]) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     for part in content:

@@ -18,7 +18,7 @@ from mtpserve.server.openai.responses.answer import ResponseAnswer, events
 from mtpserve.server.openai.responses.body import ResponsesRequest, messages_of
 from mtpserve.server.openai.responses.objects import DeletedResponse
 from mtpserve.server.openai.responses.store import ResponseStore
-from mtpserve.server.service import Service
+from mtpserve.server.service import Served
 
 RENAMED = {
     "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text", "reasoning_effort": "reasoning", ".function": "",
@@ -30,10 +30,9 @@ def store_of(request: Request) -> ResponseStore:
     return store
 
 
-async def create(request: Request, body: ResponsesRequest) -> Response:
+async def create(request: Request, service: Served, body: ResponsesRequest) -> Response:
     """Answer an input, as OpenAI's responses; kept for a while unless `store` is false."""
     arrival = perf_counter()
-    service: Service = request.app.state.service
     service.check_alive()
     body.check()
     before = store_of(request).get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
@@ -62,9 +61,8 @@ async def retrieve(request: Request, id: str) -> Response:
     return JSON(store_of(request).get(id, "response_id").object)
 
 
-async def cancel(request: Request, id: str) -> Response:
+async def cancel(request: Request, service: Served, id: str) -> Response:
     """End a response that is being written: it answers with what it has. 404 for one that is not."""
-    service: Service = request.app.state.service
     stored = store_of(request).get(id, "response_id")
     if not service.abort(id):
         raise NotStored(f"the response {id[:50]!r} is not being written", "response_id")
