@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 import torch
 from mtpserve_kernels.cache import reference
@@ -30,6 +31,7 @@ from mtpserve.runtime.step import Step
 from mtpserve.spec.accept import Decide, decide
 from mtpserve.spec.build import make_draft_model, make_drafter, reduced_head
 from mtpserve.spec.passes import DraftPasses
+from mtpserve.spec.propose import propose
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
 from mtpserve.spec.thresholds import Thresholds
@@ -40,6 +42,13 @@ KERNELS: dict[str, dict[str, str]] = {
         "slots": "mtpserve_kernels.cache.slots",
         "store_boundary": "mtpserve_kernels.cache.slots",
         "decide": "mtpserve.spec.triton",
+    },
+    "cpu": {
+        "compact": "mtpserve_kernels.cpu.cache",
+        "slots": "mtpserve_kernels.cpu.cache",
+        "store_boundary": "mtpserve_kernels.cpu.cache",
+        "decide": "mtpserve.spec.cpu",
+        "propose": "mtpserve.spec.cpu",
     },
 }  # of a backend; imported only where they run
 
@@ -87,15 +96,16 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
 
 
 def draft_passes(
-    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions, store_boundary: StoreBoundary
+    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions, kernels: Mapping[str, Any]
 ) -> DraftPasses:
-    """`stores`: of the draft model's own layers."""
+    """`stores`: of the draft model's own layers. `kernels`: the backend's, by their names in KERNELS."""
     arch, width = model.arch, draft_model.features.width(model.arch.hidden)
     boundary = None
     if width:
+        store_boundary: StoreBoundary = kernels.get("store_boundary", reference.store_boundary)
         boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
     attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
-    return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map))
+    return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map), kernels.get("propose", propose))
 
 
 def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
@@ -116,8 +126,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     check(layers, attention, options.backend, drafts)
     passes = None
     if draft_model is not None:
-        store_boundary = kernels.get("store_boundary", reference.store_boundary)
-        passes = draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options, store_boundary)
+        passes = draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options, kernels)
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,
