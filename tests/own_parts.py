@@ -15,6 +15,7 @@ from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import LinearKernels
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.linear import Methods
 from mtpserve.layers.torch_kernels import silu_mul, torch_kernels
 from mtpserve.models.family import Family
 from mtpserve.models.mimo import MIMO
@@ -68,4 +69,4 @@ def built(arch: ModelArch, method: str) -> DecoderModel:
     from mtpserve.quant.registry import METHODS
 
     kernels = torch_kernels()
-    return MIMO.build(arch, METHODS.get(method)(kernels), torch.float32, 400, kernels)
+    return MIMO.build(arch, Methods.all(METHODS.get(method)(kernels)), torch.float32, 400, kernels)

@@ -16,6 +16,7 @@ from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS
+from mtpserve.layers.linear import Methods
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.graphs import Recorder, StepGraphs
@@ -55,7 +56,7 @@ def tiny_model(
     """`kernels`: of layers/kernels; "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
     build = deepseek.build if family == "deepseek" else mimo.build
     made = KERNELS.get(kernels)()
-    model = build(tiny_arch(family, **arch), Unquantized(made), dtype, CONTEXT + 160, made)
+    model = build(tiny_arch(family, **arch), Methods.all(Unquantized(made)), dtype, CONTEXT + 160, made)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

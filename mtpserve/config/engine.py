@@ -45,8 +45,9 @@ class ModelConfig:
     )
     quantization: str = option(
         "auto",
-        "weights that the checkpoint has in float8: none expands them to --dtype, fp8 keeps them, auto keeps them where the kernels run",
-        choices=("auto", "fp8", "none"),
+        "weights that the checkpoint has in float8: none expands them to --dtype, fp8 keeps them, auto keeps them where Triton runs; "
+        "int8, on a CPU: rounds the trunk's layers, and products' inputs: the output is then not quite the model's",
+        choices=("auto", "fp8", "int8", "none"),
     )
     device: str = option("auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
     attention_backend: str = option(
@@ -131,6 +132,11 @@ class SpecConfig:
     )  # fmt: skip
     speculative_draft_model_path: str | None = option(
         None, "directory or id of a separately published NextN layer (default: the model's own)", "speculative-draft-model", "spec-model"
+    )
+    speculative_draft_model_quantization: str = option(
+        "auto",
+        "the draft model's layer and head, on a CPU: int8, lossless as all drafting, none, or auto: int8 where it drafts faster",
+        choices=("auto", "int8", "none"),
     )
     speculative_token_map: str | None = option(
         None, "file of the draft head's vocabulary, made by `mtpserve inspect --token-map`: a smaller head drafts faster (default: all)"

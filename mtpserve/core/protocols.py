@@ -74,11 +74,20 @@ class Pack(Protocol):
         ...
 
 
+class PackInt8(Protocol):
+    def __call__(self, weight: Tensor, bias: Tensor | None, lookups: bool, /) -> Packed:
+        """As Pack, but the weight is rounded to int8 with a scale for each row, and a product rounds each row of x alike."""
+        ...
+
+
 class LinearKernels(Protocol):
     """The kernels that linear methods use."""
 
     @property
     def pack(self) -> Pack: ...
+
+    @property
+    def pack_int8(self) -> PackInt8: ...
 
     @property
     def linear_fp8(self) -> LinearFP8: ...

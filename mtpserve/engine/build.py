@@ -88,7 +88,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     for what, size in [*memory.rows, ("all", memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
     kernels = KERNELS.get(kernels_of(config, device))()
-    model = load_model(planned.described, dtype, device, positions(config, arch, device), kernels, progress, kept.keep_blocks)
+    model = load_model(planned.described, dtype, device, positions(config, arch, device), kernels, progress, kept)
     curve = None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
     warn(spec, curve)
     running, record = memory.max_running, config.scheduler.record_steps

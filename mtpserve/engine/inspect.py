@@ -11,6 +11,7 @@ from typing import Any
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.engine.planning import describe, empty_model, plan
+from mtpserve.engine.storage import Storage
 from mtpserve.spec.token_map import TokenMap, count_tokens, make_token_map
 
 
@@ -54,7 +55,7 @@ def inspect_model(config: EngineConfig) -> InspectReport:
                 row[i] += amount
     if described.dummy:
         notes.append("dummy weights: the tensors are those of the model in memory, there is no checkpoint")
-        for name, parameter in empty_model(described, dtype, 1, keep_blocks=False).named_parameters():
+        for name, parameter in empty_model(described, dtype, 1, Storage(False, dtype)).named_parameters():
             row = groups[group_of(name, described.mtp_prefix), str(parameter.dtype).removeprefix("torch.")]
             for i, amount in enumerate((1, parameter.numel(), parameter.nbytes)):
                 row[i] += amount

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,12 +12,12 @@ from mtpserve.core.arch import ModelArch, page_groups
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.engine.compute import device_of, dtype_of, kernels_of
-from mtpserve.engine.storage import Storage, storage_of
+from mtpserve.engine.storage import Storage, int8_of, storage_of
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS, Kernels
+from mtpserve.layers.linear import Linear
 from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
-from mtpserve.quant.registry import METHODS
 from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import SeatSampling
@@ -101,7 +101,9 @@ def plan(config: EngineConfig) -> Plan:
         raise ConfigError(f"--context-length must be at most {described.arch.max_positions}, the model's own, got {length}")
     kernels = kernels_of(config, device)
     kept = storage_of(config, filter(None, (described.checkpoint, described.nextn)), dtype, device, kernels == "triton")
-    sizes = fixed(described, dtype, positions(config, described.arch, device), kept.keep_blocks)
+    int8, draft_int8 = int8_of(config, described.arch, dtype, kernels)
+    kept = replace(kept, int8=int8, draft_int8=draft_int8)
+    sizes = fixed(described, dtype, positions(config, described.arch, device), kept)
     state, tables = state_of(config, described.arch, device)
     memory = plan_memory(config, described.arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
     return Plan(described, dtype, device, kept, memory)
@@ -152,31 +154,35 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
     return state, lambda running: parts(running)[1].table_bytes
 
 
-def fixed(described: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> Fixed:
+def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storage) -> Fixed:
     """Of the model as it will lie in memory, without making it. Embedding and head, which the MTP layer shares, are there once."""
-    model = empty_model(described, dtype, positions, keep_blocks)
+    model = empty_model(described, dtype, positions, kept)
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for name, part in model.named_modules():
+        int8 = kept.draft_int8 if name.startswith("mtp_head.") else kept.int8 and name.startswith("layers.")
+        if int8 and isinstance(part, Linear):
+            sizes[f"{name}.weight"] = part.weight.numel()
     mtp = sum(size for name, size in sizes.items() if name.startswith("mtp_head."))
-    reduced = len(described.token_map or ()) * described.arch.hidden * dtype.itemsize
+    tokens = described.arch.vocab if kept.draft_int8 and described.token_map is None else len(described.token_map or ())
+    reduced = tokens * described.arch.hidden * (1 if kept.draft_int8 else dtype.itemsize)
     return Fixed(sum(sizes.values()) - mtp, mtp, reduced, dtype.itemsize)
 
 
-def empty_model(described: Described, dtype: torch.dtype, positions: int, keep_blocks: bool) -> DecoderModel:
+def empty_model(described: Described, dtype: torch.dtype, positions: int, kept: Storage) -> DecoderModel:
     """On no device: names, shapes and dtypes."""
     with torch.device("meta"):
-        model = build_model(described, dtype, positions, KERNELS.get("torch")(), keep_blocks)
-    if keep_blocks:
+        model = build_model(described, dtype, positions, KERNELS.get("torch")(), kept)
+    if kept.keep_blocks:
         hold_blocks(model, placements(model, sources(described)))
     return model
 
 
-def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, keep_blocks: bool) -> DecoderModel:
+def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, kept: Storage) -> DecoderModel:
     """Its weights are uninitialised."""
-    method = METHODS.get("fp8" if keep_blocks else "none")(kernels)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return described.family.build(described.arch, method, dtype, positions, kernels)
+        return described.family.build(described.arch, kept.methods(kernels), dtype, positions, kernels)
     finally:
         torch.set_default_dtype(before)
 
@@ -208,13 +214,13 @@ def load_model(
     positions: int,
     kernels: Kernels,
     progress: bool,
-    keep_blocks: bool = False,
+    kept: Storage,
 ) -> DecoderModel:
-    model = build_model(described, dtype, positions, kernels, keep_blocks)
+    model = build_model(described, dtype, positions, kernels, kept)
     if described.dummy:
         log.warning("DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing")
         fill(model, device)
     else:
         own, *also = sources(described)
-        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep_blocks=keep_blocks)
+        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep_blocks=kept.keep_blocks)
     return model.eval()

@@ -8,15 +8,36 @@ from dataclasses import dataclass
 import torch
 
 from mtpserve.config import EngineConfig
+from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.protocols import LinearMethod
+from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.linear import Methods
 from mtpserve.quant.fp8 import FP8, SCALE
+from mtpserve.quant.registry import METHODS
 from mtpserve.weights.checkpoint import Checkpoint
+
+# A draft head in bfloat16 of this size no longer stays in the cores' cache between two passes: then half the bytes are half the time.
+DRAFT_INT8_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
     keep_blocks: bool  # matrices with block scales stay in float8; which these are, the checkpoint says one by one
     cache: torch.dtype  # of keys and values
+    int8: bool = False  # the trunk's layers, made int8 while they are loaded
+    draft_int8: bool = False  # the draft model's layer, and a head of its own
+
+    def methods(self, kernels: Kernels) -> Methods:
+        """How the model's matrices are stored and multiplied."""
+        made: dict[str, LinearMethod] = {}
+
+        def method(name: str) -> LinearMethod:
+            return made.setdefault(name, METHODS.get(name)(kernels))
+
+        kept = "fp8" if self.keep_blocks else "none"
+        layers = method("int8" if self.int8 else kept)
+        return Methods(layers, method(kept), method("int8") if self.draft_int8 else layers, method("int8") if self.draft_int8 else None)
 
 
 def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: torch.dtype, device: torch.device, kernels: bool) -> Storage:
@@ -34,6 +55,17 @@ def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: t
         raise ConfigError(f"--kv-cache-dtype {cache}: {why}")
     keep = weights == "fp8" or (weights == "auto" and stored and kernels and not unreadable)
     return Storage(keep, {"auto": dtype, "bfloat16": torch.bfloat16}.get(cache, FP8))
+
+
+def int8_of(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, kernels: str) -> tuple[bool, bool]:
+    """Whether the trunk's layers are int8, and the draft model. Raises ConfigError where no kernel multiplies int8."""
+    trunk, draft = config.model.quantization == "int8", config.spec.speculative_draft_model_quantization
+    for option, asked in (("quantization", trunk), ("speculative-draft-model-quantization", draft == "int8")):
+        if asked and kernels != "cpu":
+            raise ConfigError(f"--{option} int8: only the kernels of a CPU multiply int8, and what computes here is {kernels}")
+    if kernels != "cpu" or draft == "none" or arch.mtp is None:
+        return trunk, False
+    return trunk, draft == "int8" or trunk or arch.vocab * arch.hidden * dtype.itemsize >= DRAFT_INT8_BYTES
 
 
 def reads_float8(device: torch.device) -> bool:

@@ -43,6 +43,7 @@ def cpu_kernels() -> Kernels:
         pack_heads=pack_heads,
         pack_layers=pack_layers,
         pack=pack,
+        pack_int8=pack_int8,
     )
 
 
@@ -87,9 +88,9 @@ def pack_experts(experts: RoutedExperts, shared: SharedExpert | None) -> PanelEx
 
 
 def shared_matrices(shared: SharedExpert) -> tuple[linear.Matrix, linear.Matrix] | None:
-    """None: its size is not one of whole panels, and it is computed by itself."""
+    """None: its size is not one of whole panels, or it is int8, and it is computed by itself."""
     matrices = matrix_of(cast(Linear, shared.gate_up)), matrix_of(cast(Linear, shared.down))
-    return None if matrices[1].inputs % linear.PANEL else matrices
+    return None if matrices[1].inputs % linear.PANEL or any(matrix.scale for matrix in matrices) else matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,11 @@ class HeadMatrices:
 def pack(weight: Tensor, bias: Tensor | None, lookups: bool) -> PanelMatrix:
     """core.protocols.Pack"""
     return PanelMatrix(linear.pack(weight, bias))
+
+
+def pack_int8(weight: Tensor, bias: Tensor | None, lookups: bool) -> PanelMatrix:
+    """core.protocols.PackInt8"""
+    return PanelMatrix(linear.pack_int8(*linear.quantize(weight.detach()), bias))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from mtpserve.core.arch import Features, ModelArch
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Context, LinearMethod
+from mtpserve.core.protocols import Context
 from mtpserve.layers.embedding import Embedding, TiedHead
 from mtpserve.layers.fusion import Fusion
 from mtpserve.layers.kernels import Kernels, RunLayers
-from mtpserve.layers.linear import Linear
+from mtpserve.layers.linear import Linear, Methods
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope, Rotation
 
+HeadProduct = Callable[[Tensor], Tensor]
 MakeBlock = Callable[[int], tuple[nn.Module, nn.Module]]  # number in arch.layers → attention, feed-forward
 
 
@@ -40,21 +41,26 @@ class MTPHead(nn.Module):
     lag = 1
 
     def __init__(
-        self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, method: LinearMethod, kernels: Kernels, trunk: DecoderModel
+        self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, methods: Methods, kernels: Kernels, trunk: DecoderModel
     ) -> None:
         super().__init__()
         assert arch.mtp is not None
-        self.arch, self.borrowed = arch.mtp, [trunk]
+        self.arch, self.vocab, self.borrowed = arch.mtp, arch.vocab, [trunk]
         self.features = Features(last=arch.mtp.hidden_in)
         self.layers = arch.layers[arch.num_layers :]
-        self.fusion = Fusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, method, kernels)
+        self.fusion = Fusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, methods.draft, kernels)
         self.layer = DecoderLayer(arch, attention, mlp, kernels)
         self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
-        self.kernels = kernels
+        self.kernels, self.methods = kernels, methods
         self.run_layers: RunLayers
+        self.own_head: list[HeadProduct] = []  # one at most
 
     def finish_loading(self) -> None:
+        """Before the trunk's head is packed."""
         self.run_layers = self.kernels.pack_layers([self.layer])
+        if self.methods.draft_head is not None:
+            trunk = self.borrowed[0]
+            self.own_head = [trunk.logits_of(torch.arange(self.vocab, device=trunk.norm.weight.device))]
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
@@ -66,23 +72,23 @@ class MTPHead(nn.Module):
     step = absorb
 
     def logits(self, head: Tensor) -> Tensor:
-        return self.borrowed[0].logits(head)
+        return self.own_head[0](head) if self.own_head else self.borrowed[0].logits(head)
 
 
 class DecoderModel(nn.Module):
     """core.protocols.Trunk, and what was loaded together with it: the checkpoint's own MTP layer."""
 
     def __init__(
-        self, arch: ModelArch, make_block: MakeBlock, method: LinearMethod, dtype: torch.dtype, positions: int, kernels: Kernels
+        self, arch: ModelArch, make_block: MakeBlock, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
     ) -> None:
         super().__init__()
-        self.arch, self.method = arch, method
+        self.arch, self.methods = arch, methods
         self.embed = Embedding(arch.vocab, arch.hidden)
         self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i), kernels) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
-        self.head = TiedHead(self.embed, method) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), method)
+        self.head = TiedHead(self.embed, methods.head) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), methods.head)
         self.rope = Rope(arch.rope, positions, dtype)
-        self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), method, kernels, self) if arch.mtp else None
+        self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), methods, kernels, self) if arch.mtp else None
         self.kernels = kernels
         self.run_layers: RunLayers
 
@@ -99,9 +105,9 @@ class DecoderModel(nn.Module):
     def logits(self, head: Tensor) -> Tensor:
         return self.head(head, torch.float32)  # type: ignore[no-any-return]
 
-    def logits_of(self, tokens: Tensor) -> Callable[[Tensor], Tensor]:
-        """`logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of the head's rows."""
-        part = Linear(self.arch.hidden, (len(tokens),), self.method)
+    def logits_of(self, tokens: Tensor) -> HeadProduct:
+        """For drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of the head's rows."""
+        part = Linear(self.arch.hidden, (len(tokens),), self.methods.draft_head or self.methods.head)
         part.weight = nn.Parameter(self.head.rows(tokens).to(self.norm.weight.dtype), requires_grad=False)
         part.finish_loading()
         return lambda head: part(head, torch.float32)

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mtpserve.core.arch import MoEArch
-from mtpserve.core.protocols import Context, LinearFP8, Pack
+from mtpserve.core.protocols import Context, LinearFP8, Pack, PackInt8
 from mtpserve.core.registry import Registry
 from mtpserve.layers.rope import Rotation
 
@@ -150,6 +150,7 @@ class Kernels:
     pack_heads: PackHeads
     pack_layers: PackLayers
     pack: Pack
+    pack_int8: PackInt8
     linear_fp8: LinearFP8
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from mtpserve_kernels.moe import reference
+from mtpserve_kernels.quant import reference as quant
 from torch import Tensor
 
 from mtpserve.cache.pool import store
@@ -35,6 +36,7 @@ def torch_kernels() -> Kernels:
         pack_heads,
         pack_layers,
         onednn.pack,
+        pack_int8,
         linear_fp8,
     )
 
@@ -78,6 +80,25 @@ def latent_store(
 
 def route(weight: Tensor, bias: Tensor, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
     return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
+
+
+def pack_int8(weight: Tensor, bias: Tensor | None, lookups: bool) -> Int8Matrix:
+    return Int8Matrix(*quant.quantize_int8(weight.detach()), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Matrix:
+    """core.protocols.Packed"""
+
+    weight: Tensor  # [N, K] int8
+    scale: Tensor  # [N]
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return quant.linear_int8(x, self.weight, self.scale, self.bias).to(dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight[ids] * self.scale[ids].unsqueeze(1)
 
 
 def pack_heads(weight: Tensor) -> HeadProducts:

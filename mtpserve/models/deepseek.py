@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch
-from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.linear import Methods
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
@@ -85,14 +85,15 @@ def experts(config: HFConfig) -> MoEArch | None:
     )
 
 
-def build(arch: ModelArch, method: LinearMethod, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
+def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
+        method = methods.of(drafts=layer >= arch.num_layers)
         dense = arch.moe is None or layer < arch.moe.first_dense
         if dense or arch.moe is None:
             return MLA(arch, method, kernels), MLP(arch.hidden, arch.intermediate, method, kernels)
         return MLA(arch, method, kernels), MoE(arch.hidden, arch.moe, method, kernels)
 
-    return DecoderModel(arch, block, method, dtype, positions, kernels)
+    return DecoderModel(arch, block, methods, dtype, positions, kernels)
 
 
 def layer_names(arch: ModelArch) -> Names:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from mtpserve.core.arch import ModelArch
-from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.linear import Methods
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Copy, Drop, How, Rule, Stack
 
@@ -20,10 +20,10 @@ Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`arch(config, mtp_layers)`; `build(arch, method, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`."""
+    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`."""
 
     arch: Callable[[HFConfig, int], ModelArch]
-    build: Callable[[ModelArch, LinearMethod, torch.dtype, int, Kernels], DecoderModel]
+    build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
     trunk_rules: Callable[[ModelArch], list[Rule]]
     mtp_rules: Callable[[ModelArch, str], list[Rule]]
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch, MTPArch
-from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.linear import Methods
 from mtpserve.layers.mlp import MLP
 from mtpserve.models.family import Family, Names, ends, gated, one_layer, trunk_layers
 from mtpserve.weights import hf
@@ -74,11 +74,12 @@ def trunk_kinds(config: HFConfig, kv: KVLayout) -> list[LayerKind]:
     return [Attention(kv, window if name == SLIDING else None) for name in types]
 
 
-def build(arch: ModelArch, method: LinearMethod, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
+def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
+        method = methods.of(drafts=layer >= arch.num_layers)
         return GQA(arch, arch.layers[layer], method, kernels), MLP(arch.hidden, arch.intermediate, method, kernels)
 
-    return DecoderModel(arch, block, method, dtype, positions, kernels)
+    return DecoderModel(arch, block, methods, dtype, positions, kernels)
 
 
 def layer_names(arch: ModelArch) -> Names:

@@ -6,5 +6,6 @@ from mtpserve.core.protocols import LinearKernels, LinearMethod
 from mtpserve.core.registry import Registry
 
 METHODS: Registry[Callable[[LinearKernels], LinearMethod]] = Registry(
-    "quantisation", {"none": "mtpserve.quant.unquantized:Unquantized", "fp8": "mtpserve.quant.blockwise:Blockwise"}
+    "quantisation",
+    {"none": "mtpserve.quant.unquantized:Unquantized", "fp8": "mtpserve.quant.blockwise:Blockwise", "int8": "mtpserve.quant.int8:Int8"},
 )

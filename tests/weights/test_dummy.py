@@ -16,7 +16,9 @@ from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, Unsuppo
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.inspect import inspect_model
 from mtpserve.engine.planning import describe, empty_model, plan, positions
+from mtpserve.engine.storage import Storage
 from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.linear import Methods
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
@@ -44,7 +46,7 @@ def deep(family: str, dtype: torch.dtype, layers: int = 60) -> DecoderModel:
     torch.set_default_dtype(dtype)
     build = deepseek.build if family == "deepseek" else mimo.build
     try:
-        model = build(tiny_arch(family, layers), Unquantized(torch_kernels()), dtype, CONTEXT + 160, torch_kernels())
+        model = build(tiny_arch(family, layers), Methods.all(Unquantized(torch_kernels())), dtype, CONTEXT + 160, torch_kernels())
     finally:
         torch.set_default_dtype(before)
     fill(model, torch.device("cpu"))
@@ -97,7 +99,7 @@ def test_inspect(bare: Path) -> None:
     assert groups["embedding"] == groups["head"] == report.arch.vocab * report.arch.hidden
     config, memory = configured(bare), dict(report.memory)
     found = plan(config)
-    tables = empty_model(found.described, found.dtype, positions(config, report.arch, found.device), keep_blocks=False).buffers()
+    tables = empty_model(found.described, found.dtype, positions(config, report.arch, found.device), Storage(False, found.dtype)).buffers()
     held = memory["weights"] + memory["weights, MTP layer"]
     assert sum(row[4] for row in report.weights) + sum(table.nbytes for table in tables) == held
     assert any("dummy" in note for note in report.notes)
