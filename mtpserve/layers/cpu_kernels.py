@@ -105,9 +105,9 @@ class PanelExperts:
         return out if self.apart is None else out + self.apart(x)
 
 
-def pack_heads(weight: Tensor) -> HeadProducts:
-    packed = matrices.pack_matrices(weight)
-    return HeadMatrices(packed)
+def pack_heads(kv_up: Tensor, heads: int, nope: int) -> tuple[HeadProducts, HeadProducts]:
+    k_up, v_up = matrices.pack_heads(kv_up, heads, nope)
+    return HeadMatrices(k_up), HeadMatrices(v_up)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,8 +114,9 @@ class HeadProducts(Protocol):
 
 
 class PackHeads(Protocol):
-    def __call__(self, weight: Tensor, /) -> HeadProducts:
-        """weight [heads, N, K], also a view. It is not written to afterwards, by anybody."""
+    def __call__(self, kv_up: Tensor, heads: int, nope: int, /) -> tuple[HeadProducts, HeadProducts]:
+        """kv_up [heads * (nope + value), rank] → each head's products with its two parts, from nope numbers to rank and from rank to value.
+        May reorder kv_up's memory, as core.protocols.Pack."""
         ...
 
 

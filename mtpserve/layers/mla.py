@@ -42,9 +42,7 @@ class MLA(nn.Module):
     def finish_loading(self) -> None:
         """kv_up becomes the products with its two halves, [T, heads, nope] → [T, heads, kv_rank] and [T, heads, kv_rank] → [T, heads,
         value]."""
-        key, value = self.kv_up.detach().unflatten(0, (self.heads, -1)).split([self.mla.nope, self.mla.value], 1)
-        self.k_up, self.v_up = self.kernels.pack_heads(key.mT), self.kernels.pack_heads(value)
-        del self.kv_up
+        self.k_up, self.v_up = self.kernels.pack_heads(self.kv_up.detach(), self.heads, self.mla.nope)
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""

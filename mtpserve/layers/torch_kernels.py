@@ -101,8 +101,15 @@ class Int8Matrix:
         return self.weight[ids] * self.scale[ids].unsqueeze(1)
 
 
-def pack_heads(weight: Tensor) -> HeadProducts:
-    return lambda x: torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
+def pack_heads(kv_up: Tensor, heads: int, nope: int) -> tuple[HeadProducts, HeadProducts]:
+    per_head = kv_up.unflatten(0, (heads, -1))
+    k_up, v_up = per_head[:, :nope], per_head[:, nope:].mT
+    return partial(by_head, k_up), partial(by_head, v_up)
+
+
+def by_head(matrices: Tensor, x: Tensor) -> Tensor:
+    """matrices [heads, K, N], x [T, heads, K] → [T, heads, N]"""
+    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
 def pack_layers(layers: Sequence[Layer]) -> RunLayers:

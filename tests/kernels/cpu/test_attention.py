@@ -11,13 +11,18 @@ from mtpserve_kernels.attention import reference
 from mtpserve_kernels.cpu.attention import span_gqa, span_mla
 from torch import Tensor
 
+from mtpserve.config import SpecConfig
+from mtpserve.core.sampling import SamplingParams
 from tests.kernels.spans import RAGGED, Span, SpanCase, check
+from tests.tiny import prompts, run as run_engine, tiny_engine, tiny_model
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CPU = torch.device("cpu")
 # Blocks of 64 columns: spans that end before, at and after a border; trees over one; prompts of several pieces.
 MANY: list[Span] = [*RAGGED, (63, 1), (60, 9), (127, 2), (300, 64), (120, 40), (0, 210)]
 LATENT: list[Span] = [(0, 3), (70, 4), (126, 5), (9, 1)]
+CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
+TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2, speculative_eagle_topk=2, speculative_num_draft_tokens=5)
 WithThreads = Callable[[int, Callable[[], Any]], Any]
 
 KINDS = [pytest.param(dtype, tree, id=f"{dtype}-{'tree' if tree else 'chain'}"[6:]) for dtype in (FP32, BF16) for tree in (False, True)]
@@ -198,3 +203,14 @@ def test_queries_beside_other_numbers() -> None:
     k, v = made["caches"]
     second = run(case, {**made, "q": made["q"][:, 2:], "caches": (k[:, 1:], v[:, 1:])})
     assert torch.equal(second, whole[:, 2:])
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("window", [None, 10])
+def test_the_engines_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig, window: int | None) -> None:
+    asked, greedy = prompts(4, longest=40), SamplingParams(max_tokens=12, temperature=0)
+    wanted = run_engine(tiny_engine(tiny_model(family, window=window), shape, page_size=16), asked, greedy)
+    engine = tiny_engine(tiny_model(family, window=window), shape, page_size=16, backend="cpu")
+    assert run_engine(engine, asked, greedy) == wanted
+    assert engine.stats.accepted_tokens_total > 0

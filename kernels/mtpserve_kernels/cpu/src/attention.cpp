@@ -40,14 +40,21 @@ constexpr int vectors_of(int rows) {
 }
 
 // f(integral_constant) for the number of rows of a tile.
-template <class F> inline void with_rows(int64_t rows, const F& f) {
+template <class F>
+inline void with_rows(int64_t rows, const F& f) {
   switch (rows) {
-    case 1: return f(std::integral_constant<int, 1>{});
-    case 2: return f(std::integral_constant<int, 2>{});
-    case 3: return f(std::integral_constant<int, 3>{});
-    case 4: return f(std::integral_constant<int, 4>{});
-    case 5: return f(std::integral_constant<int, 5>{});
-    case 6: return f(std::integral_constant<int, 6>{});
+    case 1:
+      return f(std::integral_constant<int, 1>{});
+    case 2:
+      return f(std::integral_constant<int, 2>{});
+    case 3:
+      return f(std::integral_constant<int, 3>{});
+    case 4:
+      return f(std::integral_constant<int, 4>{});
+    case 5:
+      return f(std::integral_constant<int, 5>{});
+    case 6:
+      return f(std::integral_constant<int, 6>{});
   }
 }
 
@@ -80,7 +87,8 @@ inline void transpose_keys(const bf16* keys, const int64_t* offsets, int64_t dim
 }
 
 // q [ROWS, dim], keys [BLOCK / PANEL][padded][PANEL] → scores [ROWS][MOST]; of the columns `seen`, rounded to whole tiles.
-template <int ROWS> void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padded, Range seen, float* scores) {
+template <int ROWS>
+void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padded, Range seen, float* scores) {
   constexpr int VECTORS = vectors_of(ROWS), COLUMNS = VECTORS * LANES;
   for (int64_t c = seen.first / COLUMNS * COLUMNS; c < seen.end; c += COLUMNS) {
     const float* lines[VECTORS];
@@ -105,8 +113,8 @@ template <int ROWS> void multiply_keys(const float* q, int64_t dim, const float*
 
 // sums[m] += p[m][j] v[j], j over `columns`, v[j] at values + offsets[j]; VECTORS vectors of it, or one of `count` numbers.
 template <int ROWS, int VECTORS, bool COUNTED, class V>
-inline __attribute__((always_inline)) void add_tile(const float* p, const V* values, const int64_t* offsets, int64_t e, int count, Range columns, float* out,
-                                                    int64_t stride) {
+inline __attribute__((always_inline)) void add_tile(const float* p, const V* values, const int64_t* offsets, int64_t e, int count,
+                                                    Range columns, float* out, int64_t stride) {
   Floats sums[ROWS][VECTORS];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < VECTORS; v++) sums[m][v] = load(out + m * stride + e + v * LANES);
@@ -125,7 +133,8 @@ inline __attribute__((always_inline)) void add_tile(const float* p, const V* val
 
 // All `dim` numbers from e on, in the widest tiles that fit.
 template <int ROWS, int VECTORS, class V>
-void add_values(const float* p, const V* values, const int64_t* offsets, int64_t e, int64_t dim, Range columns, float* out, int64_t stride) {
+void add_values(const float* p, const V* values, const int64_t* offsets, int64_t e, int64_t dim, Range columns, float* out,
+                int64_t stride) {
   for (; e + VECTORS * LANES <= dim; e += VECTORS * LANES) add_tile<ROWS, VECTORS, false>(p, values, offsets, e, 0, columns, out, stride);
   if constexpr (VECTORS > 1) {
     if (e < dim) add_values<ROWS, VECTORS / 2>(p, values, offsets, e, dim, columns, out, stride);
@@ -159,8 +168,8 @@ struct Piece {
 };
 
 struct Row {
-  int64_t low, end;        // columns that it sees
-  int64_t ancestors;       // of a tree's node: the last columns that it sees; 0: the row is none
+  int64_t low, end;         // columns that it sees
+  int64_t ancestors;        // of a tree's node: the last columns that it sees; 0: the row is none
   uint8_t ancestor[BLOCK];  // their places after tree_start
 };
 
@@ -169,11 +178,19 @@ struct Scratch {
   std::vector<Row> rows;
 };
 
-template <class K> class Work {
+template <class K>
+class Work {
  public:
   Work(const Spans& spans, const Piece& piece, const K* keys, const K* values, Scratch& scratch)
-      : spans(spans), piece(piece), keys(keys), values(values), scratch(scratch), group(spans.heads / spans.kv_heads),
-        count(piece.rows.end - piece.rows.first), padded(round_up(spans.key_dim, 2 * LANES)), width(round_up(spans.value_dim, LANES)) {}
+      : spans(spans),
+        piece(piece),
+        keys(keys),
+        values(values),
+        scratch(scratch),
+        group(spans.heads / spans.kv_heads),
+        count(piece.rows.end - piece.rows.first),
+        padded(round_up(spans.key_dim, 2 * LANES)),
+        width(round_up(spans.value_dim, LANES)) {}
 
   void run(const Heads& q, const Heads& out) {
     look_at_rows();
@@ -192,7 +209,7 @@ template <class K> class Work {
   int64_t low = INT64_MAX, end = 0;  // columns that some row sees
   int64_t places = 0;                // the last place that some row sees, plus 1
   int64_t tree_start = INT64_MAX;
-  bool nodes = false;               // some row is a tree's node
+  bool nodes = false;  // some row is a tree's node
   // Of the columns at hand, and of the next block's: where a head's key and value begin, in numbers after the first slot's.
   struct Offsets {
     int64_t key[MOST], value[MOST];
@@ -242,8 +259,10 @@ template <class K> class Work {
     each_row([&](int64_t i, int64_t row, int64_t head) {
       const int64_t from = row * q.stride + head * dim;
       float* to = scratch.q.data() + i * dim;
-      if (q.type == FP32) for (int64_t d = 0; d < dim; d++) to[d] = ((const float*)q.data)[from + d] * spans.scale;
-      else for (int64_t d = 0; d < dim; d++) to[d] = widen(((const bf16*)q.data)[from + d]) * spans.scale;
+      if (q.type == FP32)
+        for (int64_t d = 0; d < dim; d++) to[d] = ((const float*)q.data)[from + d] * spans.scale;
+      else
+        for (int64_t d = 0; d < dim; d++) to[d] = widen(((const bf16*)q.data)[from + d]) * spans.scale;
     });
   }
 
@@ -260,7 +279,8 @@ template <class K> class Work {
   }
 
   // f(number among the piece's, row of q, head of q)
-  template <class F> void each_row(const F& f) const {
+  template <class F>
+  void each_row(const F& f) const {
     int64_t i = 0;
     for (int64_t h = piece.heads.first; h < piece.heads.end; h++)
       for (int64_t m = piece.rows.first; m < piece.rows.end; m++) f(i++, spans.cu_q[piece.request] + m / group, h * group + m % group);
@@ -282,9 +302,7 @@ template <class K> class Work {
     for (int64_t c = seen.end; c < round_up(seen.end, LANES); c++) offsets.key[c] = offsets.key[seen.first];
   }
 
-  Range seen_from(int64_t start, int64_t columns) const {
-    return {std::max<int64_t>(0, low - start), std::min(columns, places - start)};
-  }
+  Range seen_from(int64_t start, int64_t columns) const { return {std::max<int64_t>(0, low - start), std::min(columns, places - start)}; }
 
   // One block, or the two that a tree begins in → how many columns.
   int64_t blocks(int64_t start) {
@@ -295,21 +313,27 @@ template <class K> class Work {
     find(start, seen, here);
     if (next.first < next.end) find(start + columns, next, ahead);
     for (int64_t h = 0; h < piece.heads.end - piece.heads.first; h++) {
-      for (int64_t b = 0; b < seen.end; b += BLOCK) score(h, b, {std::max<int64_t>(0, seen.first - b), std::min<int64_t>(BLOCK, seen.end - b)}, next);
+      for (int64_t b = 0; b < seen.end; b += BLOCK)
+        score(h, b, {std::max<int64_t>(0, seen.first - b), std::min<int64_t>(BLOCK, seen.end - b)}, next);
       if (tree) place_ancestors(tree_start - start);
       for (int64_t b = 0; b < seen.end; b += BLOCK) add_block(h, start, b, next);
     }
     return columns;
   }
 
-  static void fetch(const K* from, int64_t dim) {
-    for (int64_t line = 0; line < dim; line += 64 / int64_t(sizeof(K))) prefetch(from + line);
+  // Part i of n of the next block's keys or values, for all heads of the piece: memory is read in its order, a slot's heads together.
+  void fetch(const K* from, const int64_t* offsets, int64_t head_stride, int64_t dim, Range next, int64_t i, int64_t n) const {
+    const int64_t rows = next.end - next.first, length = (piece.heads.end - piece.heads.first - 1) * head_stride + dim;
+    for (int64_t c = next.first + rows * i / n; c < next.first + rows * (i + 1) / n; c++)
+      for (int64_t j = 0; j < length; j += 64 / int64_t(sizeof(K))) prefetch(from + piece.heads.first * head_stride + offsets[c] + j);
   }
 
   void score(int64_t h, int64_t b, Range seen, Range next) {
     const K* head = keys + (piece.heads.first + h) * spans.key_head_stride;
+    const int64_t heads = piece.heads.end - piece.heads.first;
     for (int64_t c = seen.first / LANES * LANES; c < seen.end; c += LANES) {
-      for (int64_t i = std::max(next.first, c); i < std::min(next.end, c + LANES); i++) fetch(head + ahead.key[i], spans.key_dim);
+      if (b == 0 && next.first < next.end)
+        fetch(keys, ahead.key, spans.key_head_stride, spans.key_dim, next, (h * BLOCK + c) / LANES, heads * (BLOCK / LANES));
       transpose_keys(head, here.key + b + c, spans.key_dim, scratch.keys.data() + c / PANEL * PANEL * padded + c % PANEL);
     }
     each_tile([&](int64_t m, auto rows) {
@@ -319,7 +343,8 @@ template <class K> class Work {
   }
 
   // f(first, number) for tiles of nearly equal height.
-  template <class F> void each_tile(const F& f) const {
+  template <class F>
+  void each_tile(const F& f) const {
     const int64_t tiles = ceil_div(count, MAX_ROWS);
     for (int64_t i = 0; i < tiles; i++) {
       const int64_t m = count * i / tiles;
@@ -354,9 +379,15 @@ template <class K> class Work {
       scratch.total[i] += sum;
     }
     const K* head = values + (piece.heads.first + h) * spans.value_head_stride;
-    if (b == 0 && (const void*)values != (const void*)keys)
-      for (int64_t j = next.first; j < next.end; j++) fetch(head + ahead.value[j], spans.value_dim);
-    const int64_t shared = nodes ? std::clamp<int64_t>(tree_start - start - b, 0, BLOCK) : BLOCK;  // the columns before it are the same for all
+    if (b == 0 && next.first < next.end && (const void*)values != (const void*)keys)
+      fetch(values, ahead.value, spans.value_head_stride, spans.value_dim, next, h, piece.heads.end - piece.heads.first);
+    const int64_t shared =
+        nodes ? std::clamp<int64_t>(tree_start - start - b, 0, BLOCK) : BLOCK;  // the columns before it are the same for all
+    const bool several = count > MAX_ROWS;  // tiles: the values are widened once for all, and lie side by side
+    int64_t offsets[BLOCK];
+    if (several)
+      widen_values(head, here.value + b, {std::clamp<int64_t>(low - start - b, 0, shared), std::clamp<int64_t>(end - start - b, 0, shared)},
+                   offsets);
     each_tile([&](int64_t m, auto rows) {
       Range joint{0, shared};
       for (int64_t i = m; i < m + rows; i++) joint = {std::max(joint.first, seen[i].first), std::min(joint.end, seen[i].end)};
@@ -364,16 +395,31 @@ template <class K> class Work {
       const float* p = scratch.scores.data() + m * MOST + b;
       float* sums = scratch.sums.data() + (h * count + m) * width;
       if (joint.first > 0) each_alone(h, m, rows, start, b, seen, {0, joint.first});
-      if (joint.end > 0) add_values<rows, vectors_of(rows)>(p, head, here.value + b, 0, spans.value_dim, joint, sums, width);
+      if (joint.end > 0 && several)
+        add_values<rows, vectors_of(rows)>(p, scratch.values.data(), offsets, 0, spans.value_dim, joint, sums, width);
+      else if (joint.end > 0) add_values<rows, vectors_of(rows)>(p, head, here.value + b, 0, spans.value_dim, joint, sums, width);
       each_alone(h, m, rows, start, b, seen, {joint.end, BLOCK});
     });
+  }
+
+  void widen_values(const K* head, const int64_t* from, Range columns, int64_t* offsets) {
+    const int64_t stride = width + PANEL;  // not a power of two, of which few lines would fit into the cache
+    scratch.values.resize(BLOCK * stride);
+    for (int64_t j = columns.first; j < columns.end; j++) {
+      offsets[j] = j * stride;
+      float* to = scratch.values.data() + offsets[j];
+      int64_t e = 0;
+      for (; e + LANES <= spans.value_dim; e += LANES) store(to + e, load(head + from[j] + e));
+      if (e < spans.value_dim) store(to + e, load(head + from[j] + e, int(spans.value_dim - e)));
+    }
   }
 
   // The columns `part` of a tile whose rows do not see the same of them: the heads of each row by themselves.
   void each_alone(int64_t h, int64_t m, int64_t rows, int64_t start, int64_t b, const Range* seen, Range part) {
     for (int64_t i = m, many; i < m + rows; i += many) {
       const Row& row = row_of(i);
-      for (many = 1; i + many < m + rows && &row_of(i + many) == &row; many++) {}
+      for (many = 1; i + many < m + rows && &row_of(i + many) == &row; many++) {
+      }
       const Range columns{std::max(part.first, seen[i].first), std::min(part.end, seen[i].end)};
       if (columns.first >= columns.end) continue;
       int64_t offsets[BLOCK];
@@ -406,7 +452,8 @@ int64_t cost_of(const Spans& spans) {
 
 // f(piece) in an order that all members share. A request that is a large part of the work is cut over its key heads, and where these
 // are too few, and for prompts, over its rows × heads; never over the keys.
-template <class F> void each_piece(const Spans& spans, int members, const F& f) {
+template <class F>
+void each_piece(const Spans& spans, int members, const F& f) {
   const int64_t group = spans.heads / spans.kv_heads, total = cost_of(spans);
   const int64_t most = std::clamp<int64_t>(MAX_SUMS / spans.value_dim / MAX_ROWS * MAX_ROWS, MAX_ROWS, MAX_PIECE);
   // Several pieces for each member, so that all end at about the same time; of a single request equal ones.
@@ -421,7 +468,9 @@ template <class F> void each_piece(const Spans& spans, int members, const F& f) 
     row_parts = std::max(row_parts, std::min(ceil_div(rows, MAX_ROWS), ceil_div(wanted, head_parts)));
     for (int64_t i = 0; i < row_parts; i++)
       for (int64_t j = 0; j < head_parts; j++)
-        f(Piece{r, {spans.kv_heads * j / head_parts, spans.kv_heads * (j + 1) / head_parts}, {rows * i / row_parts, rows * (i + 1) / row_parts}});
+        f(Piece{r,
+                {spans.kv_heads * j / head_parts, spans.kv_heads * (j + 1) / head_parts},
+                {rows * i / row_parts, rows * (i + 1) / row_parts}});
   }
 }
 
