@@ -21,5 +21,6 @@ def advise(tensor: Tensor) -> bool:
         return False
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    taken = madvise(start, length, MADV_HUGEPAGE) == 0
-    return madvise(start, length, MADV_COLLAPSE) == 0 or taken
+    taken: bool = madvise(start, length, MADV_HUGEPAGE) == 0
+    collapsed: bool = madvise(start, length, MADV_COLLAPSE) == 0
+    return collapsed or taken
