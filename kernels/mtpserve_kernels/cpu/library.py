@@ -21,6 +21,7 @@ from mtpserve_kernels.cpu.build import BuildError, InstructionSet, available, ob
 
 log = logging.getLogger(__name__)
 
+TENSORS = frozenset({Tensor, torch.nn.Parameter})  # isinstance() asks Tensor's metaclass, which takes as long as a small op
 NO_KERNELS = "none"  # the value of MTPSERVE_CPU_ISA with which everything runs on plain torch
 
 
@@ -41,7 +42,7 @@ class Op:
         if (function := self.bound.get(objects.isa.name)) is None:
             function = self.bound[objects.isa.name] = objects.functions[self.name]
             function.argtypes, function.restype = [*self.types, ctypes.c_int32], None
-        function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments], torch.get_num_threads())
+        function(*[x.data_ptr() if type(x) in TENSORS else x for x in arguments], torch.get_num_threads())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
+from ctypes import Structure, addressof, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ class Matrix(Structure):
         ("data", c_void_p), ("bias", c_void_p), ("scale", c_void_p), ("outputs", c_int64), ("inputs", c_int64), ("type", c_int32)
     ]  # fmt: skip
     tensors: tuple[Tensor | None, ...]
+    address: int
 
 
-_linear = Op("mtp_linear", POINTER(Matrix), c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32)
+_linear = Op("mtp_linear", c_void_p, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32)
 _pack = Op("mtp_pack", c_void_p, c_int64, c_int64, c_int32)
 
 
@@ -47,7 +48,7 @@ def packed(weight: Tensor, bias: Tensor | None, scale: Tensor | None, inputs: in
     added, scales = (None if x is None else padded(x.detach().float()) for x in (bias, scale))
     where = (data.data_ptr(), *(None if x is None else x.data_ptr() for x in (added, scales)))
     matrix = Matrix(*where, len(weight), inputs, TYPES[weight.dtype])
-    matrix.tensors = data, added, scales
+    matrix.tensors, matrix.address = (data, added, scales), addressof(matrix)
     return matrix
 
 
@@ -89,8 +90,10 @@ def linear(x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, gated: b
 
     Each output is one sum over K in order: a row's numbers do not depend on the other rows, nor on the number of threads.
     """
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    width = matrix.outputs // 2 if gated else matrix.outputs
-    out = torch.empty(len(x), width, dtype=dtype or x.dtype)
-    _linear(byref(matrix), x, TYPES[x.dtype], x.stride(0), len(x), out, width, TYPES[out.dtype], gated)
+    rows, (stride, last) = len(x), x.stride()
+    if last != 1:
+        x, stride = x.contiguous(), x.shape[1]
+    width, out_type = matrix.outputs // 2 if gated else matrix.outputs, dtype or x.dtype
+    out = torch.empty((rows, width), dtype=out_type)
+    _linear(matrix.address, x, TYPES[x.dtype], stride, rows, out, width, TYPES[out_type], gated)
     return out
