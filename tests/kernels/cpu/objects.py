@@ -1,4 +1,6 @@
-"""Runs the tests of this folder with objects that are not this machine's: python -m tests.kernels.cpu.objects NAME [--sample] [pytest's options]
+"""Runs the tests of this folder with objects that are not this machine's.
+
+    python -m tests.kernels.cpu.objects {avx512,avx512_bf16,avx512_amx,neon,neon_bf16,sanitized} [--sample] [pytest's options]
 
 The instruction sets that it lacks are emulated: their sources are compiled for AVX2, with emulated/ in place of the compiler's
 intrinsics (SIMDe's functions, Debian's libsimde-dev, and a few of our own). `sanitized` is the object of its own instruction set with
@@ -16,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from mtpserve_kernels.cpu import build
 
 HERE = Path(__file__).parent
@@ -52,15 +53,20 @@ def missing(name: str) -> str | None:
         return None if sanitizer_libraries(command) else "no sanitizers: gcc's libasan and libubsan are needed"
     if not build.cpu_flags() >= {"avx2", "fma"}:
         return "no AVX2 to emulate with"
-    asked = subprocess.run([*command, "-E", "-xc++", "-"], input="#include <simde/x86/avx512.h>", capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        [*command, "-E", "-xc++", "-"], input="#include <simde/x86/avx512.h>", capture_output=True, text=True, check=False
+    )
     return f"no SIMDe (libsimde-dev): {asked.stderr.splitlines()[0]}" if asked.returncode else None
 
 
 def sanitizer_libraries(command: list[str]) -> list[str]:
     """What must be loaded before everything else in the process; empty where the compiler has none."""
-    asked = [subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True) for name in ("libasan.so", "libubsan.so")]
-    paths = [done.stdout.strip() for done in asked]
-    return paths if all(os.path.isabs(path) for path in paths) else []
+
+    def path_of(name: str) -> str:
+        return subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True, check=False).stdout.strip()
+
+    paths = [path_of("libasan.so"), path_of("libubsan.so")]
+    return paths if all(map(os.path.isabs, paths)) else []
 
 
 class Sample:

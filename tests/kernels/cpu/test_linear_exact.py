@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from mtpserve_kernels.cpu.linear import linear, pack
+from torch import Tensor
 
 SHAPES = [(16, 2), (48, 34), (160, 62), (352, 130), (64, 256)]  # outputs in whole panels; inputs even, and not whole tiles
 

@@ -10,12 +10,29 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from mtpserve_kernels.cpu import build, library
 from torch import Tensor
 
-from mtpserve_kernels.cpu import build, library
-
 N = 4096
-SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-40, 1.17549435e-38, 3.4e38, 1.0, -1.0, 0.5, 1.5, 2.5, -88.5, -104.0, 88.0]
+SPECIAL = [
+    0.0,
+    -0.0,
+    torch.inf,
+    -torch.inf,
+    torch.nan,
+    1e-45,
+    -1e-40,
+    1.17549435e-38,
+    3.4e38,
+    1.0,
+    -1.0,
+    0.5,
+    1.5,
+    2.5,
+    -88.5,
+    -104.0,
+    88.0,
+]
 
 
 @cache
@@ -34,7 +51,9 @@ def probe() -> ctypes.CDLL:
 def numbers(seed: int, scale: float = 10.0) -> Tensor:
     torch.manual_seed(seed)
     x = torch.randn(N) * scale
-    x[: len(SPECIAL) ** 2] = torch.tensor(SPECIAL).repeat(len(SPECIAL)) if seed % 2 else torch.tensor(SPECIAL).repeat_interleave(len(SPECIAL))
+    x[: len(SPECIAL) ** 2] = (
+        torch.tensor(SPECIAL).repeat(len(SPECIAL)) if seed % 2 else torch.tensor(SPECIAL).repeat_interleave(len(SPECIAL))
+    )
     return x
 
 

@@ -17,6 +17,16 @@ template <class T, class Vector> inline void mask_store(void* p, uint64_t mask, 
     if (mask >> i & 1) std::memcpy((T*)p + i, (const T*)&x + i, sizeof(T));
 }
 
+// As the instruction, it does not touch what is masked off.
+template <class T, class Vector> inline Vector mask_load(uint64_t mask, const void* p) {
+  T to[sizeof(Vector) / sizeof(T)] = {};
+  for (size_t i = 0; i < sizeof(Vector) / sizeof(T); i++)
+    if (mask >> i & 1) std::memcpy(to + i, (const T*)p + i, sizeof(T));
+  Vector made;
+  std::memcpy(&made, to, sizeof(to));
+  return made;
+}
+
 // Each number of x as another type.
 template <class To, class ToVector, class From, class Vector> inline ToVector convert(Vector x) {
   From from[sizeof(x) / sizeof(From)];
@@ -79,6 +89,11 @@ inline __m512 dot_bf16(__m512 sum, __m512bh a, __m512bh b) {
 #define _mm512_mask_storeu_epi8(p, mask, x) emulated::mask_store<int8_t>(p, mask, x)
 #define _mm256_mask_storeu_epi16(p, mask, x) emulated::mask_store<int16_t>(p, mask, x)
 #define _mm_mask_storeu_epi8(p, mask, x) emulated::mask_store<int8_t>(p, mask, x)
+#undef _mm256_maskz_loadu_epi16
+#define _mm512_maskz_loadu_ps(mask, p) (emulated::mask_load<float, __m512>(mask, p))
+#define _mm512_maskz_loadu_epi32(mask, p) (emulated::mask_load<int32_t, __m512i>(mask, p))
+#define _mm256_maskz_loadu_epi16(mask, p) (emulated::mask_load<int16_t, __m256i>(mask, p))
+#define _mm_maskz_loadu_epi8(mask, p) (emulated::mask_load<int8_t, __m128i>(mask, p))
 #define _mm512_cvtepi32_epi16(x) (emulated::convert<int16_t, __m256i, int32_t>(x))
 #define _mm512_cvtepi32_epi8(x) (emulated::convert<int8_t, __m128i, int32_t>(x))
 #define _mm512_cvtepu16_epi32(x) (emulated::convert<int32_t, __m512i, uint16_t>(x))
