@@ -51,6 +51,31 @@ inline Floats scale_by_power_of_two(Floats x, Floats n) {
   auto power = [](int32x4_t e) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(e, vdupq_n_s32(127)), 23)); };
   return {vmulq_f32(vmulq_f32(x.v, power(half)), power(rest))};
 }
+// Of pairs of bfloat16 numbers, as loaded: the first of each, and the second.
+inline Floats even(Floats pairs) { return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(pairs.v), 16))}; }
+inline Floats odd(Floats pairs) { return {vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(pairs.v), vdupq_n_u32(0xffff0000)))}; }
+// x[i] lane j ↔ x[j] lane i
+inline void transpose(Floats (&x)[LANES]) {
+  const float32x4x2_t a = vtrnq_f32(x[0].v, x[1].v), b = vtrnq_f32(x[2].v, x[3].v);
+  for (int i = 0; i < 2; i++) {
+    x[i].v = vcombine_f32(vget_low_f32(a.val[i]), vget_low_f32(b.val[i]));
+    x[i + 2].v = vcombine_f32(vget_high_f32(a.val[i]), vget_high_f32(b.val[i]));
+  }
+}
+
+// A truth for each lane. Comparisons with NaN are false.
+struct Mask {
+  uint32x4_t v;
+};
+
+inline Mask at_least(Floats a, Floats b) { return {vcgeq_f32(a.v, b.v)}; }
+inline Mask either_nan(Floats a, Floats b) { return {vmvnq_u32(vandq_u32(vceqq_f32(a.v, a.v), vceqq_f32(b.v, b.v)))}; }
+inline Mask operator|(Mask a, Mask b) { return {vorrq_u32(a.v, b.v)}; }
+inline uint32_t bits(Mask a) {  // bit i: lane i
+  const uint32x4_t weights = {1, 2, 4, 8};
+  return vaddvq_u32(vandq_u32(a.v, weights));
+}
+
 inline float sum(Floats a) { return vaddvq_f32(a.v); }
 inline float max(Floats a) { return vmaxvq_f32(a.v); }
 
