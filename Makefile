@@ -13,14 +13,15 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help install serve test check format bench snapshot clean
+.PHONY: help install serve test check format sanitize bench snapshot clean
 
 help:
 	@echo "make serve     install, then serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
 	@echo "make test      install, then run the tests (PYTEST_ARGS adds options)"
-	@echo "make check     ruff, mypy, import-linter, the house tests; compiles all kernels for all chips"
+	@echo "make check     ruff, mypy, import-linter, clang-format, the house tests; compiles all kernels for all chips"
 	@echo "make bench     the benchmarks (BENCH_ARGS adds options)"
-	@echo "make format    let ruff format and fix"
+	@echo "make format    let ruff and clang-format format and fix"
+	@echo "make sanitize  the tests of the CPU's kernels with the address and undefined-behaviour sanitizers"
 	@echo "make snapshot  write the command line's and the package's surface into tests/house/cli_options.txt"
 	@echo "make clean     remove .venv and the tools' caches"
 
@@ -33,6 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@index=; command -v nvidia-smi >/dev/null || $(BIN)/pip config list | grep -q find-links || index="--extra-index-url $(TORCH_INDEX)"; \
 	set -x; $(BIN)/pip install --quiet --disable-pip-version-check $$index --no-deps --constraint $(VENV)/constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	@# Otherwise the first start compiles them. Without a compiler everything runs on plain torch.
+	@$(BIN)/python -m mtpserve_kernels.cpu.build || true
 	@touch $@
 
 serve: install
@@ -49,10 +52,16 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/pytest --quiet tests/house
 	$(BIN)/python -m tests.kernels.matrix
+	$(BIN)/python -m tests.kernels.cpu.check
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i kernels/mtpserve_kernels/cpu/src/* $$(find tests/kernels/cpu -name '*.h' -o -name '*.cpp')
+
+# The tests of the CPU's kernels with gcc's address and undefined-behaviour sanitizers.
+sanitize: install
+	$(BIN)/python -m tests.kernels.cpu.objects sanitized
 
 bench: install
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done

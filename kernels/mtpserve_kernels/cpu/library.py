@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,47 +53,72 @@ class Library:
     functions: ctypes.CDLL
 
 
+def openmp_of(maps: str, torch_folder: Path) -> str | None:
+    """maps: /proc/self/maps → the OpenMP library that torch uses: its own where it brings one (in a wheel in `lib` or `torch.libs`),
+    otherwise the first that is loaded: gcc's, or Intel's or LLVM's, which have gcc's functions too."""
+    loaded = dict.fromkeys(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps, re.MULTILINE))
+    own = [path for path in loaded if path.startswith((f"{torch_folder}/", f"{torch_folder}.libs/"))]
+    return next(iter((*own, *loaded)), None)
+
+
 @cache
-def openmp() -> None:
-    """Makes the symbols of torch's OpenMP library visible to the objects, so that both use one thread pool."""
-    for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+def openmp() -> str | None:
+    """Makes the functions of torch's OpenMP library visible to the objects, so that both use one thread pool. → its path."""
+    path = openmp_of(Path("/proc/self/maps").read_text(), Path(torch.__file__).resolve().parent)
+    if path is not None:
+        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    return path
 
 
 def wanted() -> InstructionSet:
     """Raises Unavailable."""
-    here, name = available(), os.environ.get("MTPSERVE_CPU_ISA", "")
+    name = os.environ.get("MTPSERVE_CPU_ISA", "")
     if name == NO_KERNELS:
         raise Unavailable("MTPSERVE_CPU_ISA=none")
+    here = available()
     if name and name not in [isa.name for isa in here]:
-        raise Unavailable(f"MTPSERVE_CPU_ISA={name} is not one of this machine's: {', '.join(isa.name for isa in here) or 'none'}")
+        raise Unavailable(f"MTPSERVE_CPU_ISA={name} is not one of this machine's: {', '.join([*(isa.name for isa in here), NO_KERNELS])}")
     if not here:
-        raise Unavailable("this CPU has none of the instruction sets that the kernels are written for")
+        machine = f"{platform.system()} on {platform.machine()}"
+        raise Unavailable(f"the kernels are written for AVX2, AVX-512 and NEON on Linux, and this is {machine} without them")
     return next(isa for isa in here if name in ("", isa.name))
 
 
 @cache
 def load(isa: InstructionSet) -> Library:
-    """Raises BuildError."""
-    openmp()
+    """Raises BuildError, or OSError where the object cannot be loaded."""
     start = time.perf_counter()
     path = object_of(isa)
     if (seconds := time.perf_counter() - start) > 1:
         log.info("compiled the CPU kernels for %s in %.0f s: %s", isa.name, seconds, path)
-    return Library(isa, ctypes.CDLL(str(path)))
+    threads = openmp()
+    try:
+        return Library(isa, ctypes.CDLL(str(path), mode=os.RTLD_NOW))  # a function that is missing is seen here, not when it is called
+    except OSError as error:
+        raise OSError(f"{error}; torch's OpenMP library: {threads or 'none was found'}") from error
 
 
-in_use: list[Library] = []  # one at most
+in_use: list[Library] = []  # inside of `using`
+
+
+@cache
+def chosen() -> Library | Unavailable:
+    """Tried once: a compiler that fails is not run again."""
+    try:
+        return load(wanted())
+    except Unavailable as reason:
+        return reason
+    except (BuildError, OSError) as error:
+        return Unavailable(str(error))
 
 
 def library() -> Library:
     """Raises Unavailable."""
-    if not in_use:
-        try:
-            in_use.append(load(wanted()))
-        except (BuildError, OSError) as error:
-            raise Unavailable(str(error)) from error
-    return in_use[0]
+    if in_use:
+        return in_use[0]
+    if isinstance(found := chosen(), Unavailable):
+        raise found
+    return found
 
 
 @contextmanager

@@ -5,6 +5,10 @@
 #include <type_traits>
 #include <vector>
 
+#ifdef __AMX_BF16__
+#include "linear_amx.h"
+#endif
+
 namespace mtp {
 namespace {
 
@@ -268,6 +272,21 @@ void run(const Member& member, const Matrix& matrix, const void* x, Type type, i
 }  // namespace
 
 void linear(const Member& member, const Matrix& matrix, const void* x, Type x_type, int64_t stride, int64_t rows, const Output& out) {
+#ifdef __AMX_BF16__
+  if (matrix.type == BF16) {
+    const int64_t width = out.gated ? matrix.outputs / 2 : matrix.outputs;
+    const auto write = [&](int64_t row, int64_t panel, const float* sums, const float* up) {
+      for (int64_t v = 0; v < PANEL; v += LANES) {
+        const int64_t column = panel * PANEL + v;
+        Floats y = load(sums + v), z = load(up + v);
+        if (matrix.bias) y = add(y, load(matrix.bias + column));
+        if (matrix.bias && out.gated) z = add(z, load(matrix.bias + width + column));
+        put(out, row, column, out.gated ? mul(silu(y), z) : y, width);
+      }
+    };
+    return amx::linear(member, matrix, x, x_type, stride, rows, out.gated, write);
+  }
+#endif
   if (matrix.type == FP32) run<Fp32>(member, matrix, x, x_type, stride, rows, out);
   else if (matrix.type == BF16) run<Bf16>(member, matrix, x, x_type, stride, rows, out);
   else run<Int8>(member, matrix, x, x_type, stride, rows, out);

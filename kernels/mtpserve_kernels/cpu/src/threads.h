@@ -1,12 +1,19 @@
 // torch's own threads (its OpenMP library) work on one op, or on a whole stack of layers, as a team.
 #pragma once
-#include <omp.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 
 #include "vec.h"
+
+// Of the OpenMP library that torch brings, which has these names whether it is gcc's or another. By name, and not by pragma: no compiler
+// needs OpenMP, and none links a second library, with threads of its own.
+extern "C" {
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_thread_num() noexcept;
+int omp_get_num_threads() noexcept;
+}
 
 namespace mtp {
 
@@ -54,13 +61,19 @@ inline int worth(int threads, int64_t work) { return (int)std::clamp<int64_t>(wo
 
 // body(member) on `threads` threads.
 template <class Body> void parallel(int threads, const Body& body) {
-  Barrier barrier;
+  struct Team {
+    const Body& body;
+    Barrier barrier;
+  } team{body, {}};
   if (threads <= 1) {
-    body(Member{0, 1, &barrier});
+    body(Member{0, 1, &team.barrier});
     return;
   }
-#pragma omp parallel num_threads(threads)
-  body(Member{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+  const auto member = [](void* data) {
+    Team& own = *(Team*)data;
+    own.body(Member{omp_get_thread_num(), omp_get_num_threads(), &own.barrier});
+  };
+  GOMP_parallel(member, &team, threads, 0);
 }
 
 }  // namespace mtp

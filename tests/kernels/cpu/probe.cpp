@@ -1,0 +1,53 @@
+// The vector primitives of vec.h, one by one, for test_vec.py.
+#include "vec.h"
+
+namespace {
+using namespace mtp;
+
+// out[i] = f(a[i], b[i], c[i]); n is a multiple of the lanes.
+template <class F> void each(const float* a, const float* b, const float* c, float* out, int64_t n, F f) {
+  for (int64_t i = 0; i < n; i += LANES) store(out + i, f(load(a + i), load(b + i), load(c + i)));
+}
+}  // namespace
+
+extern "C" {
+int32_t probe_lanes() { return LANES; }
+
+void probe_math(int32_t op, const float* a, const float* b, const float* c, float* out, int64_t n) {
+  switch (op) {
+    case 0: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return add(x, y); });
+    case 1: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return sub(x, y); });
+    case 2: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return mul(x, y); });
+    case 3: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return div(x, y); });
+    case 4: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return max(x, y); });
+    case 5: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return min(x, y); });
+    case 6: return each(a, b, c, out, n, [](Floats x, Floats y, Floats z) { return fma(x, y, z); });
+    case 7: return each(a, b, c, out, n, [](Floats x, Floats y, Floats z) { return fnma(x, y, z); });
+    case 8: return each(a, b, c, out, n, [](Floats x, Floats, Floats) { return mtp::round(x); });
+    case 9: return each(a, b, c, out, n, [](Floats x, Floats, Floats) { return mtp::exp(x); });
+    case 10: return each(a, b, c, out, n, [](Floats x, Floats, Floats) { return silu(x); });
+    case 11: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return scale_by_power_of_two(x, y); });
+  }
+}
+
+void probe_narrow(const float* a, bf16* vectors, bf16* scalars, int64_t n) {
+  for (int64_t i = 0; i < n; i += LANES) store(vectors + i, load(a + i));
+  for (int64_t i = 0; i < n; i++) scalars[i] = narrow(a[i]);
+}
+
+void probe_widen(const bf16* a, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += LANES) store(out + i, load(a + i));
+}
+
+// The first `count` of a vector: numbers behind them are neither read nor written.
+void probe_part(const float* a, const bf16* b, float* whole, float* wide, float* part, bf16* narrow, int32_t count) {
+  store(whole, load(a, count));
+  store(wide, load(b, count));
+  store(part, load(a, count), count);
+  store(narrow, load(b, count), count);
+}
+
+void probe_reduce(const float* a, float* sums, float* most, int64_t n) {
+  for (int64_t i = 0; i < n; i++) sums[i] = sum(load(a + i * LANES)), most[i] = max(load(a + i * LANES));
+}
+}

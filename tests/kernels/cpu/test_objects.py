@@ -1,0 +1,59 @@
+"""The tests of this folder with the instruction sets that this machine lacks, emulated, and with gcc's sanitizers: one case of each test
+function; all cases with MTPSERVE_ALL_LAWS=1."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mtpserve_kernels.cpu import build
+
+from tests.kernels.cpu.objects import SANITIZED, emulated_sets, missing
+
+REPOSITORY = Path(__file__).parents[3]
+ALL = os.environ.get("MTPSERVE_ALL_LAWS") == "1"
+# The others differ from these in their products alone.
+BY_DEFAULT = ("avx512_bf16", "avx512_amx", "neon", SANITIZED)
+
+
+@pytest.fixture(autouse=True)
+def isa() -> None:
+    """In place of the one that repeats a test for each instruction set."""
+
+
+@pytest.mark.parametrize("name", [*emulated_sets(), SANITIZED])
+def test_all_of_this_folder(name: str) -> None:
+    if not ALL and name not in BY_DEFAULT:
+        pytest.skip("MTPSERVE_ALL_LAWS=1 runs it")
+    if (reason := missing(name)) is not None:
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "tests.kernels.cpu.objects", name, *([] if ALL else ["--sample"])]
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize("name", ["neon", "neon_bf16"])
+def test_products_on_arm(name: str, tmp_path: Path) -> None:
+    """NEON's own instructions, and not SIMDe's functions: a program of its own, since Python here is x86's."""
+    if (emulator := shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")) is None:
+        pytest.skip("no qemu-aarch64 (qemu-user-static)")
+    isa = next(isa for isa in build.INSTRUCTION_SETS if isa.name == name)
+    try:
+        command = [*build.compiler(isa.machine), *build.FLAGS, *isa.flags, "-O1", "-static", "-I", str(build.SOURCES)]
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    program = tmp_path / "products"
+    given = [str(Path(__file__).with_name("products.cpp")), str(build.SOURCES / "linear.cpp")]
+    subprocess.run([*command, *given, "-lgomp", "-lpthread", "-o", str(program)], check=True)
+    done = subprocess.run([emulator, "-cpu", "max", str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout == "all products are right\n", done.stdout + done.stderr
+
+
+def test_a_name_that_is_emulated_is_one_of_the_products() -> None:
+    assert set(emulated_sets()) == {isa.name for isa in build.INSTRUCTION_SETS} - {"avx2"}
