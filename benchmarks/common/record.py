@@ -31,6 +31,10 @@ def processor() -> str:
     return platform.processor() if named is None else f"{named} (family {cpuinfo('cpu family')}, model {cpuinfo('model')})"
 
 
+def instruction_sets() -> list[str]:
+    return [name for name in PRODUCTS if name in (cpuinfo("flags") or "").split()]
+
+
 def without_folders(argument: str) -> str:
     """A path of this machine says nothing elsewhere: relative to the current folder if it is below it, otherwise its name."""
     path = Path(argument)
@@ -47,7 +51,7 @@ def context() -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "device": device,
         "processor": processor(),
-        "instruction_sets": [name for name in PRODUCTS if name in (cpuinfo("flags") or "").split()],
+        "instruction_sets": instruction_sets(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,11 +35,12 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.inflate import SHAPES, inflate
-from common.record import save
+from common.record import instruction_sets, save
 from peers.servers import MTP, Running, Server, mtpserve, started, versions, vllm
 from trained import SIZES, SMALL, Size, texts, train
 
 TRAINED, MODES = "small", ("plain", "mtp")
+RATIOS = ("tokens_per_s", "ttft_ms", "tpot_ms")
 PROMPT, WARM_UP, LEAST = 64, 16, 4  # tokens of a prompt, output tokens of a warm-up, requests of a load at least
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mtpserve-benchmarks"
 CLIENT = Path(__file__).parent / "client.py"
@@ -127,7 +129,8 @@ class Bench:
         self.args, self.size = args, size
         self.servers = [mtpserve(args.dtype, args.mtpserve_options.split())]
         if args.vllm is not None:
-            self.servers += [vllm(args.vllm, args.vllm_dtype, cached, args.vllm_bind, caches) for cached in args.vllm_prefix_cache]
+            variants = [(dtype, cached) for dtype in args.vllm_dtype for cached in args.vllm_prefix_cache]
+            self.servers += [vllm(args.vllm, dtype, cached, args.vllm_bind, caches) for dtype, cached in variants]
         self.starts: list[Start] = []
         self.measured: list[Measured] = []
         self.texts: dict[tuple[str, int], list[str]] = {}  # mtpserve's, by model and concurrency
@@ -173,8 +176,12 @@ class Bench:
         rows = [row for row in self.measured if (row.model, row.mode, row.concurrency) == cell and row.server == server]
         return [value for row in rows if (value := getattr(row, number)) is not None]
 
+    def fastest_peer(self, cell: tuple[str, str, int]) -> str | None:
+        peers = [server.name for server in self.servers if server.name != "mtpserve"]
+        return max(peers, key=lambda name: median(self.of(cell, name, "tokens_per_s")), default=None)
+
     def medians(self) -> list[dict[str, Any]]:
-        """A row for each cell and server: medians, extremes, and mtpserve's median over the server's: its tokens per second and times."""
+        """A row for each cell and server: medians, extremes, and mtpserve's medians over the server's, or over the fastest peer's."""
         out = []
         for cell in self.cells():
             for server in self.servers:
@@ -184,8 +191,10 @@ class Bench:
                     row[number] = median(values) if values else None
                 speeds = self.of(cell, server.name, "tokens_per_s")
                 row |= {"least_tokens_per_s": min(speeds), "most_tokens_per_s": max(speeds)}
-                for number in ("tokens_per_s", "ttft_ms", "tpot_ms"):
-                    row[f"mtpserve_over_this_{number}"] = median(self.of(cell, "mtpserve", number)) / row[number]
+                against = self.fastest_peer(cell) if server.name == "mtpserve" else server.name
+                for number in RATIOS:
+                    ratio = None if against is None else median(self.of(cell, "mtpserve", number)) / median(self.of(cell, against, number))
+                    row[f"mtpserve_over_{number}"] = ratio
                 out.append(row)
         return out
 
@@ -195,15 +204,13 @@ def shown(value: float | None, digits: int = 1) -> str:
 
 
 def tables(bench: Bench) -> list[Table]:
-    loads = Table(title="medians over rounds; × is mtpserve's over the server's")
+    loads = Table(title="medians over rounds; ×: mtpserve's over this server's, in its own rows over the fastest other's")
     for name in ("model", "mode", "at once", "server"):
         loads.add_column(name)
     for name in ("tok/s", "least … most", "×", "TTFT ms", "×", "TPOT ms", "×", "ITL ms", "accepted", "same text"):
         loads.add_column(name, justify="right")
     for row in bench.medians():
-        ratios = [shown(row[f"mtpserve_over_this_{number}"], 2) for number in ("tokens_per_s", "ttft_ms", "tpot_ms")]
-        if row["server"] == "mtpserve":
-            ratios = [""] * 3
+        ratios = [shown(row[f"mtpserve_over_{number}"], 2) for number in RATIOS]
         loads.add_row(
             row["model"], row["mode"], str(row["concurrency"]), row["server"], shown(row["tokens_per_s"]),
             f"{shown(row['least_tokens_per_s'])} … {shown(row['most_tokens_per_s'])}", ratios[0], shown(row["ttft_ms"]), ratios[1],
@@ -228,10 +235,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     def caches(value: str) -> list[bool]:
         return [{"off": False, "on": True}[part] for part in value.split(",")]
 
+    own = "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(instruction_sets()) else "float32"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, metavar="PATH", help="python of vLLM's venv, or its vllm (README.md says how to make it)")
     parser.add_argument("--vllm-prefix-cache", type=caches, default=[False, True], metavar="off,on")
-    parser.add_argument("--vllm-dtype", default="float32", help="as vLLM's --dtype (default: %(default)s)")
+    parser.add_argument("--vllm-dtype", type=several, default=[own], metavar="DTYPE,…", help="a server for each (default: %(default)s)")
     every = f"0-{(os.cpu_count() or 1) - 1}"
     parser.add_argument("--vllm-bind", default=every, metavar="CPUS", help="VLLM_CPU_OMP_THREADS_BIND (default: all, %(default)s)")
     parser.add_argument("--dtype", default="auto", help="mtpserve's (default: %(default)s)")
@@ -251,6 +259,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # not without stopping the server
     for chosen, known in ((args.models, [TRAINED, *SHAPES]), (args.modes, MODES)):
         if unknown := set(chosen) - set(known):
             raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")

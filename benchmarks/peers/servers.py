@@ -62,7 +62,7 @@ def vllm(binary: Path, dtype: str, cached: bool, bind: str, cache: Path) -> Serv
     }  # fmt: skip
     command = [str(prefix / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve"]
     options = ["--dtype", dtype, "--enable-prefix-caching" if cached else "--no-enable-prefix-caching"]
-    return Server("vllm, prefix cache" if cached else "vllm", command, options, environment)
+    return Server(f"vllm {dtype}, prefix cache" if cached else f"vllm {dtype}", command, options, environment)
 
 
 def versions(binary: Path) -> dict[str, str]:
