@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.inflate import SHAPES, inflate
 from common.record import instruction_sets, save
 from peers.servers import MTP, Running, Server, mtpserve, started, versions, vllm
-from trained import SIZES, SMALL, Size, texts, train
+from trained import SIZES, SMALL, texts, train
 
 TRAINED, MODES = "small", ("plain", "mtp")
 RATIOS = ("tokens_per_s", "ttft_ms", "tpot_ms")
@@ -74,14 +74,14 @@ class Start:
     first_completion_s: float
 
 
-def checkpoint(name: str, cache: Path, minutes: float, size: Size) -> Path:
-    """Made if it is not in `cache`."""
-    made = cache / name
-    if (made / "config.json").exists():
+def checkpoint(name: str, cache: Path, minutes: float, size: str) -> Path:
+    """Made if it is not in `cache`. `size`: of the trained model, in SIZES."""
+    made = cache / f"{name}-{size}"
+    if all((made / file).exists() for file in ("config.json", "tokenizer.json")):  # the last that are written
         return made
     if name == TRAINED:
         print(f"training the small model for {minutes:g} minutes", flush=True)
-        return train(made, minutes, size)
+        return train(made, minutes, SIZES[size])
     inflate(checkpoint(TRAINED, cache, minutes, size), made, SHAPES[name])
     return made
 
@@ -125,8 +125,8 @@ def accept_length(before: dict[str, float], after: dict[str, float]) -> float | 
 
 
 class Bench:
-    def __init__(self, args: argparse.Namespace, size: Size, caches: Path) -> None:
-        self.args, self.size = args, size
+    def __init__(self, args: argparse.Namespace, caches: Path) -> None:
+        self.args = args
         self.servers = [mtpserve(args.dtype, args.mtpserve_options.split())]
         if args.vllm is not None:
             variants = [(dtype, cached) for dtype in args.vllm_dtype for cached in args.vllm_prefix_cache]
@@ -137,7 +137,7 @@ class Bench:
 
     def run(self) -> None:
         for name in self.args.models:
-            model = checkpoint(name, self.args.checkpoints, self.args.minutes, self.size)
+            model = checkpoint(name, self.args.checkpoints, self.args.minutes, self.args.size)
             prompts = make_prompts(model)
             for mode in self.args.modes:
                 for number in range(self.args.rounds):
@@ -264,7 +264,7 @@ def main() -> None:
         if unknown := set(chosen) - set(known):
             raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     with tempfile.TemporaryDirectory() as caches:
-        bench = Bench(args, SIZES[args.size], Path(caches))
+        bench = Bench(args, Path(caches))
         bench.run()
     console = Console(width=None if sys.stdout.isatty() else 200)
     for table in tables(bench):
