@@ -272,9 +272,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         models = {name: (write_config(Path(scratch) / name, given[name]), given[name]) for name in args.models}
         if args.trained is not None:
-            from trained import train
+            from trained import FULL as TRAINED, TOY as TRAINED_TOY, train
 
-            directory = train(Path(scratch) / "trained", args.trained, toy=args.dry_run)
+            directory = train(Path(scratch) / "trained", args.trained, TRAINED_TOY if args.dry_run else TRAINED)
             models["trained"] = directory, json.loads((directory / "config.json").read_text())
         for name, (directory, config) in models.items():
             ours = measure(name, directory, config, args.arms, sizes, args)

@@ -1,6 +1,6 @@
-"""A dense model of 125 M parameters with an MTP layer, trained for a few minutes on the Python files of this machine.
+"""A dense model with an MTP layer, of 125 M parameters (on a GPU) or 6.4 M (on a CPU), trained for minutes on this machine's Python files.
 
-It has MiMo's architecture, so that mtpserve can serve it, with real acceptance. Used by gpu_step.py; by itself:
+It has MiMo's architecture, so that mtpserve and vLLM can serve it, with real acceptance. Used by gpu_step.py and peers/cpu.py; by itself:
 `python benchmarks/trained.py --minutes 10 --out DIRECTORY`. Files are held out as in the demo model's corpus.
 """
 
@@ -19,14 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent / "demo_model"))
+from corpus import PIECES
 from muon import Muon
 
 THETA, EPS, END = 640000.0, 1e-5, "<|end_of_text|>"
-MTP_WEIGHT, UNROLLED, TEMPERATURE = 0.3, 2, 0.6
+MTP_WEIGHT, TEMPERATURE = 0.3, 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,13 @@ class Size:
     corpus: int  # bytes
     rows: int
     length: int
+    unrolled: int  # depths at which the MTP layer learns, fed with its own output
 
 
-FULL = Size(12, 768, 2048, 12, 4, 64, 32000, 400 << 20, 32, 1024)
-TOY = Size(2, 64, 96, 2, 1, 32, 300, 1 << 16, 2, 32)
+FULL = Size(12, 768, 2048, 12, 4, 64, 32000, 400 << 20, 32, 1024, 2)
+SMALL = Size(4, 256, 800, 4, 2, 64, 4096, 12 << 20, 8, 256, 3)
+TOY = Size(2, 64, 96, 2, 1, 32, 300, 1 << 16, 2, 32, 2)
+SIZES = {"125m": FULL, "6m": SMALL, "toy": TOY}
 
 
 class Layer(nn.Module):
@@ -116,14 +120,14 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def texts(size: int) -> tuple[list[str], list[str]]:
-    """→ to train on, about `size` bytes; held out."""
+    """→ to train on, about `size` bytes; held out. Without tables, which are data."""
     used, held, read = list[str](), list[str](), 0
     for root in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]):
         for path in sorted(Path(root).rglob("*.py")):
             if read >= size:
                 break
             text = path.read_text("utf8", errors="ignore")
-            if len(text) < 400:
+            if len(text) < 400 or path.parent.name in ("encodings", "pydoc_data"):
                 continue
             read += len(text)
             (held if hashlib.sha256(path.name.encode()).digest()[0] < 5 else used).append(text)
@@ -132,7 +136,9 @@ def texts(size: int) -> tuple[list[str], list[str]]:
 
 def tokenizer_of(used: list[str], s: Size) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    pieces = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=s.vocab, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -141,8 +147,8 @@ def tokenizer_of(used: list[str], s: Size) -> Tokenizer:
 
 
 def loss_of(model: Any, ids: Tensor, last: bool) -> Tensor:
-    """Next tokens for both; in the `last` part of the time the trunk is frozen and the layer learns the trunk's distribution, two deep."""
-    logits, drafted = model(ids, UNROLLED if last else 1)
+    """Next tokens for both; in the `last` part of the time the trunk is frozen and the layer learns the trunk's distribution."""
+    logits, drafted = model(ids, model.s.unrolled if last else 1)
     if not last:
         trunk = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         return trunk + MTP_WEIGHT * F.cross_entropy(drafted[0][:, :-1].flatten(0, 1), ids[:, 2:].flatten())
@@ -153,28 +159,28 @@ def loss_of(model: Any, ids: Tensor, last: bool) -> Tensor:
     return loss
 
 
-def train(out: Path, minutes: float, toy: bool = False, share: float = 0.8) -> Path:
+def train(out: Path, minutes: float, s: Size = FULL, share: float = 0.8) -> Path:
     """→ the directory of the checkpoint."""
-    s, device = TOY if toy else FULL, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     used, _ = texts(s.corpus)
     tokenizer = tokenizer_of(used, s)
     end = tokenizer.token_to_id(END)
     data = torch.tensor([t for encoded in tokenizer.encode_batch(used) for t in (*encoded.ids, end)], dtype=torch.int32)
     model = Model(s).to(device)
-    compiled = model if toy else torch.compile(model)
+    compiled = torch.compile(model) if s is FULL else model
     wide = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     rest = [p for p in model.parameters() if not any(p is w for w in wide)]
     optimizers = [Muon(wide, lr=0.02), torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)]
     full = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     generator, begin, step, last = torch.Generator().manual_seed(0), time.monotonic(), 0, False
-    while (spent := (time.monotonic() - begin) / (60 * minutes)) < 1 or (toy and step < 2):
+    while (spent := (time.monotonic() - begin) / (60 * minutes)) < 1 or step < 2:
         if spent > share and not last:
             last = True
             for name, p in model.named_parameters():
                 p.requires_grad_(name.startswith("mtp."))
         starts = torch.randint(len(data) - s.length, (s.rows,), generator=generator).tolist()
         ids = torch.stack([data[start : start + s.length] for start in starts]).to(device).long()
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = loss_of(compiled, ids, last)
         loss.backward()
         rate = min(1.0, spent / 0.02 + 0.05, max(0.02, 2 * (1 - spent)))
@@ -196,8 +202,9 @@ def write(model: Model, tokenizer: Tokenizer, out: Path) -> None:
     named = {("" if name.startswith("lm_head") else "model.") + name.replace("mtp.", "mtp_layers.0.", 1): tensor
              for name, tensor in model.state_dict().items()}  # fmt: skip
     save_file({name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in named.items()}, out / "model.safetensors")
+    # MiMo's own model_type is not known to transformers, and so not to vLLM; Qwen2's has the same fields.
     config = {
-        "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_hidden_layers": s.layers, "num_nextn_predict_layers": 1,
+        "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_hidden_layers": s.layers, "num_nextn_predict_layers": 1,
         "hidden_size": s.hidden, "intermediate_size": s.inner, "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads,
         "head_dim": s.dim, "vocab_size": s.vocab, "max_position_embeddings": 8192, "rms_norm_eps": EPS, "rope_theta": THETA,
         "torch_dtype": "bfloat16", "tie_word_embeddings": False, "attention_bias": True, "eos_token_id": tokenizer.token_to_id(END),
@@ -211,7 +218,7 @@ def write(model: Model, tokenizer: Tokenizer, out: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--out", type=Path, default=Path("trained-125m"))
-    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("trained"))
+    parser.add_argument("--size", choices=list(SIZES), default="125m")
     args = parser.parse_args()
-    print(train(args.out, args.minutes, args.toy))
+    print(train(args.out, args.minutes, SIZES[args.size]))

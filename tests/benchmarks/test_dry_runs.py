@@ -1,7 +1,8 @@
-"""Benchmarks that need a GPU must not fail on the day when there is one: here they run at toy size."""
+"""Benchmarks that are rarely run, or need a GPU, must not fail on the day when they are wanted: here they run at toy size."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,25 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_whole_steps(command: list[str], said: str) -> None:
+    assert said in output(command)
+
+
+def test_servers_side_by_side(tmp_path: Path) -> None:
+    """Of the servers only ours: the peer is not installed where tests run."""
+    command = ["peers/cpu.py", "--size", "toy", "--minutes", "0.01", "--models", "small", "--modes", "plain,mtp", "--concurrency", "2"]
+    command += ["--rounds", "1", "--waves", "1", "--tokens", "8", "--checkpoints", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    output(command)
+    numbers = json.loads((tmp_path / "out.json").read_text())["numbers"]
+    plain, mtp = numbers["medians"]
+    assert (plain["mode"], mtp["mode"]) == ("plain", "mtp")
+    assert plain["same_text"] == mtp["same_text"] == 1.0, "drafts change the text"
+    assert plain["accept_length"] is None
+    assert 1 <= mtp["accept_length"] <= 4
+    assert all(row["tokens_per_s"] > 0 and row["ttft_ms"] > 0 and row["client_share"] > 0 for row in (plain, mtp))
+    assert all(0 < start["health_s"] <= start["first_completion_s"] for start in numbers["starts"])
+
+
+def output(command: list[str]) -> str:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / command[0]), *command[1:]],
@@ -29,4 +49,4 @@ def test_whole_steps(command: list[str], said: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert said in done.stdout
+    return done.stdout
