@@ -26,7 +26,7 @@ from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import BatchRules
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.step import Step
-from mtpserve.runtime.transfer import Download, staged
+from mtpserve.runtime.transfer import Download, kept, staged
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,8 @@ class Runner:
         groups = self.sampling.rules.groups(records)
         more = [] if groups is None else groups.lists
         resumed, unstored = after_others(plans, records, self.drafter.lag)
-        inputs = staged([hosts, drafting, wanted, resumed, unstored, *more], self.seats.device)
+        known = tuple(hosts), tuple(drafting), tuple(wanted), tuple(resumed), tuple(unstored)
+        inputs = staged([*known, *more], self.seats.device) if more else kept(known, self.seats.device)
         seat_ids, draft_spans, each, resumed_spans, unstored_spans, *lists = inputs
         rules = None if groups is None else BatchRules(self.sampling.rules, records, groups, lists)
         layout = tuple((plan.length, plan.drafts, plan.samples) for plan in plans)

@@ -8,10 +8,11 @@ step     the row of draft 2              (own output)              → draft 3
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.spec.passes import DraftPasses
+from mtpserve.spec.passes import DraftPasses, valid
 from mtpserve.spec.streams import DRAFT, DRAW
 
 
@@ -32,22 +33,25 @@ class ChainDrafter:
             return None
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
         # A greedy request's distribution is a point mass: its draft is the argmax with any random numbers.
-        coupled = sampler.coupled(seat_ids)
-        tokens, probs = length.new_zeros(len(length), 0), []
+        coupled = None if sampler.all_greedy else sampler.coupled(seat_ids)
+        path, count = length.new_zeros(len(length), 0), torch.zeros_like(length)  # of the drafts so far: for rules
+        tokens, probs = list[Tensor](), list[Tensor]()
         for step in range(steps):
             if step:
                 index = length + (step - 1 - self.passes.model.lag)
-                rows = self.passes.rows(batch, seat_ids, tokens[:, -1], index, index)
+                rows = self.passes.rows(batch, seat_ids, tokens[-1], index, index)
                 state = self.passes.step(rows, state.features)
-            count = length.new_full(length.shape, step)
-            logits, columns = self.passes.logits(state.head, batch, seat_ids, tokens, count)
+                if sampler.has_rules:
+                    path, count = torch.stack(tokens, 1), count + 1
+            logits, columns = self.passes.logits(state.head, batch, seat_ids, path, count)
             if sampler.all_greedy:
                 token = logits.argmax(-1) if columns is None else columns[logits.argmax(-1)]
             else:
-                q = sampler.probs(logits, seat_ids)
-                probs.append(q)
-                token = sampler.choose(q, seat_ids, length + step, DRAW if sampler.all_coupled else DRAFT)
+                law = sampler.probs(valid(logits), seat_ids)
+                probs.append(law)
+                token = sampler.choose(law, seat_ids, length + step, DRAW if sampler.all_coupled else DRAFT)
                 if coupled is not None and not sampler.all_coupled:
-                    token = torch.where(coupled, sampler.choose(q, seat_ids, length + step, DRAW), token)
-            tokens = torch.cat([tokens, token.unsqueeze(1)], 1)
-        return Drafts(tokens, want.each.clamp(max=steps), torch.stack(probs, 1) if probs and not sampler.all_coupled else None)
+                    token = torch.where(coupled, sampler.choose(law, seat_ids, length + step, DRAW), token)
+            tokens.append(token)
+        q = torch.stack(probs, 1) if probs and not sampler.all_coupled else None
+        return Drafts(torch.stack(tokens, 1), want.each.clamp(max=steps), q)

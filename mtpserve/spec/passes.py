@@ -96,8 +96,6 @@ class DraftPasses:
     def logits(self, head: Tensor, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
         """head [rows, hidden], path [rows, D] the drafts so far → the logits after the request's rules, and the token of each column (None:
         the whole vocabulary). Rules and sampling need the whole vocabulary; the argmax alone does not.
-
-        If the head's output is not finite, any draft may be proposed, but from a valid distribution.
         """
         sampler, columns, reduced = batch.sampler, None, self.reduced
         logits = self.model.logits(head) if reduced is None else reduced.multiply(head)
@@ -105,7 +103,12 @@ class DraftPasses:
             columns = reduced.tokens
         elif reduced is not None:
             logits = reduced.spread(logits)
-        logits = sampler.processed(logits, seat_ids, path, count)
-        # -inf means forbidden and stays; a row in which every token is forbidden becomes uniform.
-        logits = torch.nan_to_num(logits, nan=0.0, neginf=-torch.inf)
-        return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits), columns
+        return sampler.processed(logits, seat_ids, path, count), columns
+
+
+def valid(logits: Tensor) -> Tensor:
+    """Logits of a distribution: if the head's output is not finite, any draft may be proposed, but from one that exists. The argmax, of any
+    numbers, does not need it."""
+    logits = torch.nan_to_num(logits, nan=0.0, neginf=-torch.inf)
+    # -inf means forbidden and stays; a row in which every token is forbidden becomes uniform.
+    return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits)

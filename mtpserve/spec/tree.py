@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Tree, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.spec.passes import DraftPasses
+from mtpserve.spec.passes import DraftPasses, valid
 from mtpserve.spec.streams import DRAW
 
 TIE = 1e-4  # subtracted for each level, so that a child of probability 1 scores less than its parent
@@ -94,6 +94,7 @@ class TreeDrafter:
         owners, sampler = seat_ids.repeat_interleave(width), batch.sampler
         path, count = parents.path.flatten(0, 1), length.new_full((len(owners),), step)
         logits, columns = self.passes.logits(state.head, batch, owners, path, count)
+        logits = valid(logits)
         shares = logits.softmax(-1)
         if not sampler.all_greedy:
             index = (length + step).repeat_interleave(width)
