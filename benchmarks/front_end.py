@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to compare with")
+    parser.add_argument("--note", help="what the numbers' readers must know")
     parser.add_argument("--json")
     args = parser.parse_args()
     sides = {"this": ROOT} | ({} if args.against is None else {"other": args.against.resolve()})
@@ -191,7 +192,8 @@ def main() -> None:
             for name, numbers in table[case].items():
                 print(f"{case:24} {name:5} " + "  ".join(f"{part} {value:g}" for part, value in numbers.items()), flush=True)
     setting = {"streams": args.streams, "step_ms": args.step_ms, "steps": args.steps, "rounds": args.rounds}
-    save(args.json, setting | {"by_case": table})
+    noted = {} if args.note is None else {"note": args.note}
+    save(args.json, setting | noted | {"by_case": table})
 
 
 if __name__ == "__main__":

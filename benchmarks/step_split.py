@@ -2,9 +2,9 @@
 requests.
 
 `device` is Runner.launch, the torch part, and `launch_host` what of it is spent outside the step's two device calls (rows, seats and
-copies to and from the device); on a CPU a step is done when it is launched. `compute` is the trunk, the draft model and their heads, and
-`outside` all of the step but them: attention's plan, acceptance, seats and the host's part. `plan`, `book` and `messages` are the host's: spans and
-pages, commit and statistics, and the step's events as the two processes send them; `host` is their sum.
+copies to and from the device); on a CPU a step is done when it is launched. `compute` is the trunk, the draft model and their heads,
+and `outside` all of the step but them: attention's plan, acceptance, seats and the host's part. `plan`, `book` and `messages` are the
+host's: spans and pages, commit and statistics, and the step's events as the two processes send them; `host` is their sum.
 
 `--against DIR` measures another checkout with the same script, one after the other, `--rounds` times, and prints both and the ratios of
 this checkout's medians to the other's. Targets for `host`: 0.15, 0.8 and 2.5 ms; for a step with one request 3 ms.
@@ -194,13 +194,15 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the thread's own time, for a machine that others use too")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to compare with")
     parser.add_argument("--rounds", type=int, default=5, help="how often both are measured with --against (default: 5)")
+    parser.add_argument("--note", help="what the numbers' readers must know")
     parser.add_argument("--json")
     args = parser.parse_args()
     setting = {"drafts": args.drafts, "temperature": args.temperature, "steps": args.steps, "clock": args.clock}
+    noted = {} if args.note is None else {"note": args.note}
     if args.against is not None:
         given = [*("--dtypes", *args.dtypes), *("--requests", *map(str, args.requests))]
         given += [text for name, value in setting.items() for text in (f"--{name}", str(value))]
-        save(args.json, setting | {"against": compare(args.against.resolve(), given, args.rounds)})
+        save(args.json, setting | noted | {"against": compare(args.against.resolve(), given, args.rounds)})
         return
     numbers: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -210,7 +212,7 @@ def main() -> None:
                 case = f"{dtype}, {requests} requests"
                 numbers[case] = measure(Path(directory), dtype, args.drafts, args.temperature, requests, args.steps, CLOCKS[args.clock])
                 show(f"{case:24}", numbers[case])
-    save(args.json, setting | {"by_case": numbers})
+    save(args.json, setting | noted | {"by_case": numbers})
 
 
 if __name__ == "__main__":

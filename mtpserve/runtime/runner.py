@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import BatchRules
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.step import Step
-from mtpserve.runtime.transfer import Download, kept, staged
+from mtpserve.runtime.transfer import Download, staged
 
 log = logging.getLogger(__name__)
 
@@ -204,6 +205,12 @@ class Runner:
         if self.overlapped:
             return [self.sizes.proposals(record.wanted(want), record.plain) for record in records]
         return Download(count)
+
+
+@lru_cache(maxsize=64)
+def kept(lists: tuple[tuple[int, ...], ...], device: torch.device) -> list[Tensor]:
+    """`staged`, for lists that steady decoding repeats step after step. Nobody writes to these tensors."""
+    return staged(lists, device)
 
 
 def downloads(scores: Logprobs | None) -> tuple[Download, ...]:
