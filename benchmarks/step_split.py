@@ -2,8 +2,9 @@
 requests.
 
 `device` is Runner.launch, the torch part, and `launch_host` what of it is spent outside the step's two device calls (rows, seats and
-copies to and from the device); on a CPU a step is done when it is launched. `plan`, `book` and `messages` are the host's: spans and
-pages, commit and statistics, and the step's events as the two processes send them; `host` is their sum.
+copies to and from the device); on a CPU a step is done when it is launched. `compute` is the trunk, the draft model and their heads,
+and `outside` all of the step but them: attention's plan, acceptance, seats and the host's part. `plan`, `book` and `messages` are the
+host's: spans and pages, commit and statistics, and the step's events as the two processes send them; `host` is their sum.
 
 `--against DIR` measures another checkout with the same script, one after the other, `--rounds` times, and prints both and the ratios of
 this checkout's medians to the other's. Targets for `host`: 0.15, 0.8 and 2.5 ms; for a step with one request 3 ms.
@@ -91,7 +92,16 @@ def timed(owner: Any, name: str, times: list[float], clock: Callable[[], float])
     setattr(owner, name, wrapped)
 
 
-def made_engine(directory: Path, dtype: str, drafts: int, requests: int, clock: Callable[[], float]) -> tuple[Any, Times]:
+def time_models(step: Any, times: list[float], clock: Callable[[], float]) -> None:
+    """The calls of the trunk and of the draft model, a step's one after the other."""
+    model, drafter = getattr(step, "model", None), getattr(step, "drafter", None)
+    passes = getattr(getattr(drafter, "base", drafter), "passes", None)
+    for owner, names in ((model, ("trunk", "logits")), (getattr(passes, "model", None), ("absorb", "step", "logits"))):
+        for name in names:
+            timed(owner, name, times, clock)
+
+
+def made_engine(directory: Path, dtype: str, drafts: int, requests: int, clock: Callable[[], float]) -> tuple[Any, Times, list[float]]:
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
     cache = CacheConfig(max_total_tokens=max(16384, 1024 * requests))
     scheduler = SchedulerConfig(max_running_requests=requests, chunked_prefill_size=4096)
@@ -103,23 +113,28 @@ def made_engine(directory: Path, dtype: str, drafts: int, requests: int, clock: 
     timed(step, "forward" if hasattr(step, "forward") else "verify", parts["forward"], clock)  # as older checkouts call it
     timed(step, "propose", parts["propose"], clock)
     timed(getattr(step, "drafter", None), "draft", parts["draft"], clock)
-    return engine, parts
+    computing: list[float] = []
+    time_models(step, computing, clock)
+    parts["compute"] = []
+    return engine, parts, computing
 
 
 def measure(
     directory: Path, dtype: str, drafts: int, temperature: float, requests: int, steps: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     """Medians in ms over `steps` steps in which all requests decode."""
-    engine, parts = made_engine(directory, dtype, drafts, requests, clock)
+    engine, parts, computing = made_engine(directory, dtype, drafts, requests, clock)
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Up)
     for i in range(requests):
         prompt = [1 + (7 * i + j) % 4000 for j in range(32)]
         engine.add(Request(str(i), prompt, SamplingParams(max_tokens=900, temperature=temperature, seed=i, ignore_eos=True)))
     waiting, settling = {str(i) for i in range(requests)}, 10
     while len(parts["step"]) < steps:
+        computing.clear()
         start = clock()
         events = engine.step()
         middle = clock()
+        parts["compute"].append(sum(computing))
         decoder.decode(encoder.encode(Events(events, engine.stats)))
         parts["messages"].append(clock() - middle)
         parts["step"].append(middle - start)
@@ -135,6 +150,7 @@ def measure(
     if "forward" in rows and "propose" in rows:
         rows["launch_host"] = rows["device"] - rows["forward"] - rows["propose"]
     rows["whole"] = rows["step"] + rows["messages"]
+    rows["outside"] = rows["whole"] - rows["compute"]
     return {name: round(1e3 * float(times.median()), 4) for name, times in rows.items()}
 
 
@@ -178,13 +194,15 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the thread's own time, for a machine that others use too")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to compare with")
     parser.add_argument("--rounds", type=int, default=5, help="how often both are measured with --against (default: 5)")
+    parser.add_argument("--note", help="what the numbers' readers must know")
     parser.add_argument("--json")
     args = parser.parse_args()
     setting = {"drafts": args.drafts, "temperature": args.temperature, "steps": args.steps, "clock": args.clock}
+    noted = {} if args.note is None else {"note": args.note}
     if args.against is not None:
         given = [*("--dtypes", *args.dtypes), *("--requests", *map(str, args.requests))]
         given += [text for name, value in setting.items() for text in (f"--{name}", str(value))]
-        save(args.json, setting | {"against": compare(args.against.resolve(), given, args.rounds)})
+        save(args.json, setting | noted | {"against": compare(args.against.resolve(), given, args.rounds)})
         return
     numbers: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -194,7 +212,7 @@ def main() -> None:
                 case = f"{dtype}, {requests} requests"
                 numbers[case] = measure(Path(directory), dtype, args.drafts, args.temperature, requests, args.steps, CLOCKS[args.clock])
                 show(f"{case:24}", numbers[case])
-    save(args.json, setting | {"by_case": numbers})
+    save(args.json, setting | noted | {"by_case": numbers})
 
 
 if __name__ == "__main__":

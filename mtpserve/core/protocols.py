@@ -348,8 +348,9 @@ class EngineClient(Protocol):
 
     card: ModelCard
 
-    def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
-        """Events until one has `finish`. Closing the iterator early aborts the request. Raises EngineBusy or EngineDead."""
+    def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
+        """Events until one has `finish`: each time those that have come since the last, at least one. Closing the iterator early aborts the
+        request. Raises EngineBusy or EngineDead."""
         ...
 
     def abort(self, request_id: str) -> None: ...

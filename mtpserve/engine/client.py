@@ -45,6 +45,7 @@ from mtpserve.engine.process import DEFAULT_FACTORY
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 4096  # events that wait for a reader before its request is aborted
+MAX_AT_ONCE = 32  # of these, for a reader that is late
 LAST_WORDS_S = 0.2  # how long after the process's end its last message may still arrive
 
 
@@ -59,6 +60,38 @@ def private_directory() -> str:
         os.rmdir(directory)
         raise MTPServeError(f"TMPDIR is too long for sockets: {directory}")
     return directory
+
+
+class Mailbox:
+    """What waits for the reader of one stream: events, or the error that ends it."""
+
+    def __init__(self) -> None:
+        self.events: list[TokenEvent] = []
+        self._error: MTPServeError | None = None
+        self._coming: asyncio.Future[None] | None = None  # while the reader waits
+
+    def put(self, event: TokenEvent) -> None:
+        self.events.append(event)
+        self._wake()
+
+    def end(self, error: MTPServeError) -> None:
+        """What was not read yet is dropped: the client is not waiting for it, or does not read."""
+        self.events, self._error = [], error
+        self._wake()
+
+    async def take(self) -> list[TokenEvent]:
+        """What is there, once something is, but no more than a reader gets through without holding up the others."""
+        while not self.events:
+            if self._error is not None:
+                raise self._error
+            self._coming = asyncio.get_running_loop().create_future()
+            await self._coming
+        events, self.events = self.events[:MAX_AT_ONCE], self.events[MAX_AT_ONCE:]
+        return events
+
+    def _wake(self) -> None:
+        if self._coming is not None and not self._coming.done():
+            self._coming.set_result(None)
 
 
 class ProcessClient:
@@ -76,7 +109,7 @@ class ProcessClient:
         self._requests.setsockopt(zmq.SNDHWM, 0)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
-        self._open: dict[str, asyncio.Queue[TokenEvent | MTPServeError]] = {}
+        self._open: dict[str, Mailbox] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready: asyncio.Future[ModelCard] = asyncio.get_running_loop().create_future()
@@ -141,7 +174,7 @@ class ProcessClient:
 
     # -- requests -------------------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+    async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self._draining:
@@ -149,25 +182,21 @@ class ProcessClient:
         # The engine would say the same, but only between two steps.
         if self.card.capacity is not None and len(self._open) >= self.card.capacity:
             raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
-        queue: asyncio.Queue[TokenEvent | MTPServeError] = asyncio.Queue(MAX_UNREAD)
-        self._open[request.id] = queue
+        mailbox = self._open[request.id] = Mailbox()
         self._idle.clear()
         self._send(Submit(request))
         try:
             while True:
-                item = await queue.get()
-                if isinstance(item, MTPServeError):
-                    raise item
-                yield item
-                if item.finish is not None:
+                events = await mailbox.take()
+                yield events
+                if events[-1].finish is not None:
                     return
         finally:
             self.abort(request.id)
 
     def abort(self, request_id: str) -> None:
         """Ends the request in the engine. Ids that are not running are ignored."""
-        queue = self._open.get(request_id)
-        if queue is not None:
+        if request_id in self._open:
             self._send(Abort(request_id))
             self._end(request_id, RequestFailed("the request was aborted"))
 
@@ -206,27 +235,23 @@ class ProcessClient:
                 self._die(message.message)
 
     def _deliver(self, event: TokenEvent) -> None:
-        queue = self._open.get(event.id)
-        if queue is None:  # aborted meanwhile
+        mailbox = self._open.get(event.id)
+        if mailbox is None:  # aborted meanwhile
             return
-        if queue.full():
+        if len(mailbox.events) >= MAX_UNREAD:
             log.warning("request %s aborted: its client left %d events unread", event.id, MAX_UNREAD)
             self._send(Abort(event.id))
             self._end(event.id, RequestFailed("the client does not read its stream"))
             return
-        queue.put_nowait(event)
+        mailbox.put(event)
         if event.finish is not None:
             self._forget(event.id)
 
     def _end(self, request_id: str, error: MTPServeError) -> None:
-        """The stream's reader gets `error` as the next item; what it had not read yet is dropped, or the queue might be full."""
-        queue = self._open.get(request_id)
-        if queue is None:
-            return
-        while not queue.empty():
-            queue.get_nowait()
-        queue.put_nowait(error)
-        self._forget(request_id)
+        mailbox = self._open.get(request_id)
+        if mailbox is not None:
+            mailbox.end(error)
+            self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         del self._open[request_id]

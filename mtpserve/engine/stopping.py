@@ -15,10 +15,11 @@ def until_stop(seq: Sequence, tokens: list[int], eos_ids: Collection[int]) -> tu
 
     The stop token is kept. A stop on the last permitted token is a stop, not a length.
     """
-    sampling = seq.sampling
+    sampling, room = seq.sampling, seq.room
+    stops, ends = sampling.stop_token_ids, () if sampling.ignore_eos else eos_ids
     for count, token in enumerate(tokens, 1):
-        if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
+        if token in ends or token in stops:
             return tokens[:count], Finish.STOP
-        if count == seq.room:
+        if count == room:
             return tokens[:count], Finish.LENGTH
     return tokens, None

@@ -41,6 +41,7 @@ class RowLayout:
     sample_rows: Tensor  # [R, K+1]
     samples: Tensor  # [R]
     widest: int
+    one_row: bool  # each span has a single row
     compacted: RowLayout | None  # what is left of it when every span has one path of its tree
 
 
@@ -66,7 +67,8 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
         [row_span, offset, node, ends, lengths, counts, last_row, sample_rows, samples], device
     )
     short = None if depth is None else row_layout(tuple((n, min(d, depth), s) for n, d, s in layout), device)
-    return RowLayout(spans, offsets, nodes, cu_q, whole, count, lasts, sampled.view(-1, widest + 1), sampling, widest, short)
+    sample_table, one_row = sampled.view(-1, widest + 1), len(row_span) == len(layout)
+    return RowLayout(spans, offsets, nodes, cu_q, whole, count, lasts, sample_table, sampling, widest, one_row, short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
     rows, seat_ids = given.layout, given.seat_ids
     batch = place(rows, seats, seat_ids, seats.computed[seat_ids], given.sampler, given.draft_spans)
     # The host's counts are bounds.
-    count = torch.minimum(rows.draft_count, seats.proposals(seat_ids))
+    count = torch.minimum(rows.draft_count, seats.proposals(seat_ids)) if rows.widest else rows.draft_count
     batch = replace(
         batch,
         draft_count=count,
@@ -131,8 +133,7 @@ def without_stores(batch: Batch, spans: Tensor | None) -> Batch:
 
 def place(rows: RowLayout, seats: SeatTensors, seat_ids: Tensor, start: Tensor, sampler: Sampler, draft_spans: Tensor | None) -> Batch:
     """The rows of `rows` from `start` [R] on, as if all drafts were chains."""
-    row_seats = seat_ids[rows.row_span]
-    index = start[rows.row_span] + rows.offset
+    row_seats, index = (seat_ids, start) if rows.one_row else (seat_ids[rows.row_span], start[rows.row_span] + rows.offset)
     return Batch(
         ids=seats.tokens[row_seats, index],
         positions=index,

@@ -37,10 +37,11 @@ class Columns:
 def packed(batch: Batch, verdict: Verdict, sources: Tensor) -> tuple[Columns, Tensor]:
     """→ the table [R, columns], after the verdict."""
     ones = torch.stack([verdict.accepted, verdict.failed.long(), batch.draft_count], 1)
-    parts = [ones, verdict.tokens, batch.drafts, sources]
+    drafts = batch.drafts
+    parts = [ones, verdict.tokens, drafts, sources]
     if batch.tree is not None and verdict.path is not None:
         parts += [batch.tree.parents, verdict.path]
-    columns = Columns(verdict.tokens.shape[1] - 1, batch.drafts.shape[1], batch.tree is not None)
+    columns = Columns(verdict.tokens.shape[1] - 1, drafts.shape[1], batch.tree is not None)
     return columns, torch.cat(parts, 1)
 
 

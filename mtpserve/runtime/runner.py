@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -163,7 +164,8 @@ class Runner:
         groups = self.sampling.rules.groups(records)
         more = [] if groups is None else groups.lists
         resumed, unstored = after_others(plans, records, self.drafter.lag)
-        inputs = staged([hosts, drafting, wanted, resumed, unstored, *more], self.seats.device)
+        known = tuple(hosts), tuple(drafting), tuple(wanted), tuple(resumed), tuple(unstored)
+        inputs = staged([*known, *more], self.seats.device) if more else kept(known, self.seats.device)
         seat_ids, draft_spans, each, resumed_spans, unstored_spans, *lists = inputs
         rules = None if groups is None else BatchRules(self.sampling.rules, records, groups, lists)
         layout = tuple((plan.length, plan.drafts, plan.samples) for plan in plans)
@@ -203,6 +205,12 @@ class Runner:
         if self.overlapped:
             return [self.sizes.proposals(record.wanted(want), record.plain) for record in records]
         return Download(count)
+
+
+@lru_cache(maxsize=64)
+def kept(lists: tuple[tuple[int, ...], ...], device: torch.device) -> list[Tensor]:
+    """`staged`, for lists that steady decoding repeats step after step. Nobody writes to these tensors."""
+    return staged(lists, device)
 
 
 def downloads(scores: Logprobs | None) -> tuple[Download, ...]:

@@ -62,8 +62,13 @@ class SeatTensors:
         self.draft_tree = (
             Tree(integers(seats, drafts), integers(seats, drafts + 1), integers(seats, drafts + 1)) if sizes.branching else None
         )
+        if self.draft_tree is not None:
+            for part, row in zip(self.draft_tree, chain_rows(drafts), strict=True):
+                write(part, row)
         self.draft_sources = integers(seats, drafts)
-        self.branching: set[int] = set()  # seats whose waiting drafts are not a chain; known on the host
+        # Seats whose waiting drafts are not a chain; known on the host. All other rows of `draft_tree` are chains, and their sources MTP,
+        # unless the drafter always names others.
+        self.branching: set[int] = set()
         self.predictions: dict[int, Tensor] = {}  # by seat; of one that was left, until it is given again
 
     @property
@@ -103,18 +108,21 @@ class SeatTensors:
     def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `computed` only."""
         ids, samples, done = batch.seat_ids, batch.samples, self.done[batch.seat_ids]
-        length = self.length[ids]
-        count = (verdict.accepted + 1) * samples
+        length, computed, _, limit, _ = self.counts.index_select(1, ids).unbind(0)
+        kept = verdict.accepted * samples
+        count = kept + samples
         number = torch.arange(verdict.tokens.shape[1], device=self.device)
-        self.tokens[ids.unsqueeze(1), length.unsqueeze(1) + number] = verdict.tokens
-        self.length[ids] = length + count
+        self.tokens.index_put_((ids.unsqueeze(1), length.unsqueeze(1) + number), verdict.tokens)
+        length = length + count
         rows = batch.last_row - batch.cu_q[:-1] + 1
-        self.computed[ids] = self.computed[ids] + (rows + verdict.accepted * samples).masked_fill(done, 0)
+        computed = computed + (rows + kept).masked_fill_(done, 0)
+        self.counts[:2].index_copy_(1, ids, torch.stack((length, computed)))
         stops = (verdict.tokens.unsqueeze(2) == self.stops[ids].unsqueeze(1)).any(2) & (number < count.unsqueeze(1))
-        self.done[ids] = done | stops.any(1) | (length + count >= self.limit[ids])
+        self.done.index_copy_(0, ids, stops.any(1) | done | (length >= limit))
 
-    def hold(self, seat_ids: Tensor, drafts: Drafts | None) -> None:
-        """Put proposals after the committed tokens, where the next span's rows are read from."""
+    def hold(self, seat_ids: Tensor, drafts: Drafts | None, trees: bool) -> None:
+        """Put proposals after the committed tokens, where the next span's rows are read from. `trees`: some of these seats are
+        `branching`."""
         if drafts is None:
             self.waiting.index_fill_(0, seat_ids, 0)
             return
@@ -124,10 +132,15 @@ class SeatTensors:
         self.tokens[seat_ids.unsqueeze(1), place] = drafts.tokens
         if drafts.probs is not None:
             self.draft_probs[seat_ids, : drafts.probs.shape[1]] = drafts.probs
-        self.draft_sources[seat_ids, :number] = torch.zeros_like(drafts.tokens) if drafts.sources is None else drafts.sources
-        if self.draft_tree is None:
+        if drafts.sources is not None:
+            self.draft_sources[seat_ids, :number] = drafts.sources
+        elif trees:
+            self.draft_sources.index_fill_(0, seat_ids, 0)
+        if self.draft_tree is None or (drafts.tree is None and not trees):
             return
-        # Chains are written too: they may be verified beside a tree.
+        if drafts.tree is None:
+            # All of a chain: what waits here next may be longer, and be verified beside a tree.
+            number = self.draft_tree.parents.shape[1]
         tree = self.chain(number) if drafts.tree is None else drafts.tree
         self.draft_tree.parents[seat_ids, :number] = tree.parents
         self.draft_tree.ancestors[seat_ids, : number + 1] = tree.ancestors
@@ -141,3 +154,9 @@ class SeatTensors:
     def branch(self, seats: Collection[int], trees: bool) -> None:
         """The host's note of what now waits for these seats."""
         self.branching = (self.branching.union if trees else self.branching.difference)(seats)
+
+
+def chain_rows(drafts: int) -> tuple[list[int], list[int], list[int]]:
+    """A chain as the rows of a Tree: parents, ancestors, depths. A set with all 64 nodes is -1."""
+    nodes = range(drafts + 1)
+    return list(nodes[:-1]), [(2 << node) - 1 if node < 63 else -1 for node in nodes], list(nodes)

@@ -60,5 +60,5 @@ class Step:
             batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.stores)
         drafts = self.drafter.draft(batch, hidden, verdict, rows.want)
         seat_ids = batch.drafted(batch.seat_ids)
-        self.seats.hold(seat_ids, drafts)
+        self.seats.hold(seat_ids, drafts, rows.trees)
         return drafts

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from mtpserve.text.parsers.reasoning import ReasoningCount
 from mtpserve.text.requests import Spelling, request_of
 from mtpserve.text.tokenizer import Tokenizer
 
-MERGED_STEPS = 64  # of several choices, waiting to be written
+MERGED_STEPS = 16  # of several choices, waiting to be written
 Added = list[tuple[int, str]]  # what a step adds: a block's index, which may be that of a new one, and text
 
 
@@ -33,6 +33,7 @@ class OutputReader:
     """One choice's text as the events that the client asked for. Where one call is wanted, further ones are left out."""
 
     def __init__(self, plan: OutputPlan, tokenizer: Tokenizer, include_reasoning: bool) -> None:
+        self.parses = plan.thinking is not None or plan.calls is not None  # otherwise all text is content
         self.tells_reasoning = include_reasoning and plan.thinking is not None
         self._include_reasoning, self._several, self._tokenizer = include_reasoning, plan.use.several, tokenizer
         self._parser = plan.parser()
@@ -89,39 +90,43 @@ class Choice:
         """Pieces of one block that follow each other are one. An answer that was read has a block in the end, which may be empty."""
         self.tokens += step.tokens
         self.finish = step.finish
-        events: list[Event] = [Content(step.text)] if step.text else []
-        if self.reader is not None:
-            self.reasoning_tokens += self.reader.count(step.tokens)
-            events = self.reader.read(step.text, step.finish is not None)
-            if not events and not self.blocks and step.finish is not None:
-                events = [Content("")]
+        if self.reader is None or not self.reader.parses:
+            empty = self.reader is not None and step.finish is not None and not self.blocks
+            return [self._grown("text", step.text)] if step.text or empty else []
+        self.reasoning_tokens += self.reader.count(step.tokens)
+        events = self.reader.read(step.text, step.finish is not None)
+        if not events and not self.blocks and step.finish is not None:
+            events = [Content("")]
         added: Added = []
         for event in events:
-            new, text = self._add(event)
-            if added and not new:
-                added[-1] = (added[-1][0], added[-1][1] + text)
+            index, text = self._add(event)
+            if added and added[-1][0] == index:
+                added[-1] = (index, added[-1][1] + text)
             else:
-                added.append((len(self.blocks) - 1, text))
+                added.append((index, text))
         return added
 
-    def _add(self, event: Event) -> tuple[bool, str]:
-        """→ whether a block begins, and the text."""
-        before, text = len(self.blocks), ""
+    def _add(self, event: Event) -> tuple[int, str]:
+        """→ its block's index, and its text."""
         match event:
             case Content(text):
-                self._continue("text")
+                return self._grown("text", text)
             case Reasoning(text):
-                self._continue("reasoning")
+                return self._grown("reasoning", text)
             case CallBegin(_, id, name):
                 self.blocks.append(Block("call", call_id=id, name=name))
+                return len(self.blocks) - 1, ""
             case Arguments(_, text):
-                pass  # those of the call that began last
-        self.blocks[-1].text += text
-        return len(self.blocks) > before, text
+                return self._grown("call", text)  # of the call that began last
+            case _:
+                raise TypeError(f"{type(event).__name__} is in no block")
 
-    def _continue(self, kind: Literal["reasoning", "text"]) -> None:
+    def _grown(self, kind: Literal["reasoning", "text", "call"], text: str) -> tuple[int, str]:
+        """A block of the kind is continued if it is the last one, and otherwise begins."""
         if not self.blocks or self.blocks[-1].kind != kind:
             self.blocks.append(Block(kind))
+        self.blocks[-1].text += text
+        return len(self.blocks) - 1, text
 
     def text(self, kind: Literal["reasoning", "text"] = "text") -> str:
         return "".join(block.text for block in self.blocks if block.kind == kind)
@@ -152,18 +157,29 @@ class Generation:
     streaming: bool
     scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
 
-    async def steps(self) -> AsyncGenerator[tuple[int, StepOutput, Added], None]:
-        """Each step's choice, its output, and what it adds to the choice's blocks."""
+    async def steps(self) -> AsyncGenerator[Iterator[tuple[int, StepOutput, Added]], None]:
+        """Each step's choice, its output, and what it adds to the choice's blocks; all that have come since the last ones, which a choice
+        gets one by one as the caller iterates."""
         streams = [self.service.generate(choice.request, self.arrival, self.timeout, streaming=self.streaming) for choice in self.choices]
+        if len(streams) == 1:  # without a task and a queue
+            async with contextlib.aclosing(streams[0]) as stream:
+                async for steps in stream:
+                    yield self._added(0, steps)
+            return
         async with contextlib.aclosing(merge(streams)) as outputs:
-            async for index, step in outputs:
-                if self.scores_only:
-                    step = StepOutput("", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs)
-                yield index, step, self.choices[index].add(step)
+            async for index, steps in outputs:
+                yield self._added(index, steps)
+
+    def _added(self, index: int, steps: list[StepOutput]) -> Iterator[tuple[int, StepOutput, Added]]:
+        for step in steps:
+            if self.scores_only:
+                step = StepOutput("", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs)
+            yield index, step, self.choices[index].add(step)
 
     async def whole(self) -> None:
-        async for _ in self.steps():
-            pass
+        async for steps in self.steps():
+            for _ in steps:
+                pass
 
 
 def requests_of(
@@ -202,20 +218,15 @@ async def continued(service: Service, body: ChatRequest, id: str, arrival: float
     return Generation(service, choices, arrival, body.timeout, bool(body.stream))
 
 
-async def merge(streams: list[AsyncGenerator[StepOutput, None]]) -> AsyncGenerator[tuple[int, StepOutput], None]:
+async def merge(streams: list[AsyncGenerator[list[StepOutput], None]]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:
     """The outputs of all streams as they come, each with its stream's index. The first error ends them all."""
-    if len(streams) == 1:  # without a task and a queue
-        async with contextlib.aclosing(streams[0]) as stream:
-            async for step in stream:
-                yield 0, step
-        return
-    queue: asyncio.Queue[tuple[int, StepOutput | Exception | None]] = asyncio.Queue(MERGED_STEPS)
+    queue: asyncio.Queue[tuple[int, list[StepOutput] | Exception | None]] = asyncio.Queue(MERGED_STEPS)
 
-    async def pump(index: int, stream: AsyncGenerator[StepOutput, None]) -> None:
+    async def pump(index: int, stream: AsyncGenerator[list[StepOutput], None]) -> None:
         try:
             async with contextlib.aclosing(stream):
-                async for step in stream:
-                    await queue.put((index, step))
+                async for steps in stream:
+                    await queue.put((index, steps))
             await queue.put((index, None))
         except Exception as error:
             await queue.put((index, error))

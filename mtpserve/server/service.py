@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import Depends, Request as HTTPRequest
 
 from mtpserve.config import EngineConfig, ServerConfig
@@ -29,14 +30,15 @@ from mtpserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
 INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
 MATCHED_TOKENS = 256  # the last ones, in which the stop string is looked for: no token is shorter than a byte
 LOGGED_TOKENS = 256  # of a prompt, where prompts are logged
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """What one step added to one choice's text. The last one has `finish`."""
 
     text: str
@@ -44,7 +46,7 @@ class StepOutput:
     finish: Finish | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
-    proposal: Proposal = field(default_factory=Proposal)
+    proposal: Proposal = Proposal()
     accepted: int = 0  # proposed tokens that the step accepted, before any stop string
 
     @property
@@ -199,21 +201,39 @@ class Service:
 
     async def generate(
         self, request: Request, arrival: float, timeout: float | None = None, *, streaming: bool = False
-    ) -> AsyncGenerator[StepOutput, None]:
-        """StepOutputs until one has `finish`. Closing it early, a stop string and any error all end the request in the engine.
+    ) -> AsyncGenerator[list[StepOutput], None]:
+        """StepOutputs until one has `finish`, all that have come since the last: one, unless they are read late. Closing it early, a stop
+        string and any error all end the request in the engine.
 
         `arrival` is perf_counter's; `timeout` is in seconds from there, and the server's own may be shorter.
         """
         if request.id in self._live:
             raise InvalidRequest(f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid")
         self._live.add(request.id)
+        self._log(request)
         clock = RequestClock(self.metrics.observers, request, arrival, streaming)
+        reader = StepReader(Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt), clock)
+        patience = Patience(self.server_config.queue_timeout, shorter(self.server_config.request_timeout, timeout), arrival)
+        arriving = self.client.submit(request)
         outcome = "abort"
         try:
-            async for step in self._steps(request, clock, arrival, timeout):
-                if step.finish is not None:
-                    outcome = step.finish.value
-                yield step
+            while reader.finish is None:
+                started = reader.started
+                try:
+                    events = await (anext(arriving) if patience.limit(started) is None else patience.wait(anext(arriving), started))
+                except RequestFailed:
+                    if request.id not in self._aborted:
+                        raise
+                    yield [reader.aborted()]
+                    continue
+                if steps := reader.read(events):
+                    yield steps
+                if reader.error is not None:
+                    raise RequestFailed(reader.error)
+            outcome = reader.finish.value
+        except StopAsyncIteration:
+            outcome = "error"
+            raise RequestFailed("the engine ended the request without a reason") from None
         except (InvalidRequest, EngineBusy):
             outcome = "rejected"
             raise
@@ -226,41 +246,53 @@ class Service:
             self._aborted.discard(request.id)
             clock.end(outcome)
 
-    async def _steps(
-        self, request: Request, clock: RequestClock, arrival: float, timeout: float | None
-    ) -> AsyncGenerator[StepOutput, None]:
+    def _log(self, request: Request) -> None:
         if self.server_config.log_requests:
             text = self.tokenizer.decode(request.prompt[:LOGGED_TOKENS], skip_special_tokens=False)
             log.info("request %s: %d prompt tokens, %r, %r", request.id, len(request.prompt), text, request.sampling)
-        detokenizer = Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt)
-        events = self.client.submit(request)
-        patience = Patience(self.server_config.queue_timeout, shorter(self.server_config.request_timeout, timeout), arrival)
-        started = False
-        while True:
-            try:
-                async with asyncio.timeout_at(patience.until(started)):
-                    event = await anext(events)
-            except TimeoutError:
-                raise patience.error(started) from None
-            except StopAsyncIteration:
-                raise RequestFailed("the engine ended the request without a reason") from None
-            except RequestFailed:
-                if request.id not in self._aborted:
-                    raise
-                yield StepOutput(detokenizer.finish(), [], Finish.ABORT)
-                return
+
+
+@dataclass(slots=True)
+class StepReader:
+    """One request's events as StepOutputs."""
+
+    detokenizer: Detokenizer
+    clock: RequestClock
+    started: bool = False  # a token has come
+    finish: Finish | None = None
+    error: str | None = None  # the request has failed, after what was read
+
+    def read(self, events: Sequence[TokenEvent]) -> list[StepOutput]:
+        """One for each event, up to the one that ends the request."""
+        steps: list[StepOutput] = []
+        for event in events:
             if event.finish in (Finish.ERROR, Finish.ABORT):
-                raise RequestFailed(event.error or "the request was aborted")
-            started = started or bool(event.tokens)
-            delta = detokenizer.push(event.tokens)
-            clock.tokens(delta.tokens_used, event.times)
-            if delta.stopped:
-                yield output_of(event, delta.text, delta.tokens_used, Finish.STOP)
-                return
-            rest = detokenizer.finish() if event.finish is not None else ""
-            yield output_of(event, delta.text + rest, delta.tokens_used, event.finish)
-            if event.finish is not None:
-                return
+                self.error = event.error or "the request was aborted"
+                break
+            step = self._step(event)
+            self.clock.tokens(len(step.tokens), event.times)
+            self.started = self.started or bool(event.tokens)
+            steps.append(step)
+            if step.finish is not None:
+                self.finish = step.finish
+                break
+        return steps
+
+    def _step(self, event: TokenEvent) -> StepOutput:
+        """The event's tokens as text: up to a stop string, or with what was held back where the engine has ended the request."""
+        text, used, stopped = self.detokenizer.push(event.tokens)
+        finish = Finish.STOP if stopped else event.finish
+        if finish is not None and not stopped:
+            text += self.detokenizer.finish()
+        tokens, logprobs = event.tokens, event.logprobs
+        if used < len(tokens):
+            tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
+        return StepOutput(text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)
+
+    def aborted(self) -> StepOutput:
+        """The client has ended the request by its id."""
+        self.finish = Finish.ABORT
+        return StepOutput(self.detokenizer.finish(), [], self.finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +304,17 @@ class Patience:
     arrival: float
 
     def limit(self, started: bool) -> float | None:
-        return self.whole if started else shorter(self.first, self.whole)
+        return self.whole if started or self.first is None else shorter(self.first, self.whole)
 
-    def until(self, started: bool) -> float | None:
-        """On the event loop's clock."""
+    async def wait(self, coming: Awaitable[T], started: bool) -> T:
+        """Raises EngineBusy or DeadlineExceeded where it takes longer than its limit."""
         limit = self.limit(started)
-        return None if limit is None else asyncio.get_running_loop().time() + limit - (perf_counter() - self.arrival)
+        assert limit is not None
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + limit - (perf_counter() - self.arrival)):
+                return await coming
+        except TimeoutError:
+            raise self.error(started) from None
 
     def error(self, started: bool) -> MTPServeError:
         if started or self.limit(started) == self.whole:
@@ -287,11 +324,6 @@ class Patience:
 
 def shorter(one: float | None, other: float | None) -> float | None:
     return min((limit for limit in (one, other) if limit is not None), default=None)
-
-
-def output_of(event: TokenEvent, text: str, used: int, finish: Finish | None) -> StepOutput:
-    logprobs = None if event.logprobs is None else event.logprobs[:used]
-    return StepOutput(text, event.tokens[:used], finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)
 
 
 async def served(request: HTTPRequest) -> Service:

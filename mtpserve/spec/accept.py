@@ -51,16 +51,18 @@ def accept(
     thresholds are lossy."""
     sampler, nodes = batch.sampler, logits.shape[1]
     depth = min(depth, nodes - 1)
-    ids = batch.seat_ids.repeat_interleave(nodes)
     raw = logits
     if sampler.has_rules:
+        ids = batch.seat_ids.repeat_interleave(nodes)
         path, count = node_paths(batch.drafts, batch.tree)
         logits = sampler.processed(logits.flatten(0, 1), ids, path.flatten(0, 1), count.flatten()).view_as(logits)
     made = (kernel if kernel is not None and thresholds.lossless else decide)(logits, batch, depth, thresholds)
     logprobs = None
     if sampler.top_logprobs is not None:
         rows = path_rows(made.path, made.tokens, made.accepted)
-        p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits) if processed_logprobs and not sampler.all_greedy else None
+        p = None
+        if processed_logprobs and not sampler.all_greedy:
+            p = sampler.probs(logits.flatten(0, 1), batch.seat_ids.repeat_interleave(nodes)).view_as(logits)
         logprobs = logprobs_of(p, logits if processed_logprobs else raw, batch, rows, made.tokens)
     return Verdict(made.tokens, made.accepted, made.path, made.failed, logprobs)
 
@@ -73,12 +75,12 @@ def path_rows(path: Tensor | None, tokens: Tensor, accepted: Tensor) -> Tensor:
 def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
     """Processed logits [R, K+1, vocabulary] → the verdict without log-probabilities."""
     sampler, nodes = batch.sampler, logits.shape[1]
-    ids = batch.seat_ids.repeat_interleave(nodes)
     best = logits.max(-1)
     p: Tensor | None = None
     drawn: Tensor | None = None  # [R], requests whose drafts were sampled from q
     chosen = best.indices
     if not sampler.all_greedy:
+        ids = batch.seat_ids.repeat_interleave(nodes)
         p = sampler.probs(logits.flatten(0, 1), ids).view_as(logits)
         if not thresholds.lossless:
             p = lenient(p, batch, thresholds)
@@ -98,8 +100,10 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
             chain = torch.minimum(torch.arange(depth + 1, device=logits.device), accepted.unsqueeze(1))
             surviving = torch.where(drawn.unsqueeze(1), chain, surviving)
     # NaN and infinity show in a row's maximum. Only rows of accepted nodes matter: the others decided nothing.
-    along = torch.arange(tokens.shape[1], device=logits.device)
-    broken = ~torch.isfinite(best.values.gather(1, path_rows(surviving, tokens, accepted)))
+    broken = ~torch.isfinite(best.values if surviving is None else best.values.gather(1, surviving))
+    if nodes == 1:
+        return Decision(tokens, accepted, surviving, broken.squeeze(1))
+    along = torch.arange(broken.shape[1], device=logits.device)
     return Decision(tokens, accepted, surviving, (broken & (along <= accepted.unsqueeze(1))).any(1))
 
 
@@ -116,6 +120,8 @@ def kernel_inputs(logits: Tensor, batch: Batch, depth: int) -> tuple[Any, ...]:
 
 def walk(chosen: Tensor, batch: Batch, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """chosen [R, K+1], the target's token at every node → tokens [R, D+1], accepted [R], path [R, D+1] (None: a chain's)."""
+    if chosen.shape[1] == 1:  # no drafts: every number below would be 0
+        return chosen, torch.zeros_like(batch.draft_count), None
     drafts, tree = batch.drafts, batch.tree
     number = torch.arange(drafts.shape[1], device=drafts.device)
     valid = number < batch.draft_count.unsqueeze(1)

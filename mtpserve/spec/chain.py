@@ -8,6 +8,7 @@ step     the row of draft 2              (own output)              → draft 3
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
@@ -30,17 +31,18 @@ class ChainDrafter:
         if steps == 0:
             return None
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
-        tokens, probs = length.new_zeros(len(length), 0), []
+        path, count = length.new_zeros(len(length), 0), torch.zeros_like(length)  # of the drafts so far: for rules
+        tokens, probs = list[Tensor](), list[Tensor]()
         for step in range(steps):
             if step:
                 index = length + (step - 1 - self.passes.model.lag)
-                rows = self.passes.rows(batch, seat_ids, tokens[:, -1], index, index)
+                rows = self.passes.rows(batch, seat_ids, tokens[-1], index, index)
                 state = self.passes.step(rows, state.features)
-            count = length.new_full(length.shape, step)
-            logits, columns = self.passes.logits(state.head, batch, seat_ids, tokens, count)
+                if sampler.has_rules:
+                    path, count = torch.stack(tokens, 1), count + 1
+            logits, columns = self.passes.logits(state.head, batch, seat_ids, path, count)
             token, q = self.passes.propose(logits, seat_ids, length + step, sampler)
             if q is not None:
                 probs.append(q)
-            token = token if columns is None else columns[token]
-            tokens = torch.cat([tokens, token.unsqueeze(1)], 1)
-        return Drafts(tokens, want.each.clamp(max=steps), torch.stack(probs, 1) if probs else None)
+            tokens.append(token if columns is None else columns[token])
+        return Drafts(torch.stack(tokens, 1), want.each.clamp(max=steps), torch.stack(probs, 1) if probs else None)

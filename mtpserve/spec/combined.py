@@ -35,11 +35,11 @@ class CombinedDrafter:
         if want.deepest == 0 or self.sizes.free == 0:
             return drafts
         seat_ids = batch.drafted(batch.seat_ids)
-        # A request that limits the depth to less than the base's limits its free drafts too.
-        allowed = torch.where(want.each >= self.sizes.steps, self.sizes.free, want.each)
         chains = self.chains(batch, seat_ids)
         if not chains:
             return drafts
+        # A request that limits the depth to less than the base's limits its free drafts too.
+        allowed = torch.where(want.each >= self.sizes.steps, self.sizes.free, want.each)
         limited = [(tokens, torch.minimum(count, allowed), source) for tokens, count, source in chains]
         return merge(drafts, len(seat_ids), limited, self.sizes)
 
@@ -49,6 +49,8 @@ class CombinedDrafter:
         forced = batch.sampler.forced(self.sizes.free, seat_ids)
         if forced is not None:
             chains.append((*forced, Source.GRAMMAR))
+        if batch.predictions is None and not self.sizes.always_free:
+            return chains
         seats = batch.seats
         length = seats.length[seat_ids]
         if batch.predictions is not None:

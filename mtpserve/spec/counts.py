@@ -23,11 +23,12 @@ def count_verification(stats: EngineStats, proposal: Proposal, accepted: int, co
     stats.drafts_total += 1
     stats.draft_tokens_total += len(proposal.tokens)
     stats.accepted_tokens_total += accepted
-    depths = [0]
+    depths, per_position, by_source = [0], stats.draft_tokens_per_position, stats.draft_tokens_by_source
     for parent, source in zip(proposal.parents, proposal.sources, strict=True):
-        depths.append(depths[parent] + 1)
-        stats.draft_tokens_per_position[depths[-1] - 1] += 1
-        stats.draft_tokens_by_source[source] += 1
+        depth = depths[parent]
+        depths.append(depth + 1)
+        per_position[depth] += 1
+        by_source[source] += 1
     for depth, node in enumerate(proposal.path[:accepted]):
         stats.accepted_tokens_per_position[depth] += 1
         stats.accepted_tokens_by_source[proposal.sources[node - 1]] += 1

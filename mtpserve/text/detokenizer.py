@@ -10,7 +10,6 @@ itself, and tokens after the one that completes a stop string are neither shown 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -20,10 +19,10 @@ from mtpserve.core.sampling import SamplingParams
 REPLACEMENT = "\ufffd"  # what an incomplete or broken UTF-8 sequence decodes to
 MAX_PENDING = 16  # tokens; a character has at most four bytes, so this many tokens without a whole character are broken output
 CONTEXT = 4  # earlier tokens that can change how a token decodes
+MAX_CONTEXT = 8  # tokens; it grows up to so many, and is then cut to the last CONTEXT, which costs a decoding of its own
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     text: str
     tokens_used: int  # how many of the pushed tokens count: all, or those up to the one that stopped
     stopped: bool  # a stop string or a stop token was met: the text is complete, push no more
@@ -55,6 +54,8 @@ class Detokenizer:
         self._stopped = False
 
     def push(self, tokens: list[int]) -> TextDelta:
+        if self._stop_ids.isdisjoint(tokens) and not self._stopped and self._take(tokens):
+            return TextDelta(self._release(), len(tokens), False)
         used = 0
         out: list[str] = []
         for token in tokens:
@@ -82,16 +83,38 @@ class Detokenizer:
 
     # -- tokens to characters -------------------------------------------------------------------------------------------------
 
+    def _take(self, tokens: list[int]) -> bool:
+        """Decodes all of them together, unless that takes a look at each: where they end inside a character, or complete a stop string."""
+        context, stops = self._context, self._sampling.stop
+        pending = self._pending + tokens if self._pending else tokens
+        text = self._tokenizer.decode(context.tokens + pending, skip_special_tokens=self._skip_special)[len(context.text) :]
+        if text.endswith(REPLACEMENT):
+            return False
+        held = self._text + text if self._text else text
+        if stops and any(stop in held for stop in stops):
+            return False
+        self._text = held
+        self._complete(pending, text)
+        return True
+
     def _decode(self, token: int) -> str:
         """The text that this token completes, "" while it ends inside a character."""
         self._pending.append(token)
         text = self._between(self._context, self._pending)
         if text.endswith(REPLACEMENT):
             return self._give_up_on_some(text) if len(self._pending) >= MAX_PENDING else ""
-        if text:  # tokens without text (special ones) are no context: a space after them would be dropped as the text's first
-            self._context = self._context_of((self._context.tokens + self._pending)[-CONTEXT:])
-        self._pending = []
+        self._complete(self._pending, text)
         return text
+
+    def _complete(self, tokens: list[int], text: str) -> None:
+        """They end with a whole character: no later one changes their text."""
+        self._pending = []
+        if not text:  # tokens without text (special ones) are no context: a space after them would be dropped as the text's first
+            return
+        self._context = DecodedContext(self._context.tokens + tokens, self._context.text + text)
+        if len(self._context.tokens) > MAX_CONTEXT:
+            short = self._context_of(self._context.tokens[-CONTEXT:])
+            self._context = short if short.text else self._context
 
     def _plain(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special))
@@ -130,16 +153,19 @@ class Detokenizer:
 
     def _release(self) -> str:
         """Takes from the held text, and returns, what cannot be the beginning of a stop string."""
-        matches = [(place, stop) for stop in self._sampling.stop if (place := self._text.find(stop)) >= 0]
+        stops, held = self._sampling.stop, self._text
+        if not stops:
+            self._text = ""
+            return held
+        matches = [(place, stop) for stop in stops if (place := held.find(stop)) >= 0]
         if matches:
             place, stop = min(matches)
-            text, self._text = self._text[: place + len(stop) if self._sampling.include_stop else place], ""
+            text, self._text = held[: place + len(stop) if self._sampling.include_stop else place], ""
             self._stopped = True
             return text
-        keep = max((overlap(self._text, stop) for stop in self._sampling.stop), default=0)
-        end = len(self._text) - keep
-        text, self._text = self._text[:end], self._text[end:]
-        return text
+        end = len(held) - max(overlap(held, stop) for stop in stops)
+        self._text = held[end:]
+        return held[:end]
 
 
 def overlap(text: str, stop: str) -> int:

@@ -95,8 +95,8 @@ def test_the_process_ends_and_open_requests_with_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
 
     async def read(client: ProcessClient, name: str) -> None:
-        async for event in client.submit(Request(name, PROMPTS[name], SamplingParams(max_tokens=100, ignore_eos=True))):
-            assert event.finish is None
+        async for events in client.submit(Request(name, PROMPTS[name], SamplingParams(max_tokens=100, ignore_eos=True))):
+            assert all(event.finish is None for event in events)
 
     async def main() -> None:
         client = ProcessClient(EngineConfig(), factory="tests.engine.test_faults:build")

@@ -58,7 +58,7 @@ def request(id: str = "a", max_tokens: int = 9, seed: int | None = None) -> Requ
 
 
 async def collect(client: ProcessClient, what: Request) -> list[TokenEvent]:
-    return [event async for event in client.submit(what)]
+    return [event async for events in client.submit(what) for event in events]
 
 
 async def until(condition: Callable[[], bool], timeout: float = 5) -> None:

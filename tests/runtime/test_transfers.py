@@ -73,7 +73,7 @@ class Watch:
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_step_makes_one_copy_for_all_that_is_new(monkeypatch: pytest.MonkeyPatch, spec: SpecConfig, overlap: int) -> None:
-    """Admissions and pages one; seats, wanted depths and the tables of rules one; rows one where their widths are new."""
+    """Admissions and pages one; seats, wanted depths and the tables of rules one where they are new; rows one where their widths are."""
     engine = tiny_engine(tiny_model("mimo"), spec, overlap=overlap, seats=6, budget=48)
     texts, launch = prompts(len(PLAIN + RULES), seed=1), engine._runner.launch
     watch, kept = Watch(monkeypatch), list[tuple[StepPlan, Counter[str]]]()
@@ -91,10 +91,11 @@ def test_a_step_makes_one_copy_for_all_that_is_new(monkeypatch: pytest.MonkeyPat
         assert all(event.error is None for event in engine.step())
     for plan, copies in kept:
         assert copies["admissions"] == bool(plan.admissions or plan.pages)
-        assert copies["runner"] == 1 and copies["inputs"] <= 2
+        assert copies["runner"] <= 1 and copies["inputs"] <= 2
         assert copies["copies"] == copies["admissions"] + copies["runner"] + copies["inputs"]
     assert sum(len(plan.admissions) > 1 for plan, _ in kept) > 0 and sum(len(plan.pages) > 1 for plan, _ in kept) > 3
     assert any(copies["copies"] == 1 for _, copies in kept), "seats and wanted depths alone"
+    assert any(copies["copies"] == 0 for _, copies in kept), "all as in the step before"
 
 
 def test_a_long_prompt_is_one_copy_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,19 +14,21 @@ from tests.server.fake_engine import FakeEngine
 
 
 class FakeClient:
-    def __init__(self, pause: float = 0.0) -> None:
+    def __init__(self, pause: float = 0.0, together: int = 1) -> None:
+        """`together`: so many events come at once, as to a reader that is late."""
         self.engine = FakeEngine("fake", 0.0)
-        self.pause = pause
+        self.pause, self.together = pause, together
         self.card = self.engine.card
         self.dead: str | None = None
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
 
-    async def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
+    async def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
         msgspec.msgpack.encode(Submit(request))  # as it would travel: numbers of any size do not
         self.submitted.append(request)
         self.engine.compile(request.sampling.grammar)
         self.engine.add(request, compiled=True)
+        events: list[TokenEvent] = []
         while True:
             await asyncio.sleep(self.pause)
             if self.dead is not None:
@@ -35,7 +37,10 @@ class FakeClient:
                 raise RequestFailed("the request was aborted")
             live, done = self.engine.live[request.id]
             event = self.engine._event(live, done)
-            yield event
+            events.append(event)
+            if len(events) == self.together or event.finish is not None:
+                yield events
+                events = []
             if event.finish is not None:
                 return
 

@@ -50,7 +50,7 @@ class SpeakingClient(FakeClient):
         super().__init__()
         self.tokenizer, self.texts, self.step = tokenizer, texts, step
 
-    async def submit(self, request: Request) -> AsyncIterator[TokenEvent]:
+    async def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
         text = self.texts[min(len(self.submitted), len(self.texts) - 1)]
         self.submitted.append(request)
         tokens = self.tokenizer.encode(text, special=False)
@@ -62,7 +62,7 @@ class SpeakingClient(FakeClient):
             last = place + self.step >= len(tokens)
             finish = (Finish.LENGTH if cut else Finish.STOP) if last else None
             scores = None if request.sampling.logprobs is None else [TokenLogprob(-0.5, 1, []) for _ in step]
-            yield TokenEvent(request.id, step, 0, Proposal(), finish, None, scores)
+            yield [TokenEvent(request.id, step, 0, Proposal(), finish, None, scores)]
 
 
 def main(*texts: str) -> None:

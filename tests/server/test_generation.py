@@ -222,9 +222,9 @@ def test_what_piled_up_for_a_client_that_left_is_not_written() -> None:
             encoded += 1
             return super().encoded(each)
 
-    async def ready() -> AsyncGenerator[int, None]:
+    async def ready() -> AsyncGenerator[list[int], None]:
         for number in range(1000):  # never waits, as a queue that is full
-            yield number
+            yield [number]
 
     async def scenario() -> None:
         left = asyncio.Event()

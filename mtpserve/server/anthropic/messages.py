@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal
@@ -114,6 +114,7 @@ class MessageAnswer:
     id: str
     generation: Generation
     at_most: int  # tokens that were asked for
+    opened: int = 0  # blocks, in events
 
     @property
     def choice(self) -> Choice:
@@ -136,29 +137,32 @@ class MessageAnswer:
                 return "max_tokens" if len(choice.tokens) >= self.at_most else "model_context_window_exceeded"
         return "tool_use" if choice.called else "end_turn" if stop is None else "stop_sequence"
 
-    async def events(self) -> AsyncGenerator[MessageEvent, None]:
+    async def events(self) -> AsyncGenerator[list[MessageEvent], None]:
         """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with what ended it."""
-        opened = 0
-        empty: MessageObject | None = self.object()
-        async with contextlib.aclosing(self.generation.steps()) as steps:
-            async for _, _, added in steps:
-                if empty is not None:
-                    yield MessageEvent("message_start", message=empty)
-                    empty = None
-                for index, text in added:
-                    block = self.choice.blocks[index]
-                    if index == opened:
-                        if opened:
-                            yield MessageEvent("content_block_stop", index=opened - 1)
-                        opened += 1
-                        yield MessageEvent("content_block_start", index=index, content_block=shown(replace(block, text="")))
-                    if text:
-                        yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
-        yield MessageEvent("content_block_stop", index=opened - 1)
+        opening = [MessageEvent("message_start", message=self.object())]
+        async with contextlib.aclosing(self.generation.steps()) as batches:
+            async for steps in batches:
+                grown = [event for _, _, added in steps for index, text in added for event in self.grown(index, text)]
+                if events := [*opening, *grown]:
+                    yield events
+                opening = []
         done = self.object()
         end = MessageDelta(stop_reason=done.stop_reason, stop_sequence=done.stop_sequence)
-        yield MessageEvent("message_delta", delta=end, usage=done.usage)
-        yield MessageEvent("message_stop")
+        yield [
+            MessageEvent("content_block_stop", index=self.opened - 1),
+            MessageEvent("message_delta", delta=end, usage=done.usage),
+            MessageEvent("message_stop"),
+        ]
+
+    def grown(self, index: int, text: str) -> Iterator[MessageEvent]:
+        block = self.choice.blocks[index]
+        if index == self.opened:
+            if self.opened:
+                yield MessageEvent("content_block_stop", index=self.opened - 1)
+            self.opened += 1
+            yield MessageEvent("content_block_start", index=index, content_block=shown(replace(block, text="")))
+        if text:
+            yield MessageEvent("content_block_delta", index=index, delta=delta(block, text))
 
 
 async def messages(request: Request, service: Served, body: MessagesRequest) -> Response:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from mtpserve.server.http.rendering import Rendered
 
 T = TypeVar("T")
 COMMENT = b": waiting\n\n"  # event streams begin comments with a colon; clients skip them
+WRITES_IN_A_ROW = 4
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter: nginx would collect the chunks
 
@@ -55,11 +56,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def with_pauses(objects: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | Pause, None]:
-    """The objects, and PAUSE whenever none came for so many seconds; 0: the objects alone."""
-    if seconds == 0:
-        async for each in objects:
-            yield each
-        return
+    """The objects, and PAUSE whenever none came for so many seconds."""
     coming: asyncio.Future[T] | None = None
     try:
         while True:
@@ -80,9 +77,9 @@ async def with_pauses(objects: AsyncGenerator[T, None], seconds: float) -> Async
 
 
 class EventStream(Response):
-    """Server-sent events from a generator of objects.
+    """Server-sent events from a generator of lists of objects: an event for each, and one write for a list.
 
-    The response starts with the first object, so that a request that is refused gets a status code. A failure after that is an
+    The response starts with the first list, so that a request that is refused gets a status code. A failure after that is an
     `error` event, and no [DONE] follows: clients raise on it instead of taking the text for complete.
     """
 
@@ -95,7 +92,7 @@ class EventStream(Response):
     def failed(self, error: MTPServeError) -> Rendered:
         return describe(error)[1]
 
-    def __init__(self, objects: AsyncGenerator[Any, None], keep_alive: float = 0) -> None:
+    def __init__(self, objects: AsyncGenerator[Sequence[Any], None], keep_alive: float = 0) -> None:
         """`keep_alive`: seconds of silence after which a comment is sent; the response then starts with it. 0: never."""
         super().__init__(headers=HEADERS)
         self._keep_alive = keep_alive
@@ -107,18 +104,21 @@ class EventStream(Response):
             await unless_gone(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-        paused = with_pauses(self._objects, self._keep_alive)
+        started, written = False, 0
+        paused = with_pauses(self._objects, self._keep_alive) if self._keep_alive else self._objects
         async with contextlib.aclosing(self._objects), contextlib.aclosing(paused):
             try:
-                async for each in paused:
+                async for some in paused:
                     if not started:
                         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                         started = True
-                    await send({"type": "http.response.body", "body": COMMENT if each is PAUSE else self.encoded(each), "more_body": True})
-                    # A backlog would be written without a pause, also to a client that has left: cancellation and other requests get
-                    # their turn here.
-                    await asyncio.sleep(0)
+                    body = COMMENT if isinstance(some, Pause) else b"".join([self.encoded(each) for each in some])
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    written += 1
+                    if written % WRITES_IN_A_ROW == 0:
+                        # A backlog would be written without a pause, also to a client that has left: cancellation and other requests get
+                        # their turn here.
+                        await asyncio.sleep(0)
                 last = self.last
             except MTPServeError as error:
                 if not started:

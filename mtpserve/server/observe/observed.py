@@ -11,11 +11,12 @@ from itertools import product
 from time import monotonic, perf_counter
 from typing import ClassVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request
+from mtpserve.server.observe.tally import Tally
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
@@ -147,8 +148,8 @@ class Observer(Collector):
 
     prefix: ClassVar[str]
     finished: ClassVar[tuple[Measure, ...]]  # histograms of finished requests
-    _first: Histogram
-    _token: Histogram
+    _first: Tally
+    _token: Tally
 
     def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], labels: dict[str, str]) -> None:
         self._registry, self._scrape, self._labels = registry, scrape, labels
@@ -166,17 +167,15 @@ class Observer(Collector):
 
     def step(self, seconds: float, tokens: int) -> None:
         """Tokens that came together, `seconds` after those before them: they share the wait."""
-        for _ in range(tokens):
-            self._token.observe(seconds / tokens)
+        self._token.observe(seconds / tokens, tokens)
 
     def end(self, seen: Observed) -> None:
         for histogram, value in self._finished if seen.finished else ():
             if (measured := value(seen)) is not None:
                 histogram.observe(measured)
 
-    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(self.prefix + name, help, list(self._labels), buckets=buckets, registry=self._registry)
-        return made.labels(**self._labels) if self._labels else made
+    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Tally:
+        return Tally(self.prefix + name, help, buckets, self._registry, self._labels)
 
     def counter(self, name: str, help: str, **values: Sequence[str]) -> Callable[..., Counter]:
         """Of the values of further labels; those given exist from the start."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from time import time
 from typing import Any, ClassVar
 
+from msgspec import UNSET, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -52,6 +53,7 @@ class ChoiceWriter(ABC):
     names: TokenNames = field(init=False)
     _offsets: Offsets = field(init=False)
     _trace: Trace = field(init=False)
+    _text_alone: bool = field(init=False)  # no chunk has anything beside its text
     _steps: list[StepOutput] = field(default_factory=list)  # not shown yet
     _added: Added = field(default_factory=list)  # by these steps
     _scored: list[TokenLogprob] = field(default_factory=list)  # the prompt's tokens from the second on
@@ -70,6 +72,8 @@ class ChoiceWriter(ABC):
         self.names = ById(tokenizer) if self.body.return_tokens_as_token_ids else tokenizer
         self._offsets = Offsets(tokenizer, self.echo or "", self.choice.request.sampling.skip_special_tokens)
         self._trace = Trace(tokenizer)
+        body, scored = self.body, self.body.top_logprobs_wanted is not None or self.body.prompt_logprobs is not None
+        self._text_alone = not (scored or body.return_token_ids or body.return_spec_trace or self.echo is not None)
 
     @abstractmethod
     def output(self) -> Fields:
@@ -85,18 +89,16 @@ class ChoiceWriter(ABC):
     ) -> CompletionLogprobs | ChatLogprobs: ...
 
     def add(self, step: StepOutput, added: Added) -> None:
-        self._steps.append(step)
         self._added += added
-        self._scored += step.prompt_logprobs or []
+        if not self._text_alone:
+            self._steps.append(step)
+            self._scored += step.prompt_logprobs or []
 
     def chunks(self) -> list[ChunkChoice]:
         """The last one has the finish_reason. Empty while there is nothing to show: scores of the prompt alone, tokens that end inside
         a character, or text that may become something else than text."""
-        body, steps, finish = self.body, self._steps, self.choice.finish
-        shown = any(step.text or step.logprobs for step in steps)
-        traced = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
-        fronted = self._begins() and (self.echo is not None or body.prompt_logprobs is not None)
-        if not (finish or shown or traced or fronted):
+        finish = self.choice.finish
+        if finish is None and not (self._added if self._text_alone else self._shows()):
             return []
         added, beside = self._take()
         parts = list(self.parts(added))
@@ -104,8 +106,16 @@ class ChoiceWriter(ABC):
             parts = [{**self.silent}]
         if parts:
             parts[0] |= beside
-            parts[-1] |= {"finish_reason": self._finish_reason()} | (self._ended() if finish is not None else {})
+            if finish is not None:
+                parts[-1] |= {"finish_reason": self._finish_reason()} | self._ended()
         return [ChunkChoice(self.index, **part) for part in parts]
+
+    def _shows(self) -> bool:
+        """Whether a chunk has more to show than text that the parser has let through."""
+        body, steps = self.body, self._steps
+        shown = any(step.text or step.logprobs for step in steps)
+        traced = (body.return_spec_trace or body.return_token_ids) and any(step.tokens for step in steps)
+        return shown or traced or (self._begins() and (self.echo is not None or body.prompt_logprobs is not None))
 
     def whole(self) -> CompletionChoice | ChatChoice:
         _, beside = self._take()
@@ -126,6 +136,9 @@ class ChoiceWriter(ABC):
         return not self._begun and any(step.tokens or step.finish is not None for step in self._steps)
 
     def _take(self) -> tuple[Added, Fields]:
+        if self._text_alone:
+            added, self._added = self._added, []
+            return added, {}
         begins, body, prompt = self._begins(), self.body, self.choice.request.prompt
         steps, added = self._steps, self._added
         self._steps, self._added, self._begun = [], [], self._begun or begins
@@ -172,45 +185,47 @@ class Answer:
         ]
         prompts = [choice.request.prompt for choice in generation.choices[:: body.choices]]
         self.usage = Usage(sum(map(len, prompts)), generation.choices)
-        self._head: Fields = {"id": id, "created": int(time()), "model": generation.service.model}  # a date, not a duration
+        created = int(time())  # a date, not a duration
+        self._id: Fields = {"id": id, "created": created, "model": generation.service.model}
+        self._head: Fields = self._id | {"object": writer.chunk_object}
+        self._usage_in_every_chunk = body.usage_in_every_chunk
+        self._no_usage = None if body.include_usage else UNSET
         # Where they are not in the choices.
         self._prompt_ids: Fields = {"prompt_token_ids": prompts[0]} if body.return_token_ids and writer.one_prompt else {}
 
-    async def _steps(self) -> AsyncGenerator[ChoiceWriter, None]:
-        async with contextlib.aclosing(self.generation.steps()) as steps:
-            async for index, step, added in steps:
-                self.usage.add(step)
-                self.writers[index].add(step, added)
-                yield self.writers[index]
+    def _add(self, index: int, step: StepOutput, added: Added) -> ChoiceWriter:
+        self.usage.add(step)
+        writer = self.writers[index]
+        writer.add(step, added)
+        return writer
 
     async def whole(self) -> CompletionObject | ChatObject:
-        async for _ in self._steps():
-            pass
+        async for steps in self.generation.steps():
+            for each in steps:
+                self._add(*each)
         choices: Any = [writer.whole() for writer in self.writers]
-        fields = self._head | self._prompt_ids
+        fields = self._id | self._prompt_ids
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
-        body = self.body
-        async with contextlib.aclosing(self._steps()) as steps:
-            async for writer in steps:
-                contents = writer.chunks()
-                if not writer.started:
-                    writer.started = True
-                    if (opening := writer.opening) is not None:
-                        yield self._chunk(ChunkChoice(writer.index, **opening), **(self._prompt_ids if writer.index == 0 else {}))
-                for content in contents:
-                    yield self._chunk(content)
-        if body.include_usage:
-            yield Chunk(**self._head, object=self.writer.chunk_object, choices=[], usage=self.usage.object())
+        async with contextlib.aclosing(self.generation.steps()) as batches:
+            async for steps in batches:
+                if chunks := [chunk for each in steps for chunk in self._step_chunks(self._add(*each))]:
+                    yield chunks
+        if self.body.include_usage:
+            yield [Chunk(**self._head, choices=[], usage=self.usage.object())]
 
-    def _chunk(self, content: ChunkChoice, **more: Any) -> Chunk:
-        if self.body.usage_in_every_chunk:
-            more["usage"] = self.usage.object()
-        elif self.body.include_usage:
-            more["usage"] = None
-        return Chunk(**self._head, object=self.writer.chunk_object, choices=[content], **more)
+    def _step_chunks(self, writer: ChoiceWriter) -> list[Chunk]:
+        contents = writer.chunks()
+        usage = self.usage.object() if self._usage_in_every_chunk else self._no_usage
+        chunks = [Chunk(**self._head, choices=[content], usage=usage) for content in contents]
+        if not writer.started:
+            writer.started = True
+            if (opening := writer.opening) is not None:
+                first = Chunk(**self._head, choices=[ChunkChoice(writer.index, **opening)], usage=usage)
+                return [structs.replace(first, **(self._prompt_ids if writer.index == 0 else {})), *chunks]
+        return chunks
 
     async def respond(self, request: Request) -> Response:
         if self.body.stream:

@@ -46,13 +46,13 @@ class ChatWriter(ChoiceWriter):
         for index, text in added:
             block = self.choice.blocks[index]
             begins, self.opened = index >= self.opened, index + 1
-            number = sum(before.kind == "call" for before in self.choice.blocks[:index])
             match block.kind:
                 case "text" if text:
                     yield {"delta": objects.Delta(content=text)}
                 case "reasoning" if text:
                     yield {"delta": objects.Delta(reasoning_content=text, reasoning=text)}
                 case "call":
+                    number = sum(before.kind == "call" for before in self.choice.blocks[:index])
                     if begins:
                         yield {"delta": call_delta(number, name=block.name, id=block.call_id, type="function")}
                     if text:

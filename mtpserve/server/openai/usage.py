@@ -70,8 +70,11 @@ class Usage:
         if not step.tokens:
             return
         self.steps += 1
-        proposal, kept = step.proposal, step.kept
+        proposal = step.proposal
+        if not proposal.tokens:
+            return
         self.draft_tokens += len(proposal.tokens)
+        kept = step.kept
         self.accepted_tokens += len(kept)
         self.predicted += proposal.sources.count(PREDICTION)
         self.predicted_accepted += sum(proposal.sources[node - 1] == PREDICTION for node in kept)

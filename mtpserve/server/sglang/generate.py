@@ -98,7 +98,7 @@ class NativeChoice:
         )
         self._add_speculation(meta)
         self._add_logprobs(meta)
-        return Generated(self.choice.text(), self.choice.tokens, meta)
+        return Generated(self.choice.text(), list(self.choice.tokens), meta)  # they go on growing
 
     def _reason(self, finish: Finish) -> FinishReason:
         if finish is Finish.LENGTH:
@@ -185,17 +185,21 @@ async def generate(request: Request, service: Served, body: NativeRequest) -> Re
     generation = Generation(service, [each.choice for each in made], arrival, body.timeout, bool(body.stream))
     several = body.listed or body.choices > 1
 
-    async def chunks() -> AsyncGenerator[Generated, None]:
-        async with contextlib.aclosing(generation.steps()) as steps:
-            async for index, step, _ in steps:
-                made[index].add(step)
-                chunk = made[index].object()
-                chunk.index = index if several else UNSET
-                yield chunk
+    def chunk(index: int, step: StepOutput) -> Generated:
+        made[index].add(step)
+        grown = made[index].object()
+        grown.index = index if several else UNSET
+        return grown
+
+    async def chunks() -> AsyncGenerator[list[Generated], None]:
+        async with contextlib.aclosing(generation.steps()) as batches:
+            async for steps in batches:
+                yield [chunk(index, step) for index, step, _ in steps]
 
     async def whole() -> list[Generated]:
-        async for index, step, _ in generation.steps():
-            made[index].add(step)
+        async for steps in generation.steps():
+            for index, step, _ in steps:
+                made[index].add(step)
         return [each.object() for each in made]
 
     if body.stream:

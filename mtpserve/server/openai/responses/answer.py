@@ -187,29 +187,28 @@ class EventWriter:
         yield self.event("output_item.done", output_index=index, item=self.answer.item(index))
 
 
-async def events(answer: ResponseAnswer) -> AsyncGenerator[objects.ResponseEvent, None]:
+async def events(answer: ResponseAnswer) -> AsyncGenerator[list[objects.ResponseEvent], None]:
     """A request that is refused before its first token gets a status code instead."""
     writer, started = EventWriter(answer), False
     try:
-        async with contextlib.aclosing(answer.generation.steps()) as steps:
-            async for _, _, added in steps:
+        async with contextlib.aclosing(answer.generation.steps()) as batches:
+            async for steps in batches:
+                opening: list[objects.ResponseEvent] = []
                 if not started:
                     started, empty = True, answer.object()
-                    yield writer.event("created", response=empty)
-                    yield writer.event("in_progress", response=empty)
-                for index, text in added:
-                    for each in writer.grown(index, text):
-                        yield each
+                    opening = [writer.event("created", response=empty), writer.event("in_progress", response=empty)]
+                grown = [event for _, _, added in steps for index, text in added for event in writer.grown(index, text)]
+                if some := [*opening, *grown]:
+                    yield some
         answer.finished()
-        for each in writer.closed():
-            yield each
         # The API has no event of its own for one that was cancelled.
-        yield writer.event("completed" if answer.status == "completed" else "incomplete", response=answer.object())
+        end = "completed" if answer.status == "completed" else "incomplete"
+        yield [*writer.closed(), writer.event(end, response=answer.object())]
     except MTPServeError as error:
         answer.failed(error)
         if not started:
             raise
-        yield writer.event("failed", response=answer.object())
+        yield [writer.event("failed", response=answer.object())]
     finally:
         if answer.status == "in_progress":
             answer.finished()
