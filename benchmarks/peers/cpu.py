@@ -270,8 +270,10 @@ def main() -> None:
     for table in tables(bench):
         console.print(table)
     peer = None if args.vllm is None else versions(args.vllm)
-    save(args.json, {"peer": peer, "mtp": MTP, "tokens": args.tokens, "prompt": PROMPT, "waves": args.waves, "medians": bench.medians(),
-                     "rounds": [asdict(row) for row in bench.measured], "starts": [asdict(row) for row in bench.starts]})  # fmt: skip
+    how = {"servers": [server.described() for server in bench.servers], "peer": peer, "mtp": MTP}
+    load_of = {"tokens": args.tokens, "prompt": PROMPT, "waves": args.waves}
+    rows = {"rounds": [asdict(row) for row in bench.measured], "starts": [asdict(row) for row in bench.starts]}
+    save(args.json, how | load_of | {"medians": bench.medians()} | rows)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,12 @@ class Server:
         shared = ["--max-model-len", str(CONTEXT), "--max-num-seqs", "64", "--served-model-name", "model", "--host", "127.0.0.1"]
         return [*self.command, str(model), "--port", str(port), *shared, *self.options, *spec]
 
+    def described(self) -> dict[str, Any]:
+        """What distinguishes it, without this machine's paths."""
+        preloaded = [Path(path).name for path in self.environment.get("LD_PRELOAD", "").split(":") if path]
+        bind = self.environment.get("VLLM_CPU_OMP_THREADS_BIND")
+        return {"name": self.name, "options": self.options, "preloaded": preloaded, "bound_to": bind}
+
 
 def mtpserve(dtype: str, options: list[str]) -> Server:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
