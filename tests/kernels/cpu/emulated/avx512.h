@@ -60,6 +60,15 @@ inline __m512 shuffle_quarters(__m512 a, __m512 b, int order) {
   return made;
 }
 
+// SIMDe's name for this one takes the arguments of another.
+inline __m512i multiply_add(__m512i x, __m512i y) {
+  __m256i a[2], b[2];
+  std::memcpy(a, &x, 64), std::memcpy(b, &y, 64);
+  for (int i = 0; i < 2; i++) a[i] = _mm256_madd_epi16(a[i], b[i]);
+  std::memcpy(&x, a, 64);
+  return x;
+}
+
 inline float reduce_max(__m512 x) {
   const float* p = (const float*)&x;
   float most = p[0];
@@ -101,6 +110,8 @@ inline __m512 dot_bf16(__m512 sum, __m512bh a, __m512bh b) {
 #define _mm512_cvtps_epi32(x) emulated::whole(x)
 #define _mm512_extractf32x8_ps(x, i) emulated::half(x, i)
 #define _mm512_shuffle_f32x4(a, b, order) emulated::shuffle_quarters(a, b, order)
+#undef _mm512_madd_epi16
+#define _mm512_madd_epi16(a, b) emulated::multiply_add(a, b)
 #define _mm512_reduce_max_ps(x) emulated::reduce_max(x)
 
 #ifdef EMULATE_BF16

@@ -21,6 +21,7 @@ inline float32x4_t divide(float32x4_t a, float32x4_t b) {
 }  // namespace emulated
 
 #define vdivq_f32(a, b) emulated::divide(a, b)
+#define vcvtnq_s32_f32(x) vcvtq_s32_f32(vrndnq_f32(x))
 #define vfmsq_f32(c, a, b) vfmaq_f32(c, vnegq_f32(a), b)
 
 #ifdef EMULATE_BF16
