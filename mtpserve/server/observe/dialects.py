@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mtpserve.server.observe.histogram import LoopHistogram
 from mtpserve.server.observe.observed import EngineView, Observed, Observer, Scrape
-from mtpserve.server.observe.tally import Tally
 
 Row = tuple[str, str, float | None]  # name, help, value; None: not known yet
 SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
@@ -45,8 +45,8 @@ class Named:
     def __init__(self, registry: CollectorRegistry, prefix: str, labels: dict[str, str]) -> None:
         self.registry, self.prefix, self.labels = registry, prefix, labels
 
-    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Tally:
-        return Tally(self.prefix + name, help, buckets, self.registry, self.labels)
+    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> LoopHistogram:
+        return LoopHistogram(self.prefix + name, help, buckets, self.registry, self.labels)
 
     def counter(self, name: str, help: str, label: str | None = None, values: Iterable[str] = ()) -> Callable[..., Counter]:
         """Of the label's value; the values given exist from the start."""

@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 
 from mtpserve.core.protocols import EngineClient
 from mtpserve.server.observe.dialects import observer_of
+from mtpserve.server.observe.histogram import LoopHistogram
 from mtpserve.server.observe.observed import OUTCOMES, EngineView, Observed, Observer, Scrape
-from mtpserve.server.observe.tally import Tally
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120, 300)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -110,8 +110,8 @@ class Requests(Observer):
     """What the front end observes of each request, under our names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, help: str, buckets: Sequence[float]) -> Tally:
-            return Tally(f"mtpserve_{name}", help, buckets, registry)
+        def histogram(name: str, help: str, buckets: Sequence[float]) -> LoopHistogram:
+            return LoopHistogram(f"mtpserve_{name}", help, buckets, registry)
 
         def counter(name: str, help: str, label: str, values: Sequence[str]) -> Counter:
             made = Counter(f"mtpserve_{name}", help, [label], registry=registry)
