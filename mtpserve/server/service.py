@@ -218,9 +218,9 @@ class Service:
         outcome = "abort"
         try:
             while reader.finish is None:
-                started = reader.started
+                limit = patience.limit(reader.started)
                 try:
-                    events = await (anext(arriving) if patience.limit(started) is None else patience.wait(anext(arriving), started))
+                    events = await (anext(arriving) if limit is None else patience.wait(anext(arriving), limit, reader.started))
                 except RequestFailed:
                     if request.id not in self._aborted:
                         raise
@@ -306,10 +306,8 @@ class Patience:
     def limit(self, started: bool) -> float | None:
         return self.whole if started or self.first is None else shorter(self.first, self.whole)
 
-    async def wait(self, coming: Awaitable[T], started: bool) -> T:
-        """Raises EngineBusy or DeadlineExceeded where it takes longer than its limit."""
-        limit = self.limit(started)
-        assert limit is not None
+    async def wait(self, coming: Awaitable[T], limit: float, started: bool) -> T:
+        """Raises EngineBusy or DeadlineExceeded where it takes longer than `limit`."""
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + limit - (perf_counter() - self.arrival)):
                 return await coming

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request
-from mtpserve.server.observe.tally import Tally
+from mtpserve.server.observe.histogram import LoopHistogram
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
@@ -148,8 +148,8 @@ class Observer(Collector):
 
     prefix: ClassVar[str]
     finished: ClassVar[tuple[Measure, ...]]  # histograms of finished requests
-    _first: Tally
-    _token: Tally
+    _first: LoopHistogram
+    _token: LoopHistogram
 
     def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], labels: dict[str, str]) -> None:
         self._registry, self._scrape, self._labels = registry, scrape, labels
@@ -174,8 +174,8 @@ class Observer(Collector):
             if (measured := value(seen)) is not None:
                 histogram.observe(measured)
 
-    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> Tally:
-        return Tally(self.prefix + name, help, buckets, self._registry, self._labels)
+    def histogram(self, name: str, help: str, buckets: Sequence[float]) -> LoopHistogram:
+        return LoopHistogram(self.prefix + name, help, buckets, self._registry, self._labels)
 
     def counter(self, name: str, help: str, **values: Sequence[str]) -> Callable[..., Counter]:
         """Of the values of further labels; those given exist from the start."""

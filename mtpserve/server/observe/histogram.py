@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
-class Tally(Collector):
+class LoopHistogram(Collector):
     """Observed for every token of every stream. The library's own histogram takes two locks for each value and walks its buckets."""
 
     def __init__(
