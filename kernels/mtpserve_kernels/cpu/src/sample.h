@@ -37,6 +37,7 @@ struct Law {
   int64_t count;
   float mass;
 
+  // `top`: of this row, the last one for which this thread has called `largest`.
   void of(const float* row, int64_t vocab, const Largest& top, const Cuts& cuts);
   int64_t token(int64_t i) const { return all ? i : tokens[i]; }
   float probability(int64_t token) const;  // 0 for any number that is no token of the law
