@@ -75,8 +75,8 @@ class Pack(Protocol):
 
 
 class PackInt8(Protocol):
-    def __call__(self, weight: Tensor, bias: Tensor | None, lookups: bool, /) -> Packed:
-        """As Pack, but the weight is rounded to int8 with a scale for each row, and a product rounds each row of x alike."""
+    def __call__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, /) -> Packed:
+        """weight [N, K] int8, scale [N], bias [N]. A product rounds each row of x to int8, too. May reorder the weight's memory."""
         ...
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 from mtpserve.config import EngineConfig, SpecConfig
@@ -20,6 +21,8 @@ from mtpserve.engine.planning import load_model, overlap_of, plan, positions
 from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.engine.threads import bind
 from mtpserve.layers.kernels import KERNELS
+from mtpserve.layers.linear import Methods
+from mtpserve.quant.int8 import Int8
 from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.step import Step
@@ -78,6 +81,14 @@ def warn(spec: SpecConfig, curve: Curve | None) -> None:
             log.warning("the curve %s ends at %d drafts: its last rate is taken for all later ones", curve.name, len(curve.lengths))
 
 
+def log_rounding(methods: Methods) -> None:
+    """What int8 costs, as far as the weights tell: drafts stay lossless, the trunk's own text changes."""
+    for what, method in (("the trunk's layers", methods.layers), ("the draft model", methods.draft)):
+        if isinstance(method, Int8) and method.errors:
+            median_error, largest = 100 * median(method.errors), 100 * max(method.errors)
+            log.info("int8, %s: rounding changes the matrices by %.2f %%, at most %.2f %%", what, median_error, largest)
+
+
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
     bind(config.cpu)
@@ -89,6 +100,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
     kernels = KERNELS.get(kernels_of(config, device))()
     model = load_model(planned.described, dtype, device, positions(config, arch, device), kernels, progress, kept)
+    log_rounding(model.methods)
     curve = None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
     warn(spec, curve)
     running, record = memory.max_running, config.scheduler.record_steps

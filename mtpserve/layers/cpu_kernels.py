@@ -125,9 +125,9 @@ def pack(weight: Tensor, bias: Tensor | None, lookups: bool) -> PanelMatrix:
     return PanelMatrix(linear.pack(weight, bias))
 
 
-def pack_int8(weight: Tensor, bias: Tensor | None, lookups: bool) -> PanelMatrix:
+def pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None) -> PanelMatrix:
     """core.protocols.PackInt8"""
-    return PanelMatrix(linear.pack_int8(*linear.quantize(weight.detach()), bias))
+    return PanelMatrix(linear.pack_int8(weight, scale, bias))
 
 
 @dataclass(frozen=True, slots=True)

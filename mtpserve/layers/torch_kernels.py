@@ -36,7 +36,7 @@ def torch_kernels() -> Kernels:
         pack_heads,
         pack_layers,
         onednn.pack,
-        pack_int8,
+        Int8Matrix,
         linear_fp8,
     )
 
@@ -80,10 +80,6 @@ def latent_store(
 
 def route(weight: Tensor, bias: Tensor, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
     return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
-
-
-def pack_int8(weight: Tensor, bias: Tensor | None, lookups: bool) -> Int8Matrix:
-    return Int8Matrix(*quant.quantize_int8(weight.detach()), bias)
 
 
 @dataclass(frozen=True, slots=True)

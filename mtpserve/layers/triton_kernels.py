@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpserve.core.arch import MoEArch
 from mtpserve.layers.kernels import Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import pack_heads, pack_int8, pack_layers
+from mtpserve.layers.torch_kernels import Int8Matrix, pack_heads, pack_layers
 from mtpserve.quant.fp8 import BLOCK
 
 
@@ -30,7 +30,7 @@ def triton_kernels() -> Kernels:
         pack_heads,
         pack_layers,
         lambda *_: None,
-        pack_int8,
+        Int8Matrix,
         linear_fp8,
     )
 

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, cast
 
 import torch
+from mtpserve_kernels.quant.reference import quantize_int8
 from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearKernels, Packed
-
-log = logging.getLogger(__name__)
 
 
 class Int8:
@@ -19,9 +17,13 @@ class Int8:
 
     def __init__(self, kernels: LinearKernels) -> None:
         self.kernels = kernels
+        self.errors: list[float] = []  # of each matrix: the length of what rounding changed over that of the matrix
 
     def finish(self, module: nn.Module, lookups: bool = False) -> None:
-        packed = self.kernels.pack_int8(cast(Tensor, module.weight), cast("Tensor | None", module.bias), lookups)
+        exact = cast(Tensor, module.weight).detach()
+        weight, scale = quantize_int8(exact)
+        self.errors.append(float((weight * scale.unsqueeze(1) - exact).norm() / exact.float().norm().clamp(min=1e-30)))
+        packed = self.kernels.pack_int8(weight, scale, cast("Tensor | None", module.bias))
         del module.weight
         cast(Any, module).packed = packed
 

@@ -9,7 +9,6 @@ import torch
 from mtpserve_kernels.cpu.build import available
 from mtpserve_kernels.cpu.library import Unavailable, library, using
 from mtpserve_kernels.cpu.linear import Matrix, linear, pack, pack_int8, quantize, rows
-from mtpserve_kernels.cpu.memory import HUGE, advise
 from mtpserve_kernels.quant import reference
 from torch import Tensor
 
@@ -174,10 +173,3 @@ def test_rows_of_an_int8_weight() -> None:
     ids = torch.tensor([49, 0, 16, 15, 16])
     assert rows(pack_int8(weight.clone(), scale), ids).equal(weight[ids] * scale[ids].unsqueeze(1))
     assert (weight * scale.unsqueeze(1) - randn(50, 15)).abs().max() <= scale.max() * 0.501
-
-
-def test_huge_pages_change_no_number() -> None:
-    tensor = torch.arange(3 * HUGE, dtype=torch.int32)
-    advise(tensor)
-    assert tensor.equal(torch.arange(3 * HUGE, dtype=torch.int32))
-    assert not advise(torch.zeros(100))  # none fits
