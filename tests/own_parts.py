@@ -13,9 +13,8 @@ from mtpserve.attention.reference import PlannedAttention, ReferenceAttention
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import LinearKernels
-from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.linear import Methods
 from mtpserve.layers.torch_kernels import silu_mul, torch_kernels
 from mtpserve.models.family import Family
 from mtpserve.models.mimo import MIMO

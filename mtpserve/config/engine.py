@@ -183,6 +183,10 @@ class SpecConfig:
                 check(getattr(self, name) is None, name, getattr(self, name), "given together with --speculative-algorithm")
 
     @property
+    def exact(self) -> bool:
+        return self.speculative_exact
+
+    @property
     def parts(self) -> list[str]:  # vLLM's names of MTP begin with the family: deepseek_mtp, mimo_mtp
         named = (self.speculative_algorithm or "").upper().split("+")
         return ["MTP" if part.endswith("_MTP") else part for part in named if self.speculative_algorithm is not None]

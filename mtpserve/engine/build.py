@@ -20,8 +20,8 @@ from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import load_model, overlap_of, plan, positions
 from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.engine.threads import bind
+from mtpserve.layers.decoder import Methods
 from mtpserve.layers.kernels import KERNELS
-from mtpserve.layers.linear import Methods
 from mtpserve.quant.int8 import Int8
 from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
 from mtpserve.runtime.sampling import SeatSampling

@@ -69,7 +69,7 @@ def kernels_of(config: EngineConfig, device: torch.device) -> str:
     backend = backend_of(config, device)
     if backend == "cpu":
         return "cpu"
-    if config.spec.speculative_exact:
+    if config.spec.exact:
         return "exact"
     return "triton" if backend == "triton" else "torch"
 

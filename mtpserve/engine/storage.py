@@ -11,8 +11,8 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols import LinearMethod
+from mtpserve.layers.decoder import Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.linear import Methods
 from mtpserve.quant.fp8 import FP8, SCALE
 from mtpserve.quant.registry import METHODS
 from mtpserve.weights.checkpoint import Checkpoint

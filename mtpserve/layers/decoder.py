@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from mtpserve.core.arch import Features, ModelArch
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Context
+from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.embedding import Embedding, TiedHead
 from mtpserve.layers.fusion import Fusion
 from mtpserve.layers.kernels import Kernels, RunLayers
-from mtpserve.layers.linear import Linear, Methods
+from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope, Rotation
 
 HeadProduct = Callable[[Tensor], Tensor]
 MakeBlock = Callable[[int], tuple[nn.Module, nn.Module]]  # number in arch.layers → attention, feed-forward
+
+
+@dataclass(frozen=True, slots=True)
+class Methods:
+    """How a model's matrices are stored and multiplied."""
+
+    layers: LinearMethod  # of the trunk
+    head: LinearMethod
+    draft: LinearMethod  # of the checkpoint's own draft model
+    draft_head: LinearMethod | None = None  # a copy of the head for drafting alone; None: it multiplies the trunk's
+
+    @classmethod
+    def all(cls, method: LinearMethod) -> Methods:
+        """The same for all."""
+        return cls(method, method, method)
+
+    def of(self, drafts: bool) -> LinearMethod:
+        return self.draft if drafts else self.layers
 
 
 class DecoderLayer(nn.Module):

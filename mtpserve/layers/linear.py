@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearMethod, Packed
-
-
-@dataclass(frozen=True, slots=True)
-class Methods:
-    """How a model's matrices are stored and multiplied."""
-
-    layers: LinearMethod  # of the trunk
-    head: LinearMethod
-    draft: LinearMethod  # of the checkpoint's own draft model
-    draft_head: LinearMethod | None = None  # a copy of the head for drafting alone; None: it multiplies the trunk's
-
-    @classmethod
-    def all(cls, method: LinearMethod) -> Methods:
-        """The same for all."""
-        return cls(method, method, method)
-
-    def of(self, drafts: bool) -> LinearMethod:
-        return self.draft if drafts else self.layers
 
 
 class Linear(nn.Module):

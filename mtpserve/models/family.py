@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from mtpserve.core.arch import ModelArch
-from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.linear import Methods
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Copy, Drop, How, Rule, Stack
 

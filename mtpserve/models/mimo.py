@@ -13,9 +13,8 @@ from torch import nn
 
 from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch, MTPArch
 from mtpserve.layers.attention import GQA
-from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.linear import Methods
 from mtpserve.layers.mlp import MLP
 from mtpserve.models.family import Family, Names, ends, gated, one_layer, trunk_layers
 from mtpserve.weights import hf

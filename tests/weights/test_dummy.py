@@ -17,8 +17,7 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.inspect import inspect_model
 from mtpserve.engine.planning import describe, empty_model, plan, positions
 from mtpserve.engine.storage import Storage
-from mtpserve.layers.decoder import DecoderModel
-from mtpserve.layers.linear import Methods
+from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.models import deepseek, mimo
 from mtpserve.quant.unquantized import Unquantized
