@@ -1,6 +1,8 @@
 """Milliseconds of a decoding step on a CPU, by model, kernels, requests and drafts: offline, interleaved, medians.
 
 python benchmarks/cpu_step.py --models demo --backends cpu reference --requests 1 16 64 --drafts 0 3
+
+With --transformers also what its `generate` takes per token for one request, with its cache and the checkpoint's number format.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from statistics import median
 
 from common.demo import accept_length, prompts
 from common.record import save
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +44,26 @@ def steps(engine: Engine, count: int) -> list[float]:
     return taken
 
 
+def transformers_ms(model: str, prompt: list[int], tokens: int) -> float:
+    """Milliseconds per token of greedy `generate`, the median of three; the prompt's own pass is taken off."""
+    from transformers import AutoModelForCausalLM
+
+    directory = ModelConfig(model=model).directory
+    peer = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    ids = torch.tensor([prompt])
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            peer.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+            )
+        return time.perf_counter() - start
+
+    seconds(8)
+    return 1e3 * median(seconds(tokens + 1) - seconds(1) for _ in range(3)) / tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["demo"], help="directories, or demo")
@@ -49,6 +72,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--steps", type=int, default=20, help="in each round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     numbers = {}
@@ -77,6 +101,10 @@ def main() -> None:
                 "kernels": engine.card.kernels,
             }
             table.add_row(Path(model).name, str(requests), str(drafts), engine.card.kernels, f"{ms:.2f}", f"{rate:.0f}", f"{length:.2f}")
+    for model in args.models if args.transformers else ():
+        ms = transformers_ms(model, prompts(1)[0], 64)
+        numbers[f"{Path(model).name}, 1 request, transformers"] = {"ms": round(ms, 3), "tokens_per_s": round(1e3 / ms, 1)}
+        table.add_row(Path(model).name, "1", "0", "transformers", f"{ms:.2f}", f"{1e3 / ms:.0f}", "1.00")
     Console().print(table)
     save(args.json, {"steps": args.steps * args.rounds, "by_case": numbers})
 
