@@ -13,9 +13,9 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
+import torch
 from common.demo import accept_length, prompts
 from common.record import save
-import torch
 from rich.console import Console
 from rich.table import Table
 
