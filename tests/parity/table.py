@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from mtpserve_kernels.cpu.library import Unavailable, library
 from torch import Tensor
 
 from mtpserve.attention.registry import BACKENDS
@@ -22,7 +24,7 @@ from mtpserve.core.batch import Batch, Hidden
 from mtpserve.core.protocols import LogitsProcessor
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
+from mtpserve.engine.assemble import KERNELS, EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.spec.sizes import draft_sizes
 from tests.grammars import TokenGrammar
@@ -70,7 +72,7 @@ class TableModel:
 
 
 class NoAttention:
-    graph_safe = False
+    graph_safe = exact = False
 
     def __init__(self, stores: Any, heads: int, scale: float) -> None:
         pass
@@ -82,13 +84,23 @@ class NoAttention:
         return None
 
 
+def kernels() -> dict[str, str]:
+    """What decides and proposes on a CPU, where it can run: tests/kernels compare it with plain torch, here it must obey the laws."""
+    try:
+        library()
+    except Unavailable:
+        return {}
+    return {name: KERNELS["cpu"][name] for name in ("decide", "propose")}
+
+
 def table_engine(
     spec: SpecConfig, seats: int, processors: Seq[LogitsProcessor] = (), grammars: Any = None, processed: bool = False
 ) -> Engine:
     model: Any = TableModel()
     budget = max(seats * 8, 64)
     lookahead = draft_sizes(spec, budget).lookahead(0)
-    with BACKENDS.extended("none", "tests.parity.table:NoAttention"):
+    with BACKENDS.extended("none", "tests.parity.table:NoAttention"), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KERNELS, "none", kernels())
         return assemble(
             model,
             EngineSizes(pages=[seats * (1 + (80 + lookahead) // PAGE)], page_size=PAGE, seats=seats, context=80),
