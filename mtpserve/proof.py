@@ -16,6 +16,8 @@ Where texts differ, rounding is the only excuse, and it is checked (rounding.py)
     3. In exact mode, where a row's numbers do not depend on what is computed with it (--speculative-exact), the requests whose texts
        differ must give the same text with speculation and without, to the last token.
 
+Nothing is excused where the numbers are exact to begin with: in exact mode, and with the kernels of a CPU.
+
 A defect in speculation's logic fails the third test whatever its size; one that is in the numbers of the ordinary mode alone, the others.
 """
 
@@ -29,6 +31,7 @@ from typing import Any
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import MAX_LOGPROBS, GrammarSpec, SamplingParams
+from mtpserve.engine.compute import is_exact
 from mtpserve.engine.planning import plan
 from mtpserve.llm import LLM, Completion, engine_config
 from mtpserve.rounding import CHANCE, Asked, Rounding, Share, completed, prefers_another, rounding_of, scores
@@ -159,7 +162,7 @@ def prove(
     if engine_config(options).spec.steps == 0:
         raise ConfigError("prove compares speculation with plain decoding: --speculative-num-steps must be at least 1")
     with LLM(**options) as drafting:
-        spec, texts = drafting.config.spec, [drafting.tokenizer.encode(text) for text in prompts]
+        spec, exact, texts = drafting.config.spec, is_exact(drafting.config), [drafting.tokenizer.encode(text) for text in prompts]
         work = Work(texts, features(drafting, texts[0]), tokens, draws)
         other = work.run(drafting, lambda done: progress("speculative", done, work.size))
         stats = drafting.engine.stats
@@ -171,7 +174,7 @@ def prove(
     lengths = stats.accept_lengths
     proof.accept_length = sum(n * count for n, count in enumerate(lengths, 1)) / max(1, sum(lengths))
     same = not proof.divergences and all(law.same_text in (None, 1.0) for law in proof.laws)
-    if not (same or spec.lossy or spec.speculative_exact or tie is not None):
+    if not (same or spec.lossy or exact or tie is not None):
         excuse(proof, work, options, without, plain, other)
     return proof
 

@@ -74,6 +74,11 @@ def kernels_of(config: EngineConfig, device: torch.device) -> str:
     return "triton" if backend == "triton" else "torch"
 
 
+def is_exact(config: EngineConfig) -> bool:
+    """Whether a row's numbers depend on that row alone, to the last bit."""
+    return config.spec.exact or backend_of(config, device_of(config)) == "cpu"
+
+
 def described(config: EngineConfig, device: torch.device) -> str:
     """For people. Identical output is promised on one instruction set."""
     kernels = kernels_of(config, device)

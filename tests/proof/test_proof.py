@@ -53,7 +53,7 @@ WALK, DECIDE = accept_module.walk, accept_module.decide
 @pytest.mark.parametrize(("name", "defect"), [("walk", keep_every_draft), ("decide", other_logits)])
 def test_defects_are_found(monkeypatch: pytest.MonkeyPatch, name: str, defect: Any, dtype: str) -> None:
     monkeypatch.setattr(accept_module, name, defect)
-    proof = prove({**MTP, "dtype": dtype}, PROMPTS, tokens=24, draws=2)
+    proof = prove({**MTP, "dtype": dtype, "attention_backend": "reference"}, PROMPTS, tokens=24, draws=2)
     assert not proof.holds and proof.divergences
     assert proof.divergences[0].plain != proof.divergences[0].speculative
     assert proof.excuse is not None and proof.excuse.exact.count > 0
@@ -62,7 +62,7 @@ def test_defects_are_found(monkeypatch: pytest.MonkeyPatch, name: str, defect: A
 def test_a_given_tie_excuses_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accept_module, "walk", keep_every_draft)
     for tie in (0.0, 1e-3):
-        proof = prove(MTP, PROMPTS, tokens=24, draws=2, tie=tie)
+        proof = prove({**MTP, "attention_backend": "reference"}, PROMPTS, tokens=24, draws=2, tie=tie)
         assert not proof.holds and proof.excuse is None and proof.tie == tie
 
 
