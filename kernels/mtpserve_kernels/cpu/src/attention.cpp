@@ -40,21 +40,14 @@ constexpr int vectors_of(int rows) {
 }
 
 // f(integral_constant) for the number of rows of a tile.
-template <class F>
-inline void with_rows(int64_t rows, const F& f) {
+template <class F> inline void with_rows(int64_t rows, const F& f) {
   switch (rows) {
-    case 1:
-      return f(std::integral_constant<int, 1>{});
-    case 2:
-      return f(std::integral_constant<int, 2>{});
-    case 3:
-      return f(std::integral_constant<int, 3>{});
-    case 4:
-      return f(std::integral_constant<int, 4>{});
-    case 5:
-      return f(std::integral_constant<int, 5>{});
-    case 6:
-      return f(std::integral_constant<int, 6>{});
+    case 1: return f(std::integral_constant<int, 1>{});
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 3: return f(std::integral_constant<int, 3>{});
+    case 4: return f(std::integral_constant<int, 4>{});
+    case 5: return f(std::integral_constant<int, 5>{});
+    case 6: return f(std::integral_constant<int, 6>{});
   }
 }
 
@@ -87,8 +80,7 @@ inline void transpose_keys(const bf16* keys, const int64_t* offsets, int64_t dim
 }
 
 // q [ROWS, dim], keys [BLOCK / PANEL][padded][PANEL] → scores [ROWS][MOST]; of the columns `seen`, rounded to whole tiles.
-template <int ROWS>
-void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padded, Range seen, float* scores) {
+template <int ROWS> void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padded, Range seen, float* scores) {
   constexpr int VECTORS = vectors_of(ROWS), COLUMNS = VECTORS * LANES;
   for (int64_t c = seen.first / COLUMNS * COLUMNS; c < seen.end; c += COLUMNS) {
     const float* lines[VECTORS];
@@ -132,9 +124,8 @@ inline __attribute__((always_inline)) void add_tile(const float* p, const V* val
 }
 
 // All `dim` numbers from e on, in the widest tiles that fit.
-template <int ROWS, int VECTORS, class V>
-void add_values(const float* p, const V* values, const int64_t* offsets, int64_t e, int64_t dim, Range columns, float* out,
-                int64_t stride) {
+template <int ROWS, int VECTORS, class V> void add_values(const float* p, const V* values, const int64_t* offsets, int64_t e, int64_t dim,
+                                                          Range columns, float* out, int64_t stride) {
   for (; e + VECTORS * LANES <= dim; e += VECTORS * LANES) add_tile<ROWS, VECTORS, false>(p, values, offsets, e, 0, columns, out, stride);
   if constexpr (VECTORS > 1) {
     if (e < dim) add_values<ROWS, VECTORS / 2>(p, values, offsets, e, dim, columns, out, stride);
@@ -178,8 +169,7 @@ struct Scratch {
   std::vector<Row> rows;
 };
 
-template <class K>
-class Work {
+template <class K> class Work {
  public:
   Work(const Spans& spans, const Piece& piece, const K* keys, const K* values, Scratch& scratch)
       : spans(spans),
@@ -279,8 +269,7 @@ class Work {
   }
 
   // f(number among the piece's, row of q, head of q)
-  template <class F>
-  void each_row(const F& f) const {
+  template <class F> void each_row(const F& f) const {
     int64_t i = 0;
     for (int64_t h = piece.heads.first; h < piece.heads.end; h++)
       for (int64_t m = piece.rows.first; m < piece.rows.end; m++) f(i++, spans.cu_q[piece.request] + m / group, h * group + m % group);
@@ -343,8 +332,7 @@ class Work {
   }
 
   // f(first, number) for tiles of nearly equal height.
-  template <class F>
-  void each_tile(const F& f) const {
+  template <class F> void each_tile(const F& f) const {
     const int64_t tiles = ceil_div(count, MAX_ROWS);
     for (int64_t i = 0; i < tiles; i++) {
       const int64_t m = count * i / tiles;
@@ -452,8 +440,7 @@ int64_t cost_of(const Spans& spans) {
 
 // f(piece) in an order that all members share. A request that is a large part of the work is cut over its key heads, and where these
 // are too few, and for prompts, over its rows × heads; never over the keys.
-template <class F>
-void each_piece(const Spans& spans, int members, const F& f) {
+template <class F> void each_piece(const Spans& spans, int members, const F& f) {
   const int64_t group = spans.heads / spans.kv_heads, total = cost_of(spans);
   const int64_t most = std::clamp<int64_t>(MAX_SUMS / spans.value_dim / MAX_ROWS * MAX_ROWS, MAX_ROWS, MAX_PIECE);
   // Several pieces for each member, so that all end at about the same time; of a single request equal ones.
@@ -474,9 +461,8 @@ void each_piece(const Spans& spans, int members, const F& f) {
   }
 }
 
-template <class K>
-void run(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,
-         std::atomic<int64_t>& next) {
+template <class K> void run(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys,
+                            const void* values, std::atomic<int64_t>& next) {
   thread_local Scratch scratch;
   int64_t mine = next.fetch_add(1), number = 0;
   each_piece(spans, member.size, [&](const Piece& piece) {

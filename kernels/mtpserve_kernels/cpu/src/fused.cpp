@@ -9,14 +9,12 @@ namespace {
 
 constexpr int64_t BLOCK = 512;  // columns of one piece of work
 
-template <class To, class From>
-void convert(To* to, const From* from, int64_t size) {
+template <class To, class From> void convert(To* to, const From* from, int64_t size) {
   for (int64_t k = 0; k < size; k += LANES) store_some(to + k, load_some(from + k, size - k), size - k);
 }
 
 // 1 / the root of the mean square.
-template <class T>
-float inverse_rms(const T* x, int64_t size, float eps) {
+template <class T> float inverse_rms(const T* x, int64_t size, float eps) {
   Floats sums[4] = {zero(), zero(), zero(), zero()};
   int64_t k = 0;
   for (; k + 4 * LANES <= size; k += 4 * LANES)
@@ -31,8 +29,7 @@ float inverse_rms(const T* x, int64_t size, float eps) {
   return 1.f / std::sqrt(sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / size + eps);
 }
 
-template <class To, class From, class Weight>
-void rms_norm(To* to, const From* x, const Weight* weight, int64_t size, float eps) {
+template <class To, class From, class Weight> void rms_norm(To* to, const From* x, const Weight* weight, int64_t size, float eps) {
   const Floats scale = set(inverse_rms(x, size, eps));
   for (int64_t k = 0; k < size; k += LANES)
     store_some(to + k, mul(mul(load_some(x + k, size - k), scale), load_some(weight + k, size - k)), size - k);
@@ -65,8 +62,7 @@ float* room(int64_t size) {
 }
 
 // from [size], its first rotation.dim numbers turned as those of `row`.
-template <class To, class From>
-void turn(To* to, const From* from, int64_t size, int64_t row, const Rotation& rotation) {
+template <class To, class From> void turn(To* to, const From* from, int64_t size, int64_t row, const Rotation& rotation) {
   float* x = room(size);
   convert(x, from, size);
   const int64_t angles = rotation.positions[row] * (rotation.dim / 2);

@@ -20,7 +20,8 @@ struct Arrays {
       const AttentionLayer& a = layer->attention;
       widen(NORMED, row * pass.hidden), widen(BRANCH, row * pass.hidden), widen(IN, row * a.in.outputs);
       widen(Q_NORMED, row * a.q_rank), widen(LIFTED, row * a.q_up.outputs), widen(JOINED, row * a.out.inputs);
-      widen(QUERY, row * a.heads * (a.kv_rank ? a.kv_rank + a.rope : a.dim)), widen(ATTENDED, row * a.heads * (a.kv_rank ? a.kv_rank : a.dim));
+      widen(QUERY, row * a.heads * (a.kv_rank ? a.kv_rank + a.rope : a.dim)),
+          widen(ATTENDED, row * a.heads * (a.kv_rank ? a.kv_rank : a.dim));
       if (!layer->router.weight.data) {
         widen(INNER, row * layer->down.inputs);
         continue;
@@ -59,8 +60,17 @@ struct Walk {
     const Spans& spans = *context.spans;
     const int64_t width = layer.in.outputs, dim = layer.dim;
     rope_store(member,
-               {arrays.at[Arrays::IN], width, arrays.at[Arrays::QUERY], pass.type, pass.rows, layer.heads, layer.kv_heads, dim, context.slots,
-                {context.keys, spans.key_stride, spans.type}, {context.values, spans.value_stride, spans.type}},
+               {arrays.at[Arrays::IN],
+                width,
+                arrays.at[Arrays::QUERY],
+                pass.type,
+                pass.rows,
+                layer.heads,
+                layer.kv_heads,
+                dim,
+                context.slots,
+                {context.keys, spans.key_stride, spans.type},
+                {context.values, spans.value_stride, spans.type}},
                pass.rotation);
     member.wait();
     const int64_t stride = layer.heads * dim;
@@ -83,9 +93,19 @@ struct Walk {
     const int64_t stride = layer.heads * row;
     heads_linear(member, layer.k_up, {q, q_stride, own, pass.type}, pass.rows, {query, stride, row, pass.type});
     latent_store(member,
-                 {{q, q_stride, own, pass.type}, {query + layer.kv_rank * size, stride, row, pass.type}, in + q_width * size, width, pass.rows,
-                  layer.heads, layer.nope, layer.kv_rank, context.slots, {context.keys, spans.key_stride, spans.type}, layer.kv_norm.weight,
-                  layer.kv_norm.type, layer.kv_norm.eps},
+                 {{q, q_stride, own, pass.type},
+                  {query + layer.kv_rank * size, stride, row, pass.type},
+                  in + q_width * size,
+                  width,
+                  pass.rows,
+                  layer.heads,
+                  layer.nope,
+                  layer.kv_rank,
+                  context.slots,
+                  {context.keys, spans.key_stride, spans.type},
+                  layer.kv_norm.weight,
+                  layer.kv_norm.type,
+                  layer.kv_norm.eps},
                  pass.rotation);
     member.wait();
     const Heads attended{arrays.at[Arrays::ATTENDED], layer.heads * layer.kv_rank, layer.kv_rank, pass.type};
@@ -100,8 +120,8 @@ struct Walk {
     const auto chosen = (int64_t*)arrays.at[Arrays::CHOSEN];
     route(member, layer.router, x, pass.type, pass.hidden, pass.rows, (float*)arrays.at[Arrays::SCORES], weights, chosen);
     member.wait();
-    mix_experts(member, layer.experts, {weights, chosen, layer.router.top_k}, x, pass.type, pass.hidden, pass.rows, arrays.at[Arrays::INNER],
-                {out, pass.hidden, pass.type, false});
+    mix_experts(member, layer.experts, {weights, chosen, layer.router.top_k}, x, pass.type, pass.hidden, pass.rows,
+                arrays.at[Arrays::INNER], {out, pass.hidden, pass.type, false});
     member.wait();
   }
 

@@ -28,8 +28,7 @@ constexpr int GATED_ROWS = std::min(MAX_ROWS, SUM_REGISTERS / (2 * PANEL_VECTORS
 
 // The same pointer, but the compiler does not know that: what was loaded from it is loaded again, rather than kept in a register that a
 // sum needs.
-template <class T>
-inline const T* again(const T* p) {
+template <class T> inline const T* again(const T* p) {
   asm volatile("" : "+r"(p));
   return p;
 }
@@ -41,8 +40,7 @@ struct Ahead {
 };
 
 // A block of rows as a method multiplies them. int8: what the sums are multiplied with, and what is added to them before.
-template <class X>
-struct Inputs {
+template <class X> struct Inputs {
   const X* x;
   int64_t stride;
   const float* scale;
@@ -51,8 +49,7 @@ struct Inputs {
   Inputs rows_from(int64_t m) const { return {x + m * stride, stride, scale ? scale + m : nullptr, offset ? offset + m : nullptr}; }
 };
 
-template <class Method>
-using Sums = decltype(Method::none())[PANEL_VECTORS];
+template <class Method> using Sums = decltype(Method::none())[PANEL_VECTORS];
 
 // sums[m][p]: row m of x times panel p.
 template <class Method, int ROWS, int PANELS>
@@ -109,8 +106,7 @@ inline void put(const Output& out, int64_t row, int64_t column, Floats x, int64_
 }
 
 // Bytes from one panel to the next.
-template <class Method>
-int64_t panel_bytes(const Matrix& matrix) {
+template <class Method> int64_t panel_bytes(const Matrix& matrix) {
   return ceil_div(matrix.inputs, Method::STEP) * Method::STEP * PANEL * sizeof(typename Method::Stored);
 }
 
@@ -155,9 +151,8 @@ void tiles(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t ro
     if (p < panels.end) tiles<Method, ROWS, GATED, WIDE / 2>(matrix, x, row, {p, panels.end}, ahead, out);
 }
 
-template <class Method, bool GATED, int ROWS = 1>
-void rows_of(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t rows, Range panels, Ahead ahead,
-             const Output& out) {
+template <class Method, bool GATED, int ROWS = 1> void rows_of(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row,
+                                                               int64_t rows, Range panels, Ahead ahead, const Output& out) {
   if (rows == ROWS)
     return tiles<Method, ROWS, GATED, GATED ? std::max(panels_of(ROWS) / 2, 1) : panels_of(ROWS)>(matrix, x, row, panels, ahead, out);
   if constexpr (ROWS < (GATED ? GATED_ROWS : MAX_ROWS)) rows_of<Method, GATED, ROWS + 1>(matrix, x, row, rows, panels, ahead, out);
@@ -179,16 +174,14 @@ void block(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t ro
   }
 }
 
-template <class From, class To>
-void convert(const From* from, To* to, int64_t count) {
+template <class From, class To> void convert(const From* from, To* to, int64_t count) {
   int64_t k = 0;
   for (; k + LANES <= count; k += LANES) store(to + k, load(from + k));
   if (k < count) store(to + k, load(from + k, (int)(count - k)), (int)(count - k));
 }
 
 // from ≈ to * scale, with the largest at 127. A row that has a NaN or an infinity gets NaN as its scale. Reference: quant/reference.py.
-template <class Method, class From>
-void quantize(const From* from, typename Method::X* to, int64_t count, float& scale, int32_t& offset) {
+template <class Method, class From> void quantize(const From* from, typename Method::X* to, int64_t count, float& scale, int32_t& offset) {
   Floats largest = zero(), poison = zero();
   auto each = [&](auto body) {
     int64_t k = 0;
@@ -211,8 +204,7 @@ void quantize(const From* from, typename Method::X* to, int64_t count, float& sc
 }
 
 // These rows as the method multiplies them: the tensor itself where the type is right, otherwise a copy.
-template <class Method, class From>
-Inputs<typename Method::X> converted(const From* x, int64_t stride, int64_t rows, int64_t inputs) {
+template <class Method, class From> Inputs<typename Method::X> converted(const From* x, int64_t stride, int64_t rows, int64_t inputs) {
   using X = typename Method::X;
   if constexpr (std::is_same_v<From, X>) return {x, stride, nullptr, nullptr};
   else {

@@ -108,8 +108,7 @@ struct Jobs {
 };
 
 // Room for `size` numbers; what was in it is lost.
-template <class T>
-T* room(std::vector<T>& numbers, int64_t size) {
+template <class T> T* room(std::vector<T>& numbers, int64_t size) {
   if ((int64_t)numbers.size() < size) numbers.resize(size);
   return numbers.data();
 }
