@@ -9,10 +9,6 @@ namespace {
 
 constexpr int64_t BLOCK = 512;  // columns of one piece of work
 
-template <class To, class From> void convert(To* to, const From* from, int64_t size) {
-  for (int64_t k = 0; k < size; k += LANES) store_some(to + k, load_some(from + k, size - k), size - k);
-}
-
 // 1 / the root of the mean square.
 template <class T> float inverse_rms(const T* x, int64_t size, float eps) {
   Floats sums[4] = {zero(), zero(), zero(), zero()};
@@ -64,10 +60,10 @@ float* room(int64_t size) {
 // from [size], its first rotation.dim numbers turned as those of `row`.
 template <class To, class From> void turn(To* to, const From* from, int64_t size, int64_t row, const Rotation& rotation) {
   float* x = room(size);
-  convert(x, from, size);
+  convert(from, x, size);
   const int64_t angles = rotation.positions[row] * (rotation.dim / 2);
   rotate(x, rotation.cos + angles, rotation.sin + angles, rotation);
-  convert(to, x, size);
+  convert(x, to, size);
 }
 
 }  // namespace
@@ -125,7 +121,7 @@ void rope_store(const Member& member, const RopeStore& op, const Rotation& rotat
       by_type(pool.type, [&](auto stored) {
         auto* to = (decltype(stored)*)pool.data + place;
         if (key) turn(to, from, op.dim, row, rotation);
-        else convert(to, from, op.dim);
+        else convert(from, to, op.dim);
       });
     }
   });
@@ -147,7 +143,7 @@ void latent_store(const Member& member, const LatentStore& op, const Rotation& r
         auto* to = (decltype(stored)*)op.keys.data + op.slots[row] * op.keys.stride;
         T* latent = (T*)room(op.rank);  // rounded to the activations' type, as it is when norm and store are separate operations
         by_type(op.norm_type, [&](auto weight) { rms_norm(latent, from, (const decltype(weight)*)op.norm, op.rank, op.eps); });
-        convert(to, latent, op.rank);
+        convert(latent, to, op.rank);
         turn(to + op.rank, from + op.rank, rotation.dim, row, rotation);
       });
     }

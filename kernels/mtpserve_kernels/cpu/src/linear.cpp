@@ -49,7 +49,8 @@ template <class X> struct Inputs {
   Inputs rows_from(int64_t m) const { return {x + m * stride, stride, scale ? scale + m : nullptr, offset ? offset + m : nullptr}; }
 };
 
-template <class Method> using Sums = decltype(Method::none())[PANEL_VECTORS];
+template <class Method> using Sums = typename Method::Sum[PANEL_VECTORS];
+template <class Method> constexpr bool SCALED = std::is_same_v<Method, Int8>;
 
 // sums[m][p]: row m of x times panel p.
 template <class Method, int ROWS, int PANELS>
@@ -62,7 +63,7 @@ inline __attribute__((always_inline)) void multiply(const typename Method::X* x,
   const Stored* lines[PANELS];
   const char* next[PANELS];
   UNROLL for (int p = 0; p < PANELS; p++) {
-    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) part[m][p][v] = Method::none();
+    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) part[m][p][v] = typename Method::Sum{};
     lines[p] = panels[p];
     next[p] = (const char*)panels[p] + ahead.skip;
   }
@@ -130,7 +131,8 @@ void tile(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row
       Floats y[PANELS];
       for (int p = 0; p < PANELS; p++) {
         const int64_t column = first[p] + v * LANES;
-        if constexpr (Method::SCALED) y[p] = mul(mul(to_floats(sums[m][p][v], x.offset[m]), set(x.scale[m])), load(matrix.scale + column));
+        if constexpr (SCALED<Method>)
+          y[p] = __builtin_convertvector(sums[m][p][v] + x.offset[m], Floats) * x.scale[m] * load(matrix.scale + column);
         else y[p] = sums[m][p][v];
         if (matrix.bias) y[p] = add(y[p], load(matrix.bias + column));
       }
@@ -174,12 +176,6 @@ void block(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t ro
   }
 }
 
-template <class From, class To> void convert(const From* from, To* to, int64_t count) {
-  int64_t k = 0;
-  for (; k + LANES <= count; k += LANES) store(to + k, load(from + k));
-  if (k < count) store(to + k, load(from + k, (int)(count - k)), (int)(count - k));
-}
-
 // from ≈ to * scale, with the largest at 127. A row that has a NaN or an infinity gets NaN as its scale. Reference: quant/reference.py.
 template <class Method, class From> void quantize(const From* from, typename Method::X* to, int64_t count, float& scale, int32_t& offset) {
   Floats largest = zero(), poison = zero();
@@ -213,7 +209,7 @@ template <class Method, class From> Inputs<typename Method::X> converted(const F
     thread_local std::vector<int32_t> offset;
     const int64_t step = ceil_div(inputs, LANES) * LANES + LANES;  // not a power of two: the rows shall not share the sets of a cache
     if ((int64_t)room.size() < rows * step) room.resize(rows * step);
-    if constexpr (Method::SCALED) {
+    if constexpr (SCALED<Method>) {
       scale.resize(rows), offset.resize(rows);
       for (int64_t m = 0; m < rows; m++) quantize<Method>(x + m * stride, &room[m * step], inputs, scale[m], offset[m]);
     } else {

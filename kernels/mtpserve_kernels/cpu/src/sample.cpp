@@ -17,7 +17,7 @@ constexpr uint32_t ONE = 0x3F800000;
 thread_local std::vector<float> maxima;  // of the blocks of the row that `largest` has read last
 
 // The first `count` lanes of a mask; count may be more than there are.
-uint32_t first_of(Mask mask, int64_t count) { return bits(mask) & (count >= LANES ? ~0u : (1u << count) - 1); }
+uint32_t first_of(Ints mask, int64_t count) { return bits(mask) & (count >= LANES ? ~0u : (1u << count) - 1); }
 
 struct Item {
   uint32_t key;
@@ -145,7 +145,7 @@ Largest largest(const float* row, int64_t vocab) {
     if (count == BLOCK) {
       // max(a, b) is b where one is NaN: a NaN in x does not stay in the maximum.
       Floats most[2] = {set(-INFINITE), set(-INFINITE)};
-      Mask nans = either_nan(most[0], most[1]);
+      Ints nans = either_nan(most[0], most[1]);
       for (int64_t i = 0; i < BLOCK; i += 2 * LANES) {
         const Floats a = load(x + i), b = load(x + i + LANES);
         nans = nans | either_nan(a, b);

@@ -26,8 +26,6 @@ inline bf16 narrow(float x) {
   if ((u & 0x7fffffff) > 0x7f800000) return {uint16_t((u >> 16) | 0x40)};
   return {uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
 }
-inline void assign(float& to, float x) { to = x; }
-inline void assign(bf16& to, float x) { to = narrow(x); }
 
 inline int64_t size_of(Type type) { return type == FP32 ? 4 : type == BF16 ? 2 : 1; }
 
