@@ -15,10 +15,10 @@ int32_t probe_lanes() { return LANES; }
 
 void probe_math(int32_t op, const float* a, const float* b, const float* c, float* out, int64_t n) {
   switch (op) {
-    case 0: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return add(x, y); });
-    case 1: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return sub(x, y); });
-    case 2: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return mul(x, y); });
-    case 3: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return div(x, y); });
+    case 0: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return x + y; });
+    case 1: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return x - y; });
+    case 2: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return x * y; });
+    case 3: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return x / y; });
     case 4: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return max(x, y); });
     case 5: return each(a, b, c, out, n, [](Floats x, Floats y, Floats) { return min(x, y); });
     case 6: return each(a, b, c, out, n, [](Floats x, Floats y, Floats z) { return fma(x, y, z); });

@@ -4,7 +4,6 @@
 #include <cstring>
 
 namespace mtp {
-
 struct bf16 {
   uint16_t bits;
 };
@@ -43,5 +42,4 @@ template <class Body> void by_type(Type type, const Body& body) {
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace mtp

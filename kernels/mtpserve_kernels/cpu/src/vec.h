@@ -11,7 +11,6 @@
 #include "types.h"
 
 namespace mtp {
-
 #if defined(__AVX512F__)
 #define PRIMITIVES "vec_avx512.h"
 #define REGISTER "+v"
@@ -37,13 +36,11 @@ using Bits [[gnu::vector_size(LANES * 4)]] = uint32_t;
 using Int16s [[gnu::vector_size(LANES * 4)]] = int16_t;  // two a lane
 using Halves [[gnu::vector_size(LANES * 2)]] = uint16_t;
 using Bytes [[gnu::vector_size(LANES)]] = int8_t;
-
 }  // namespace mtp
 
 #include PRIMITIVES
 
 namespace mtp {
-
 template <class V> V read(const void* p) {
   V x;
   std::memcpy(&x, p, sizeof(V));
@@ -59,13 +56,8 @@ template <class V> V in_register(V x) {
   return x;
 }
 
-inline Floats zero() { return Floats{}; }
 inline Floats set(float x) { return x - Floats{}; }
 inline Ints set(int32_t x) { return x + Ints{}; }
-inline Floats add(Floats a, Floats b) { return a + b; }
-inline Floats sub(Floats a, Floats b) { return a - b; }
-inline Floats mul(Floats a, Floats b) { return a * b; }
-inline Floats div(Floats a, Floats b) { return a / b; }
 inline Ints at_least(Floats a, Floats b) { return a >= b; }
 inline Ints either_nan(Floats a, Floats b) { return (a != a) | (b != b); }
 
@@ -95,6 +87,12 @@ template <class T> void store(T* p, Floats x, int n) {
 // All LANES numbers, or the `left` ones that there are, and zeros.
 template <class T> Floats load_some(const T* p, int64_t left) { return left >= LANES ? load(p) : load(p, (int)left); }
 template <class T> void store_some(T* p, Floats x, int64_t left) { left >= LANES ? store(p, x) : store(p, x, (int)left); }
+// f(integral_constant) for the number of rows of a tile, at most MOST.
+template <int MOST, int ROWS = 1, class F> inline __attribute__((always_inline)) void with_rows(int64_t rows, const F& f) {
+  if (rows == ROWS) return f(std::integral_constant<int, ROWS>{});
+  if constexpr (ROWS < MOST) with_rows<MOST, ROWS + 1>(rows, f);
+}
+
 template <class From, class To> void convert(const From* from, To* to, int64_t count) {
   for (int64_t k = 0; k < count; k += LANES) store_some(to + k, load_some(from + k, count - k), count - k);
 }
@@ -118,20 +116,16 @@ inline Floats scale_by_power_of_two(Floats x, Floats n) {
 // e^x for x <= 0 and moderate x > 0, within 2 units in the last place (Cephes' expf, https://www.netlib.org/cephes); e^-inf = 0.
 inline Floats exp(Floats x) {
   x = min(set(88.f), max(set(-104.f), x));  // in this order NaN stays NaN
-  Floats n = round(mul(x, set(1.44269504f)));
+  Floats n = round(x * set(1.44269504f));
   Floats r = fma(n, set(2.12194440e-4f), fma(n, set(-0.693359375f), x));
   Floats p = set(1.9875691500e-4f);
-  p = fma(p, r, set(1.3981999507e-3f));
-  p = fma(p, r, set(8.3334519073e-3f));
-  p = fma(p, r, set(4.1665795894e-2f));
-  p = fma(p, r, set(1.6666665459e-1f));
-  p = fma(p, r, set(5.0000001201e-1f));
-  p = fma(p, mul(r, r), add(r, set(1.f)));
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = fma(p, r, set(c));
+  p = fma(p, r * r, r + set(1.f));
   return scale_by_power_of_two(p, n);
 }
 
-inline Floats sigmoid(Floats x) { return div(set(1.f), add(set(1.f), exp(sub(zero(), x)))); }
-inline Floats silu(Floats x) { return div(x, add(set(1.f), exp(sub(zero(), x)))); }
+inline Floats sigmoid(Floats x) { return set(1.f) / (set(1.f) + exp(-x)); }
+inline Floats silu(Floats x) { return x / (set(1.f) + exp(-x)); }
 
 // How weights of a type are multiplied: STEP inputs beside each other for each output, PARTS of them after one another; X is what the
 // inputs are converted to.
@@ -191,5 +185,4 @@ struct Int8 {
 };
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the L2 cache
-
 }  // namespace mtp

@@ -3,7 +3,6 @@
 #include <immintrin.h>
 
 namespace mtp {
-
 inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }  // a b + c
@@ -33,5 +32,4 @@ inline void quarters(Floats (&x)[LANES]) {
 
 inline Ints dot_int16(Ints a, Ints b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 inline void pause() { _mm_pause(); }
-
 }  // namespace mtp

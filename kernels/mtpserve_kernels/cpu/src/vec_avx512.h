@@ -3,7 +3,6 @@
 #include <immintrin.h>
 
 namespace mtp {
-
 inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }  // a b + c
@@ -35,5 +34,4 @@ inline Floats dot_bf16(Floats sum, Ints a, Ints b) { return _mm512_dpbf16_ps(sum
 inline Ints dot_int8(Ints sum, Ints a, Ints b) { return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
 #endif
 inline void pause() { _mm_pause(); }
-
 }  // namespace mtp

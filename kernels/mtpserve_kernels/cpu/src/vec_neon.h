@@ -3,7 +3,6 @@
 #include <arm_neon.h>
 
 namespace mtp {
-
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }  // vmaxq_f32(a, b) is NaN where one is
 inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }  // a b + c
@@ -29,5 +28,4 @@ inline Ints dot_int16(Ints a, Ints b) {
 inline Floats dot_bf16(Floats sum, Ints a, Ints b) { return vbfdotq_f32(sum, vreinterpretq_bf16_s32(a), vreinterpretq_bf16_s32(b)); }
 #endif
 inline void pause() { asm volatile("yield"); }
-
 }  // namespace mtp
