@@ -23,7 +23,7 @@ _heads_linear = Op("mtp_heads_linear", POINTER(Matrices), c_void_p, c_int64, c_i
 
 def matrices(data: Tensor, outputs: int, inputs: int) -> Matrices:
     """Of packed numbers: `data` [n, …], each one's whole panels at the beginning of its part."""
-    assert data.dtype != torch.int8, "there is one scale for each matrix's outputs, and these have none"
+    assert data.dtype != torch.int8, "int8 matrices need a scale for each output, and these have none"
     first = Matrix(data.data_ptr(), None, None, outputs, inputs, TYPES[data.dtype])
     made = Matrices(first, len(data), data.stride(0))
     made.data = data
