@@ -1,4 +1,4 @@
-"""The verdict over drafts, drafts from logits, and the largest of each row, for a CPU: src/accept.h, src/sample.h.
+"""The verdict over drafts, drafts from logits, and the largest of each row, for a CPU: src/accept.cpp, src/sample.h.
 
 The laws are those of mtpserve_kernels.spec.reference, and so is the noise, bit by bit. Exponentials and sums are rounded otherwise, a few
 units in the last place: a token can differ from the reference's only where two of them are that close in the race, or one is that close
@@ -17,7 +17,6 @@ from mtpserve_kernels.cpu.library import Op
 _accept = Op("mtp_accept", *[c_void_p] * 4, c_int64, *[c_void_p] * 9, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 4)
 _argmax = Op("mtp_argmax", c_void_p, c_int64, c_int64, c_int64, c_void_p)
 _draw = Op("mtp_draw", c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 10)
-_noise = Op("mtp_noise", c_void_p, c_int64, c_int64, c_void_p)
 
 
 def accept(
@@ -67,12 +66,4 @@ def argmax(logits: Tensor) -> Tensor:
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     out = torch.empty(len(logits), dtype=torch.int64)
     _argmax(logits, logits.stride(0), *logits.shape, out)
-    return out
-
-
-def noise(key: Tensor, count: int) -> Tensor:
-    """key [n] int64 → [n, count] float64: see mtpserve_kernels.noise.noise. The race computes these numbers where it needs them; this op is
-    there to compare them."""
-    out = torch.empty(len(key), count, dtype=torch.float64)
-    _noise(key.contiguous(), len(key), count, out)
     return out

@@ -1,4 +1,4 @@
-"""Work on the KV pool itself, for a CPU: src/cache.h. Each has the contract of its namesake in mtpserve_kernels.cache.reference."""
+"""Work on the KV pool itself, for a CPU: src/cache.cpp. Each has the contract of its namesake in mtpserve_kernels.cache.reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stack of decoder layers in one call: src/layers.h, whose structs these are."""
+"""A stack of decoder layers in one call: src/layers.cpp, whose structs these are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed matrices of one shape that lie one after the other, and the products per head of multi-head latent attention: src/matrices.h."""
+"""Packed matrices of one shape that lie one after the other, and the products per head of multi-head latent attention: src/linear.h."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtpserve_kernels.cpu.linear import PANEL, TYPES, Matrix, pack_panels
 
 
 class Matrices(Structure):
-    """src/matrices.h. `data` keeps what it points to."""
+    """src/linear.h. `data` keeps what it points to."""
 
     _fields_ = [("first", Matrix), ("number", c_int64), ("stride", c_int64)]
     data: Tensor
@@ -23,6 +23,7 @@ _heads_linear = Op("mtp_heads_linear", POINTER(Matrices), c_void_p, c_int64, c_i
 
 def matrices(data: Tensor, outputs: int, inputs: int) -> Matrices:
     """Of packed numbers: `data` [n, …], each one's whole panels at the beginning of its part."""
+    assert data.dtype != torch.int8, "int8 matrices need a scale for each output, and these have none"
     first = Matrix(data.data_ptr(), None, None, outputs, inputs, TYPES[data.dtype])
     made = Matrices(first, len(data), data.stride(0))
     made.data = data

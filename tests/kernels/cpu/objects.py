@@ -1,6 +1,6 @@
 """Runs the tests of this folder with objects that are not this machine's.
 
-    python -m tests.kernels.cpu.objects {avx512,avx512_bf16,avx512_amx,neon,neon_bf16,sanitized} [--sample] [pytest's options]
+    python -m tests.kernels.cpu.objects {avx512,avx512_vnni,avx512_bf16,avx512_amx,neon,neon_bf16,sanitized} [--sample] [pytest's options]
 
 The instruction sets that it lacks are emulated: their sources are compiled for AVX2, with emulated/ in place of the compiler's
 intrinsics (SIMDe's functions, Debian's libsimde-dev, and a few of our own). `sanitized` is the object of its own instruction set with
@@ -33,8 +33,9 @@ def emulated_sets() -> dict[str, build.InstructionSet]:
     avx512, neon = ("-mavx2", *common, str(HEADERS / "avx512.h")), (*common, str(HEADERS / "neon.h"))
     flags = {
         "avx512": avx512,
-        "avx512_bf16": ("-DEMULATE_BF16", *avx512),
-        "avx512_amx": ("-DEMULATE_BF16", "-DEMULATE_AMX", *avx512),
+        "avx512_vnni": ("-DEMULATE_VNNI", *avx512),
+        "avx512_bf16": ("-DEMULATE_VNNI", "-DEMULATE_BF16", *avx512),
+        "avx512_amx": ("-DEMULATE_VNNI", "-DEMULATE_BF16", "-DEMULATE_AMX", *avx512),
         "neon": neon,
         "neon_bf16": ("-DEMULATE_BF16", *neon),
     }

@@ -14,6 +14,8 @@ void mtp_pack(void* data, int64_t outputs, int64_t inputs, int32_t size, int32_t
 namespace {
 
 using mtp::bf16, mtp::widen;
+void assign(float& to, float x) { to = x; }
+void assign(bf16& to, float x) { to = mtp::narrow(x); }
 int wrong = 0;
 
 // From -1 to 1.
@@ -27,8 +29,8 @@ template <class T> void check(int64_t outputs, int64_t inputs, int64_t rows, boo
   const mtp::Type type = sizeof(T) == 4 ? mtp::FP32 : mtp::BF16;
   std::vector<T> x(rows * inputs), w(outputs * inputs);
   std::vector<float> bias(outputs);
-  for (T& value : x) mtp::assign(value, next());
-  for (T& value : w) mtp::assign(value, next());
+  for (T& value : x) assign(value, next());
+  for (T& value : w) assign(value, next());
   for (float& value : bias) value = next();
   std::vector<T> packed = w;
   mtp_pack(packed.data(), outputs, inputs, sizeof(T), threads);

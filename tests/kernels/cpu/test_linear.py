@@ -96,6 +96,24 @@ def test_a_row_is_the_same_alone_and_among_others(outputs: int, inputs: int, gat
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_result_is_rounded_once(gated: bool, kind: str) -> None:
+    matrix = made(kind, 224, 66)
+    for count in (1, 7, 17, 100):
+        x = between_nans(randn(count, 66, dtype=BF16))
+        assert linear(x, matrix, BF16, gated).equal(linear(x, matrix, FP32, gated).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_nan_stays_in_its_row(dtype: torch.dtype) -> None:
+    x, matrix = randn(5, 34, dtype=dtype), pack(randn(48, 34, dtype=dtype))
+    before = linear(x, matrix)
+    x[2] = torch.nan
+    after = linear(x, matrix)
+    assert after[2].isnan().all() and after[[0, 1, 3, 4]].equal(before[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), [(1, 2, False), (17, 30, False), (343, 130, False), (224, 66, True)])
 def test_threads_change_nothing(outputs: int, inputs: int, gated: bool, kind: str) -> None:
     matrix, before = made(kind, outputs, inputs), torch.get_num_threads()

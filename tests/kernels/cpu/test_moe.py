@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from mtpserve_kernels.cpu.linear import linear, pack_int8, quantize
+from mtpserve_kernels.cpu.matrices import pack_matrices
 from mtpserve_kernels.cpu.moe import Experts, experts_of, mix_experts, pack_expert_pair, pack_router, route
 from mtpserve_kernels.moe import reference
 from torch import Tensor
@@ -132,3 +134,20 @@ def test_whole_panels_are_packed_in_place() -> None:
     gate_up, down = numbers(3, 64, 48), numbers(3, 48, 32)
     pair = pack_expert_pair(gate_up, down)
     assert [each.data.data_ptr() for each in pair] == [gate_up.data_ptr(), down.data_ptr()]
+
+
+def test_a_shared_expert_may_be_int8(with_threads: WithThreads) -> None:
+    """Each member computes its own outputs of it: by their scales."""
+    hidden, size = 200, 48
+    shared = [pack_int8(*quantize(numbers(*shape) / 10)) for shape in ((2 * size, hidden), (hidden, size))]
+    routed = pack_expert_pair(torch.zeros(2, 32, hidden), torch.zeros(2, hidden, 16))
+    x, weights, chosen = numbers(7, hidden), torch.ones(7, 1), torch.zeros(7, 1, dtype=torch.int64)
+    expected = linear(linear(x, shared[0], gated=True), shared[1])
+    experts = experts_of(routed, (shared[0], shared[1]))
+    for threads in (1, 2, 3):
+        assert with_threads(threads, lambda: mix_experts(x, weights, chosen, experts)).equal(expected)
+
+
+def test_many_int8_matrices_are_refused() -> None:
+    with pytest.raises(AssertionError, match="scale"):
+        pack_matrices(torch.zeros(2, 16, 16, dtype=torch.int8))

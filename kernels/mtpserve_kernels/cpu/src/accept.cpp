@@ -1,11 +1,40 @@
+// The verdict over a step's drafts: a walk from the root of each request's tree along the choices that were drafted; and drafts.
 // Reference: mtpserve_kernels/spec/reference.py; mtpserve/spec/propose.py. Rejection: Leviathan et al. 2023,
 // https://arxiv.org/abs/2211.17192.
-#include "accept.h"
 
-#include <algorithm>
+#include "sample.h"
 
 namespace mtp {
 namespace {
+// R requests with K drafts each. Only the rows of nodes that are walked are read.
+struct Drafted {
+  int64_t requests, nodes, vocab;  // R, K + 1, V
+  const float* logits;             // [R, K + 1, V]
+  const int64_t *drafts, *count;   // [R, K], [R]
+  const int64_t* parents;          // of a tree: [R, K] with `parents_stride` from request to request; null: chains
+  int64_t parents_stride;
+  const int64_t *seats, *length;  // [R]; of each seat
+  const float* q;  // [seats, q_nodes, V] with `q_stride` from seat to seat: what drafts were drawn from; null: all are coupled
+  int64_t q_stride, q_nodes;
+};
+
+struct Decision {
+  int64_t depth;           // of the deepest draft that may be accepted
+  int64_t *tokens, *path;  // [R, depth + 1]; after the end tokens are 0, and the path repeats its last node
+  int64_t* accepted;       // [R]
+  bool* failed;            // [R]: a node on the path had no finite largest logit
+};
+
+// A draft for each row: the largest where temperature is 0, else drawn with the stream DRAFT, or DRAW where the seat is coupled; all are
+// where sampling.coupled is null.
+struct Proposed {
+  int64_t rows, vocab;
+  const float* logits;  // [rows, vocab] with `stride` from row to row; what is not finite is replaced, see `valid`
+  int64_t stride;
+  const int64_t *seats, *index;  // [rows]; `index`: of the token
+  float* q;                      // [rows, vocab]: what the drafts were drawn from; null: not asked for
+  int64_t* tokens;               // [rows]
+};
 
 thread_local Law law;
 thread_local std::vector<float> rest;
@@ -28,10 +57,7 @@ int64_t child(const Drafted& d, int64_t r, int64_t node, int64_t token) {
 Choice kept_or_rest(const float* q, int64_t draft, int64_t node, int64_t vocab, uint64_t coin, uint64_t draw) {
   if (draft >= 0 && draft < vocab && unit(finalise(coin)) * double(q[draft]) < double(law.probability(draft))) return {draft, node + 1};
   rest.resize(law.weights.size());
-  if (law.all)
-    for (int64_t i = 0; i < law.count; i++) rest[i] = std::max(law.weights[i] / law.mass - q[i], 0.f);
-  else
-    for (int64_t i = 0; i < law.count; i++) rest[i] = std::max(law.weights[i] / law.mass - q[law.tokens[i]], 0.f);
+  for (int64_t i = 0; i < law.count; i++) rest[i] = std::max(law.weights[i] / law.mass - q[law.token(i)], 0.f);
   // p = q up to rounding leaves nothing over; then the rejection was rounding too, and p itself is the law.
   int64_t winner = race(rest.data(), law, draw);
   return {law.token(winner >= 0 ? winner : race(law.weights.data(), law, draw)), 0};
@@ -82,7 +108,7 @@ const float* valid(const float* row, int64_t vocab, Largest& top) {
   return room.data();
 }
 
-void propose_row(const Proposed& p, const Sampling& sampling, int64_t i) {
+void propose(const Proposed& p, const Sampling& sampling, int64_t i) {
   const float* row = p.logits + i * p.stride;
   const int64_t seat = p.seats[i];
   const Cuts cuts = sampling.cuts(seat);
@@ -91,35 +117,17 @@ void propose_row(const Proposed& p, const Sampling& sampling, int64_t i) {
   float* q = p.q ? p.q + i * p.vocab : nullptr;
   if (!(cuts.temperature > 0)) {
     p.tokens[i] = top.token;
-    if (q) {
-      std::fill_n(q, p.vocab, 0.f);
-      q[top.token] = 1;
-    }
+    if (q) std::fill_n(q, p.vocab, 0.f), q[top.token] = 1;
     return;
   }
   law.of(row, p.vocab, top, cuts);
   const bool coupled = !sampling.coupled || sampling.coupled[seat];
   p.tokens[i] = law.token(race(law.weights.data(), law, keyed(sampling.seed[seat], p.index[i], coupled ? DRAW : DRAFT)));
   if (!q) return;
-  if (law.all) {
-    for (int64_t j = 0; j < p.vocab; j++) q[j] = law.weights[j] / law.mass;
-  } else {
-    std::fill_n(q, p.vocab, 0.f);
-    for (int64_t j = 0; j < law.count; j++) q[law.tokens[j]] = law.weights[j] / law.mass;
-  }
+  if (!law.all) std::fill_n(q, p.vocab, 0.f);
+  for (int64_t j = 0; j < law.count; j++) q[law.token(j)] = law.weights[j] / law.mass;
 }
-
 }  // namespace
-
-void propose(std::atomic<int64_t>& next, const Proposed& proposed, const Sampling& sampling) {
-  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < proposed.rows;) propose_row(proposed, sampling, i);
-}
-
-void accept(std::atomic<int64_t>& next, const Drafted& drafted, const Sampling& sampling, const Decision& out) {
-  for (int64_t r; (r = next.fetch_add(1, std::memory_order_relaxed)) < drafted.requests;) walk(drafted, sampling, out, r);
-}
-
-}  // namespace mtp
 
 extern "C" {
 
@@ -128,21 +136,18 @@ void mtp_accept(const float* logits, const int64_t* drafts, const int64_t* count
                 const float* min_p, const int64_t* seed, const bool* coupled, const float* q, int64_t q_stride, int64_t q_nodes,
                 int64_t* tokens, int64_t* accepted, int64_t* path, bool* failed, int64_t requests, int64_t nodes, int64_t vocab,
                 int64_t depth, int32_t threads) {
-  const mtp::Drafted drafted{requests, nodes, vocab, logits, drafts, count, parents, parents_stride, seats, length, q, q_stride, q_nodes};
-  const mtp::Sampling sampling{temperature, top_k, top_p, min_p, seed, coupled};
-  const mtp::Decision out{depth, tokens, path, accepted, failed};
-  std::atomic<int64_t> next{0};
-  const bool small = requests == 1 || requests * vocab < mtp::SMALL_LOGITS;
-  mtp::parallel(small ? 1 : threads, [&](const mtp::Member&) { mtp::accept(next, drafted, sampling, out); });
+  const Drafted drafted{requests, nodes, vocab, logits, drafts, count, parents, parents_stride, seats, length, q, q_stride, q_nodes};
+  const Sampling sampling{temperature, top_k, top_p, min_p, seed, coupled};
+  const Decision out{depth, tokens, path, accepted, failed};
+  each_row(threads, requests, vocab, [&](int64_t r) { walk(drafted, sampling, out, r); });
 }
 
 void mtp_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* seats, const int64_t* index,
               const float* temperature, const int64_t* top_k, const float* top_p, const float* min_p, const int64_t* seed,
               const bool* coupled, float* q, int64_t* tokens, int32_t threads) {
-  const mtp::Proposed proposed{rows, vocab, logits, stride, seats, index, q, tokens};
-  const mtp::Sampling sampling{temperature, top_k, top_p, min_p, seed, coupled};
-  std::atomic<int64_t> next{0};
-  const bool small = rows == 1 || rows * vocab < mtp::SMALL_LOGITS;
-  mtp::parallel(small ? 1 : threads, [&](const mtp::Member&) { mtp::propose(next, proposed, sampling); });
+  const Proposed proposed{rows, vocab, logits, stride, seats, index, q, tokens};
+  const Sampling sampling{temperature, top_k, top_p, min_p, seed, coupled};
+  each_row(threads, rows, vocab, [&](int64_t i) { propose(proposed, sampling, i); });
 }
 }
+}  // namespace mtp

@@ -1,4 +1,4 @@
-// Reference: ../../attention/reference.py. Online softmax over blocks of BLOCK columns, counted from the request's first.
+// Reference: attention/reference.py. Online softmax over blocks of BLOCK columns, counted from the request's first.
 //
 // The sums of a row do not depend on the rows beside it: a score is one sum over the key in order, a weighted sum one over the columns
 // in order, and a block that a row sees nothing of does nothing to it. What a row sees is always one range of columns:
@@ -14,15 +14,12 @@
 // row, verification and prompts.
 #include "attention.h"
 
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <type_traits>
-#include <vector>
 
 namespace mtp {
 namespace {
-
 constexpr int BLOCK = 64;          // columns
 constexpr int MOST = 2 * BLOCK;    // columns at once: a tree of 64 nodes may lie in two blocks
 constexpr int MAX_ROWS = 6;        // of a tile
@@ -39,56 +36,25 @@ constexpr int vectors_of(int rows) {
   return vectors;
 }
 
-// f(integral_constant) for the number of rows of a tile.
-template <class F>
-inline void with_rows(int64_t rows, const F& f) {
-  switch (rows) {
-    case 1:
-      return f(std::integral_constant<int, 1>{});
-    case 2:
-      return f(std::integral_constant<int, 2>{});
-    case 3:
-      return f(std::integral_constant<int, 3>{});
-    case 4:
-      return f(std::integral_constant<int, 4>{});
-    case 5:
-      return f(std::integral_constant<int, 5>{});
-    case 6:
-      return f(std::integral_constant<int, 6>{});
-  }
-}
-
 int64_t round_up(int64_t n, int64_t step) { return ceil_div(n, step) * step; }
 
-// LANES keys of `dim` numbers, at keys + offsets[i] → to[d][PANEL], of which they are LANES columns.
-inline void transpose_keys(const float* keys, const int64_t* offsets, int64_t dim, float* to) {
-  for (int64_t d = 0; d < dim; d += LANES) {
+// LANES keys of `dim` numbers, at keys + offsets[i] → to[d][PANEL], of which they are LANES columns. Two of bfloat16 are moved as one of 32
+// bits; `dim` is even.
+template <class K> void transpose_keys(const K* keys, const int64_t* offsets, int64_t dim, float* to) {
+  constexpr int EACH = 4 / sizeof(K);
+  for (int64_t d = 0; d < dim; d += EACH * LANES) {
     Floats x[LANES];
-    for (int i = 0; i < LANES; i++) x[i] = dim - d >= LANES ? load(keys + offsets[i] + d) : load(keys + offsets[i] + d, int(dim - d));
-    transpose(x);
-    for (int i = 0; i < LANES; i++) store(to + (d + i) * PANEL, x[i]);
-  }
-}
-
-// Two numbers are moved as one of 32 bits. `dim` is even.
-inline void transpose_keys(const bf16* keys, const int64_t* offsets, int64_t dim, float* to) {
-  for (int64_t d = 0; d < dim; d += 2 * LANES) {
-    Floats x[LANES];
-    for (int i = 0; i < LANES; i++) {
-      const float* pairs = (const float*)(keys + offsets[i] + d);
-      x[i] = dim - d >= 2 * LANES ? load(pairs) : load(pairs, int(dim - d) / 2);
-    }
+    for (int i = 0; i < LANES; i++) x[i] = load_some((const float*)(keys + offsets[i] + d), (dim - d) / EACH);
     transpose(x);
     for (int i = 0; i < LANES; i++) {
-      store(to + (d + 2 * i) * PANEL, even(x[i]));
-      store(to + (d + 2 * i + 1) * PANEL, odd(x[i]));
+      store(to + (d + EACH * i) * PANEL, EACH == 1 ? x[i] : even(x[i]));
+      if (EACH == 2) store(to + (d + EACH * i + 1) * PANEL, odd(x[i]));
     }
   }
 }
 
 // q [ROWS, dim], keys [BLOCK / PANEL][padded][PANEL] → scores [ROWS][MOST]; of the columns `seen`, rounded to whole tiles.
-template <int ROWS>
-void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padded, Range seen, float* scores) {
+template <int ROWS> void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padded, Range seen, float* scores) {
   constexpr int VECTORS = vectors_of(ROWS), COLUMNS = VECTORS * LANES;
   for (int64_t c = seen.first / COLUMNS * COLUMNS; c < seen.end; c += COLUMNS) {
     const float* lines[VECTORS];
@@ -96,7 +62,7 @@ void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padde
     for (int v = 0; v < VECTORS; v++) {
       const int64_t column = c + v * LANES;
       lines[v] = keys + column / PANEL * PANEL * padded + column % PANEL;
-      for (int m = 0; m < ROWS; m++) sums[m][v] = zero();
+      for (int m = 0; m < ROWS; m++) sums[m][v] = Floats{};
     }
     for (int64_t d = 0; d < dim; d++) {
       Floats key[VECTORS];
@@ -132,9 +98,8 @@ inline __attribute__((always_inline)) void add_tile(const float* p, const V* val
 }
 
 // All `dim` numbers from e on, in the widest tiles that fit.
-template <int ROWS, int VECTORS, class V>
-void add_values(const float* p, const V* values, const int64_t* offsets, int64_t e, int64_t dim, Range columns, float* out,
-                int64_t stride) {
+template <int ROWS, int VECTORS, class V> void add_values(const float* p, const V* values, const int64_t* offsets, int64_t e, int64_t dim,
+                                                          Range columns, float* out, int64_t stride) {
   for (; e + VECTORS * LANES <= dim; e += VECTORS * LANES) add_tile<ROWS, VECTORS, false>(p, values, offsets, e, 0, columns, out, stride);
   if constexpr (VECTORS > 1) {
     if (e < dim) add_values<ROWS, VECTORS / 2>(p, values, offsets, e, dim, columns, out, stride);
@@ -151,11 +116,11 @@ inline float weigh(float* scores, Range seen, float& largest) {
   for (int v = 1; v < BLOCK_VECTORS; v++) most = max(load(scores + v * LANES), most);
   largest = std::max(max(most), largest);
   const float base = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
-  Floats total = zero();
+  Floats total = {};
   for (int v = 0; v < BLOCK_VECTORS; v++) {
-    const Floats p = exp(sub(load(scores + v * LANES), set(base)));
+    const Floats p = exp(load(scores + v * LANES) - set(base));
     store(scores + v * LANES, p);
-    total = add(total, p);
+    total = total + p;
   }
   return sum(total);
 }
@@ -173,24 +138,28 @@ struct Row {
   uint8_t ancestor[BLOCK];  // their places after tree_start
 };
 
+// Of the columns at hand, or of the next block's: where a head's key and value begin, in numbers after the first slot's.
+struct Offsets {
+  int64_t key[MOST], value[MOST];
+};
+
 struct Scratch {
   std::vector<float> q, sums, largest, total, keys, values, scores;
   std::vector<Row> rows;
+  Offsets here, ahead;
 };
 
-template <class K>
-class Work {
- public:
-  Work(const Spans& spans, const Piece& piece, const K* keys, const K* values, Scratch& scratch)
-      : spans(spans),
-        piece(piece),
-        keys(keys),
-        values(values),
-        scratch(scratch),
-        group(spans.heads / spans.kv_heads),
-        count(piece.rows.end - piece.rows.first),
-        padded(round_up(spans.key_dim, 2 * LANES)),
-        width(round_up(spans.value_dim, LANES)) {}
+template <class K> struct Work {
+  const Spans& spans;
+  const Piece& piece;
+  const K *keys, *values;
+  Scratch& scratch;
+  const int64_t group = spans.heads / spans.kv_heads, count = piece.rows.end - piece.rows.first;
+  const int64_t padded = round_up(spans.key_dim, 2 * LANES), width = round_up(spans.value_dim, LANES);
+  int64_t low = INT64_MAX, end = 0;  // columns that some row sees
+  int64_t places = 0;                // the last place that some row sees, plus 1
+  int64_t tree_start = INT64_MAX;
+  bool nodes = false;  // some row is a tree's node
 
   void run(const Heads& q, const Heads& out) {
     look_at_rows();
@@ -199,21 +168,6 @@ class Work {
     for (int64_t start = first / BLOCK * BLOCK; start < end;) start += blocks(start);
     finish(out);
   }
-
- private:
-  const Spans& spans;
-  const Piece& piece;
-  const K *keys, *values;
-  Scratch& scratch;
-  const int64_t group, count, padded, width;
-  int64_t low = INT64_MAX, end = 0;  // columns that some row sees
-  int64_t places = 0;                // the last place that some row sees, plus 1
-  int64_t tree_start = INT64_MAX;
-  bool nodes = false;  // some row is a tree's node
-  // Of the columns at hand, and of the next block's: where a head's key and value begin, in numbers after the first slot's.
-  struct Offsets {
-    int64_t key[MOST], value[MOST];
-  } here, ahead;
 
   const Row& row_of(int64_t m) const { return scratch.rows[(piece.rows.first + m) / group - piece.rows.first / group]; }
 
@@ -226,24 +180,18 @@ class Work {
       const int64_t t = spans.cu_q[r] + i;
       int64_t position = spans.index[t];
       int64_t until = std::min(position + 1, spans.kv_len[r]);
-      row.end = until;
-      row.ancestors = 0;
+      row.end = until, row.ancestors = 0;
       uint64_t bits = spans.tree_bits ? uint64_t(spans.tree_bits[t]) : ~0ull;
       if (bits != ~0ull) {
         position = tree_start + std::popcount(bits) - 1;
         for (; bits; bits &= bits - 1)
           if (int place = std::countr_zero(bits); tree_start + place < until) row.ancestor[row.ancestors++] = uint8_t(place);
-        if (row.ancestors) {
-          nodes = true;
-          until = tree_start + row.ancestor[row.ancestors - 1] + 1;
-        }
+        if (row.ancestors) nodes = true, until = tree_start + row.ancestor[row.ancestors - 1] + 1;
         row.end = std::min(row.end, tree_start + row.ancestors);
       }
       row.low = spans.window ? std::max<int64_t>(0, position - spans.window + 1) : 0;
       if (row.low >= row.end) continue;
-      low = std::min(low, row.low);
-      end = std::max(end, row.end);
-      places = std::max(places, until);
+      low = std::min(low, row.low), end = std::max(end, row.end), places = std::max(places, until);
     }
   }
 
@@ -257,30 +205,26 @@ class Work {
     scratch.keys.resize(BLOCK * padded);
     scratch.scores.resize(count * MOST);
     each_row([&](int64_t i, int64_t row, int64_t head) {
-      const int64_t from = row * q.stride + head * dim;
-      float* to = scratch.q.data() + i * dim;
-      if (q.type == FP32)
-        for (int64_t d = 0; d < dim; d++) to[d] = ((const float*)q.data)[from + d] * spans.scale;
-      else
-        for (int64_t d = 0; d < dim; d++) to[d] = widen(((const bf16*)q.data)[from + d]) * spans.scale;
+      by_type(q.type, [&](auto number) {
+        const auto* from = (const decltype(number)*)q.data + row * q.stride + head * dim;
+        for (int64_t d = 0; d < dim; d++) scratch.q[i * dim + d] = widen(from[d]) * spans.scale;
+      });
     });
   }
 
   void finish(const Heads& out) {
     each_row([&](int64_t i, int64_t row, int64_t head) {
       const Floats total = set(scratch.total[i]);
-      for (int64_t e = 0; e < spans.value_dim; e += LANES) {
-        const Floats x = div(load(scratch.sums.data() + i * width + e), total);
-        const int64_t to = row * out.stride + head * spans.value_dim + e, left = spans.value_dim - e;
-        if (out.type == FP32) left >= LANES ? store((float*)out.data + to, x) : store((float*)out.data + to, x, int(left));
-        else left >= LANES ? store((bf16*)out.data + to, x) : store((bf16*)out.data + to, x, int(left));
-      }
+      by_type(out.type, [&](auto number) {
+        auto* to = (decltype(number)*)out.data + row * out.stride + head * spans.value_dim;
+        for (int64_t e = 0; e < spans.value_dim; e += LANES)
+          store_some(to + e, load(scratch.sums.data() + i * width + e) / total, spans.value_dim - e);
+      });
     });
   }
 
   // f(number among the piece's, row of q, head of q)
-  template <class F>
-  void each_row(const F& f) const {
+  template <class F> void each_row(const F& f) const {
     int64_t i = 0;
     for (int64_t h = piece.heads.first; h < piece.heads.end; h++)
       for (int64_t m = piece.rows.first; m < piece.rows.end; m++) f(i++, spans.cu_q[piece.request] + m / group, h * group + m % group);
@@ -294,8 +238,7 @@ class Work {
     for (int64_t c = seen.first; c < seen.end; page++, within = 0) {
       int64_t slot = pages[page] * spans.page_size + within;
       for (; within < spans.page_size && c < seen.end; within++, c++, slot++) {
-        offsets.key[c] = slot * spans.key_stride;
-        offsets.value[c] = slot * spans.value_stride;
+        offsets.key[c] = slot * spans.key_stride, offsets.value[c] = slot * spans.value_stride;
       }
     }
     for (int64_t c = seen.first / LANES * LANES; c < seen.first; c++) offsets.key[c] = offsets.key[seen.first];
@@ -310,8 +253,8 @@ class Work {
     const int64_t columns = tree ? MOST : BLOCK;
     const Range seen = seen_from(start, columns), next = seen_from(start + columns, BLOCK);
     if (seen.first >= seen.end) return columns;
-    find(start, seen, here);
-    if (next.first < next.end) find(start + columns, next, ahead);
+    find(start, seen, scratch.here);
+    if (next.first < next.end) find(start + columns, next, scratch.ahead);
     for (int64_t h = 0; h < piece.heads.end - piece.heads.first; h++) {
       for (int64_t b = 0; b < seen.end; b += BLOCK)
         score(h, b, {std::max<int64_t>(0, seen.first - b), std::min<int64_t>(BLOCK, seen.end - b)}, next);
@@ -333,8 +276,8 @@ class Work {
     const int64_t heads = piece.heads.end - piece.heads.first;
     for (int64_t c = seen.first / LANES * LANES; c < seen.end; c += LANES) {
       if (b == 0 && next.first < next.end)
-        fetch(keys, ahead.key, spans.key_head_stride, spans.key_dim, next, (h * BLOCK + c) / LANES, heads * (BLOCK / LANES));
-      transpose_keys(head, here.key + b + c, spans.key_dim, scratch.keys.data() + c / PANEL * PANEL * padded + c % PANEL);
+        fetch(keys, scratch.ahead.key, spans.key_head_stride, spans.key_dim, next, (h * BLOCK + c) / LANES, heads * (BLOCK / LANES));
+      transpose_keys(head, scratch.here.key + b + c, spans.key_dim, scratch.keys.data() + c / PANEL * PANEL * padded + c % PANEL);
     }
     each_tile([&](int64_t m, auto rows) {
       multiply_keys<rows>(scratch.q.data() + (h * count + m) * spans.key_dim, spans.key_dim, scratch.keys.data(), padded, seen,
@@ -343,12 +286,11 @@ class Work {
   }
 
   // f(first, number) for tiles of nearly equal height.
-  template <class F>
-  void each_tile(const F& f) const {
+  template <class F> void each_tile(const F& f) const {
     const int64_t tiles = ceil_div(count, MAX_ROWS);
     for (int64_t i = 0; i < tiles; i++) {
       const int64_t m = count * i / tiles;
-      with_rows(count * (i + 1) / tiles - m, [&](auto rows) { f(m, rows); });
+      with_rows<MAX_ROWS>(count * (i + 1) / tiles - m, [&](auto rows) { f(m, rows); });
     }
   }
 
@@ -374,20 +316,20 @@ class Work {
         const Floats shrink = exp(set(before - scratch.largest[i]));
         scratch.total[i] *= max(shrink);
         float* sums = scratch.sums.data() + i * width;
-        for (int64_t e = 0; e < width; e += LANES) store(sums + e, mul(load(sums + e), shrink));
+        for (int64_t e = 0; e < width; e += LANES) store(sums + e, load(sums + e) * shrink);
       }
       scratch.total[i] += sum;
     }
     const K* head = values + (piece.heads.first + h) * spans.value_head_stride;
     if (b == 0 && next.first < next.end && (const void*)values != (const void*)keys)
-      fetch(values, ahead.value, spans.value_head_stride, spans.value_dim, next, h, piece.heads.end - piece.heads.first);
+      fetch(values, scratch.ahead.value, spans.value_head_stride, spans.value_dim, next, h, piece.heads.end - piece.heads.first);
     const int64_t shared =
         nodes ? std::clamp<int64_t>(tree_start - start - b, 0, BLOCK) : BLOCK;  // the columns before it are the same for all
     const bool several = count > MAX_ROWS;  // tiles: the values are widened once for all, and lie side by side
     int64_t offsets[BLOCK];
     if (several)
-      widen_values(head, here.value + b, {std::clamp<int64_t>(low - start - b, 0, shared), std::clamp<int64_t>(end - start - b, 0, shared)},
-                   offsets);
+      widen_values(head, scratch.here.value + b,
+                   {std::clamp<int64_t>(low - start - b, 0, shared), std::clamp<int64_t>(end - start - b, 0, shared)}, offsets);
     each_tile([&](int64_t m, auto rows) {
       Range joint{0, shared};
       for (int64_t i = m; i < m + rows; i++) joint = {std::max(joint.first, seen[i].first), std::min(joint.end, seen[i].end)};
@@ -397,7 +339,7 @@ class Work {
       if (joint.first > 0) each_alone(h, m, rows, start, b, seen, {0, joint.first});
       if (joint.end > 0 && several)
         add_values<rows, vectors_of(rows)>(p, scratch.values.data(), offsets, 0, spans.value_dim, joint, sums, width);
-      else if (joint.end > 0) add_values<rows, vectors_of(rows)>(p, head, here.value + b, 0, spans.value_dim, joint, sums, width);
+      else if (joint.end > 0) add_values<rows, vectors_of(rows)>(p, head, scratch.here.value + b, 0, spans.value_dim, joint, sums, width);
       each_alone(h, m, rows, start, b, seen, {joint.end, BLOCK});
     });
   }
@@ -407,10 +349,7 @@ class Work {
     scratch.values.resize(BLOCK * stride);
     for (int64_t j = columns.first; j < columns.end; j++) {
       offsets[j] = j * stride;
-      float* to = scratch.values.data() + offsets[j];
-      int64_t e = 0;
-      for (; e + LANES <= spans.value_dim; e += LANES) store(to + e, load(head + from[j] + e));
-      if (e < spans.value_dim) store(to + e, load(head + from[j] + e, int(spans.value_dim - e)));
+      convert(head + from[j], scratch.values.data() + offsets[j], spans.value_dim);
     }
   }
 
@@ -418,17 +357,17 @@ class Work {
   void each_alone(int64_t h, int64_t m, int64_t rows, int64_t start, int64_t b, const Range* seen, Range part) {
     for (int64_t i = m, many; i < m + rows; i += many) {
       const Row& row = row_of(i);
-      for (many = 1; i + many < m + rows && &row_of(i + many) == &row; many++) {
-      }
+      many = 1;
+      while (i + many < m + rows && &row_of(i + many) == &row) many++;
       const Range columns{std::max(part.first, seen[i].first), std::min(part.end, seen[i].end)};
       if (columns.first >= columns.end) continue;
       int64_t offsets[BLOCK];
       for (int64_t j = columns.first; j < columns.end; j++) {
         const int64_t node = start + b + j - tree_start;
-        offsets[j] = here.value[row.ancestors && node >= 0 ? tree_start - start + row.ancestor[node] : b + j];
+        offsets[j] = scratch.here.value[row.ancestors && node >= 0 ? tree_start - start + row.ancestor[node] : b + j];
       }
       const K* head = values + (piece.heads.first + h) * spans.value_head_stride;
-      with_rows(many, [&](auto same) {
+      with_rows<MAX_ROWS>(many, [&](auto same) {
         add_values<same, vectors_of(same)>(scratch.scores.data() + i * MOST + b, head, offsets, 0, spans.value_dim, columns,
                                            scratch.sums.data() + (h * count + i) * width, width);
       });
@@ -438,30 +377,25 @@ class Work {
 
 int64_t rows_of(const Spans& spans, int64_t r) { return spans.cu_q[r + 1] - spans.cu_q[r]; }
 
-// About how long the request takes, in multiplications; loading a key costs as much as some rows.
-int64_t cost_of(const Spans& spans, int64_t r) {
-  const int64_t group = spans.heads / spans.kv_heads;
-  return spans.kv_len[r] * (8 + rows_of(spans, r) * group) * spans.kv_heads * (spans.key_dim + spans.value_dim);
-}
-
-int64_t cost_of(const Spans& spans) {
+// About how long the requests [first, end) take, in multiplications; loading a key costs as much as some rows.
+int64_t cost_of(const Spans& spans, int64_t first, int64_t end) {
   int64_t total = 0;
-  for (int64_t r = 0; r < spans.requests; r++) total += cost_of(spans, r);
-  return total;
+  for (int64_t r = first; r < end; r++) total += spans.kv_len[r] * (8 * spans.kv_heads + rows_of(spans, r) * spans.heads);
+  return total * (spans.key_dim + spans.value_dim);
 }
 
 // f(piece) in an order that all members share. A request that is a large part of the work is cut over its key heads, and where these
 // are too few, and for prompts, over its rows × heads; never over the keys.
-template <class F>
-void each_piece(const Spans& spans, int members, const F& f) {
-  const int64_t group = spans.heads / spans.kv_heads, total = cost_of(spans);
+template <class F> void each_piece(const Spans& spans, int members, const F& f) {
+  const int64_t group = spans.heads / spans.kv_heads, total = cost_of(spans, 0, spans.requests);
   const int64_t most = std::clamp<int64_t>(MAX_SUMS / spans.value_dim / MAX_ROWS * MAX_ROWS, MAX_ROWS, MAX_PIECE);
   // Several pieces for each member, so that all end at about the same time; of a single request equal ones.
   const int64_t pieces = members == 1 ? 1 : spans.requests == 1 ? members : 4 * members;
   for (int64_t r = 0; r < spans.requests; r++) {
     const int64_t rows = rows_of(spans, r) * group;
     if (rows == 0) continue;
-    const int64_t wanted = std::max<int64_t>(1, (int64_t)std::ceil(double(cost_of(spans, r)) / double(total) * double(pieces) - 0.01));
+    const int64_t wanted =
+        std::max<int64_t>(1, (int64_t)std::ceil(double(cost_of(spans, r, r + 1)) / double(total) * double(pieces) - 0.01));
     int64_t row_parts = ceil_div(rows, most);
     int64_t head_parts = ceil_div(spans.kv_heads * ceil_div(rows, row_parts), most);
     head_parts = std::min(spans.kv_heads, std::max(head_parts, ceil_div(wanted, row_parts)));
@@ -474,35 +408,31 @@ void each_piece(const Spans& spans, int members, const F& f) {
   }
 }
 
-template <class K>
-void run(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,
-         std::atomic<int64_t>& next) {
+template <class K> void run(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys,
+                            const void* values, std::atomic<int64_t>& next) {
   thread_local Scratch scratch;
   int64_t mine = next.fetch_add(1), number = 0;
   each_piece(spans, member.size, [&](const Piece& piece) {
     if (number++ != mine) return;
-    Work<K>(spans, piece, (const K*)keys, (const K*)values, scratch).run(q, out);
+    Work<K>{spans, piece, (const K*)keys, (const K*)values, scratch}.run(q, out);
     mine = next.fetch_add(1);
   });
 }
-
 }  // namespace
 
 void attention(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,
                std::atomic<int64_t>& next) {
-  if (spans.type == FP32) run<float>(member, spans, q, out, keys, values, next);
-  else run<bf16>(member, spans, q, out, keys, values, next);
+  by_type(spans.type, [&](auto number) { run<decltype(number)>(member, spans, q, out, keys, values, next); });
 }
-
-}  // namespace mtp
 
 extern "C" {
 
-void mtp_attention(const mtp::Spans* spans, void* q, int64_t q_stride, int32_t q_type, void* out, int64_t out_stride, int32_t out_type,
+void mtp_attention(const Spans* spans, void* q, int64_t q_stride, int32_t q_type, void* out, int64_t out_stride, int32_t out_type,
                    const void* keys, const void* values, int32_t threads) {
-  const mtp::Heads from{q, q_stride, spans->key_dim, mtp::Type(q_type)}, to{out, out_stride, spans->value_dim, mtp::Type(out_type)};
+  const Heads from{q, q_stride, spans->key_dim, Type(q_type)}, to{out, out_stride, spans->value_dim, Type(out_type)};
   std::atomic<int64_t> next{0};
-  mtp::parallel(mtp::cost_of(*spans) < mtp::SMALL ? 1 : threads,
-                [&](const mtp::Member& member) { mtp::attention(member, *spans, from, to, keys, values, next); });
+  parallel(cost_of(*spans, 0, spans->requests) < SMALL ? 1 : threads,
+           [&](const Member& member) { attention(member, *spans, from, to, keys, values, next); });
 }
 }
+}  // namespace mtp

@@ -3,7 +3,6 @@
 #include "threads.h"
 
 namespace mtp {
-
 // A planned batch for the layers of one store: what differs from layer to layer is the addresses of its keys and values.
 struct Spans {
   const int64_t* page_table;  // [seats, table_stride]
@@ -24,5 +23,4 @@ struct Spans {
 // start, and the members take pieces of work from it.
 void attention(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,
                std::atomic<int64_t>& next);
-
 }  // namespace mtp

@@ -2,40 +2,26 @@
 #include "fused.h"
 
 #include <cmath>
-#include <vector>
 
 namespace mtp {
 namespace {
-
 constexpr int64_t BLOCK = 512;  // columns of one piece of work
 
-template <class To, class From>
-void convert(To* to, const From* from, int64_t size) {
-  for (int64_t k = 0; k < size; k += LANES) store_some(to + k, load_some(from + k, size - k), size - k);
-}
-
 // 1 / the root of the mean square.
-template <class T>
-float inverse_rms(const T* x, int64_t size, float eps) {
-  Floats sums[4] = {zero(), zero(), zero(), zero()};
+template <class T> float inverse_rms(const T* x, int64_t size, float eps) {
+  Floats sums[4] = {};
+  const auto square = [](Floats v, Floats sum) { return fma(v, v, sum); };
   int64_t k = 0;
   for (; k + 4 * LANES <= size; k += 4 * LANES)
-    for (int i = 0; i < 4; i++) {
-      Floats v = load(x + k + i * LANES);
-      sums[i] = fma(v, v, sums[i]);
-    }
-  for (; k < size; k += LANES) {
-    Floats v = load_some(x + k, size - k);
-    sums[0] = fma(v, v, sums[0]);
-  }
-  return 1.f / std::sqrt(sum(add(add(sums[0], sums[1]), add(sums[2], sums[3]))) / size + eps);
+    for (int i = 0; i < 4; i++) sums[i] = square(load(x + k + i * LANES), sums[i]);
+  for (; k < size; k += LANES) sums[0] = square(load_some(x + k, size - k), sums[0]);
+  return 1.f / std::sqrt(sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / size + eps);
 }
 
-template <class To, class From, class Weight>
-void rms_norm(To* to, const From* x, const Weight* weight, int64_t size, float eps) {
+template <class To, class From, class Weight> void rms_norm(To* to, const From* x, const Weight* weight, int64_t size, float eps) {
   const Floats scale = set(inverse_rms(x, size, eps));
   for (int64_t k = 0; k < size; k += LANES)
-    store_some(to + k, mul(mul(load_some(x + k, size - k), scale), load_some(weight + k, size - k)), size - k);
+    store_some(to + k, (load_some(x + k, size - k) * scale) * load_some(weight + k, size - k), size - k);
 }
 
 // x [dim] in place, by the angles of one position.
@@ -53,27 +39,21 @@ void rotate(float* __restrict x, const float* __restrict cos, const float* __res
     const int64_t left = half - k;
     const Floats c = load_some(cos + k, left), s = load_some(sin + k, left);
     const Floats first = load_some(x + k, left), second = load_some(x + half + k, left);
-    store_some(x + k, sub(mul(first, c), mul(second, s)), left);
-    store_some(x + half + k, add(mul(second, c), mul(first, s)), left);
+    store_some(x + k, (first * c) - (second * s), left);
+    store_some(x + half + k, (second * c) + (first * s), left);
   }
 }
 
-float* room(int64_t size) {
-  thread_local std::vector<float> numbers;
-  if ((int64_t)numbers.size() < size) numbers.resize(size);
-  return numbers.data();
-}
+thread_local std::vector<float> numbers;
 
 // from [size], its first rotation.dim numbers turned as those of `row`.
-template <class To, class From>
-void turn(To* to, const From* from, int64_t size, int64_t row, const Rotation& rotation) {
-  float* x = room(size);
-  convert(x, from, size);
+template <class To, class From> void turn(To* to, const From* from, int64_t size, int64_t row, const Rotation& rotation) {
+  float* x = room(numbers, size);
+  convert(from, x, size);
   const int64_t angles = rotation.positions[row] * (rotation.dim / 2);
   rotate(x, rotation.cos + angles, rotation.sin + angles, rotation);
-  convert(to, x, size);
+  convert(x, to, size);
 }
-
 }  // namespace
 
 void add_rms_norm(const Member& member, const AddRmsNorm& op) {
@@ -86,27 +66,11 @@ void add_rms_norm(const Member& member, const AddRmsNorm& op) {
         const T* residual = (const T*)op.residual + row * op.residual_stride;
         T* total = (T*)op.total + row * op.size;
         for (int64_t k = 0; k < op.size; k += LANES)
-          store_some(total + k, add(load_some(x + k, op.size - k), load_some(residual + k, op.size - k)), op.size - k);
+          store_some(total + k, load_some(x + k, op.size - k) + load_some(residual + k, op.size - k), op.size - k);
         x = total;  // rounded, as it is when sum and norm are separate operations
       }
       by_type(op.weight_type,
               [&](auto weight) { rms_norm((T*)op.normed + row * op.size, x, (const decltype(weight)*)op.weight, op.size, op.eps); });
-    }
-  });
-}
-
-void silu_mul(const Member& member, const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t size, Type type) {
-  const int64_t blocks = ceil_div(size, BLOCK);
-  const Range mine = member.part(rows * blocks);
-  by_type(type, [&](auto number) {
-    using T = decltype(number);
-    for (int64_t i = mine.first; i < mine.end; i++) {
-      const int64_t row = i / blocks, end = std::min(size, (i % blocks + 1) * BLOCK);
-      const T* gate = (const T*)gate_up + row * stride;
-      for (int64_t k = i % blocks * BLOCK; k < end; k += LANES) {
-        const Floats y = mul(silu(load_some(gate + k, end - k)), load_some(gate + size + k, end - k));
-        store_some((T*)out + row * size + k, y, end - k);
-      }
     }
   });
 }
@@ -129,7 +93,7 @@ void rope_store(const Member& member, const RopeStore& op, const Rotation& rotat
       by_type(pool.type, [&](auto stored) {
         auto* to = (decltype(stored)*)pool.data + place;
         if (key) turn(to, from, op.dim, row, rotation);
-        else convert(to, from, op.dim);
+        else convert(from, to, op.dim);
       });
     }
   });
@@ -149,62 +113,59 @@ void latent_store(const Member& member, const LatentStore& op, const Rotation& r
       const T* from = (const T*)op.row + row * op.row_stride;
       by_type(op.keys.type, [&](auto stored) {
         auto* to = (decltype(stored)*)op.keys.data + op.slots[row] * op.keys.stride;
-        T* latent = (T*)room(op.rank);  // rounded to the activations' type, as it is when norm and store are separate operations
+        T* latent = (T*)room(numbers, op.rank);  // rounded to the activations' type, as it is when norm and store are separate operations
         by_type(op.norm_type, [&](auto weight) { rms_norm(latent, from, (const decltype(weight)*)op.norm, op.rank, op.eps); });
-        convert(to, latent, op.rank);
+        convert(latent, to, op.rank);
         turn(to + op.rank, from + op.rank, rotation.dim, row, rotation);
       });
     }
   });
 }
 
-}  // namespace mtp
-
 extern "C" {
 
 void mtp_add_rms_norm(const void* x, int64_t stride, const void* residual, int64_t residual_stride, const void* weight, int32_t weight_type,
                       void* normed, void* total, int64_t rows, int64_t size, int32_t type, float eps, int32_t threads) {
-  const mtp::AddRmsNorm op{x,    residual, stride,          residual_stride,        weight, normed, total,
-                           rows, size,     mtp::Type(type), mtp::Type(weight_type), eps};
-  mtp::parallel(mtp::worth(threads, 4 * rows * size), [&](const mtp::Member& member) { mtp::add_rms_norm(member, op); });
+  const Type kind = Type(type), weights = Type(weight_type);
+  const AddRmsNorm op{x, residual, stride, residual_stride, weight, normed, total, rows, size, kind, weights, eps};
+  parallel(worth(threads, 4 * rows * size), [&](const Member& member) { add_rms_norm(member, op); });
 }
 
+// gate_up [rows, 2 size] → out [rows, size], without gaps.
 void mtp_silu_mul(const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t size, int32_t type, int32_t threads) {
-  mtp::parallel(mtp::worth(threads, 16 * rows * size),
-                [&](const mtp::Member& member) { mtp::silu_mul(member, gate_up, stride, out, rows, size, mtp::Type(type)); });
+  const int64_t blocks = ceil_div(size, BLOCK);
+  parallel(worth(threads, 16 * rows * size), [&](const Member& member) {
+    const Range mine = member.part(rows * blocks);
+    by_type(Type(type), [&](auto number) {
+      using T = decltype(number);
+      for (int64_t i = mine.first; i < mine.end; i++) {
+        const int64_t row = i / blocks, end = std::min(size, (i % blocks + 1) * BLOCK);
+        const T* gate = (const T*)gate_up + row * stride;
+        for (int64_t k = i % blocks * BLOCK; k < end; k += LANES)
+          store_some((T*)out + row * size + k, silu(load_some(gate + k, end - k)) * load_some(gate + size + k, end - k), end - k);
+      }
+    });
+  });
 }
 
 void mtp_rope_store(const void* qkv, int64_t stride, void* q, int32_t type, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
                     const int64_t* positions, const float* cos, const float* sin, int64_t rope, int32_t interleaved, const int64_t* slots,
                     void* keys, int64_t keys_stride, void* values, int64_t values_stride, int32_t pool_type, int32_t threads) {
-  const mtp::Type pool = mtp::Type(pool_type);
-  const mtp::Rotation rotation{positions, cos, sin, rope, interleaved != 0};
-  const mtp::RopeStore op{
-      qkv, stride, q, mtp::Type(type), rows, heads, kv_heads, dim, slots, {keys, keys_stride, pool}, {values, values_stride, pool}};
-  mtp::parallel(mtp::worth(threads, 8 * rows * (heads + 2 * kv_heads) * dim),
-                [&](const mtp::Member& member) { mtp::rope_store(member, op, rotation); });
+  const Rotation rotation{positions, cos, sin, rope, interleaved != 0};
+  const Pool k{keys, keys_stride, Type(pool_type)}, v{values, values_stride, Type(pool_type)};
+  const RopeStore op{qkv, stride, q, Type(type), rows, heads, kv_heads, dim, slots, k, v};
+  parallel(worth(threads, 8 * rows * (heads + 2 * kv_heads) * dim), [&](const Member& member) { rope_store(member, op, rotation); });
 }
 
 void mtp_latent_store(void* q, int64_t q_stride, int64_t q_head_stride, void* turned, int64_t turned_stride, int64_t turned_head_stride,
                       const void* row, int64_t row_stride, int32_t type, int64_t rows, int64_t heads, int64_t nope, int64_t rank,
                       const int64_t* positions, const float* cos, const float* sin, int64_t rope, int32_t interleaved, const int64_t* slots,
                       void* keys, int64_t keys_stride, int32_t pool_type, const void* norm, int32_t norm_type, float eps, int32_t threads) {
-  const mtp::Type kind = mtp::Type(type);
-  const mtp::Rotation rotation{positions, cos, sin, rope, interleaved != 0};
-  const mtp::LatentStore op{{q, q_stride, q_head_stride, kind},
-                            {turned, turned_stride, turned_head_stride, kind},
-                            row,
-                            row_stride,
-                            rows,
-                            heads,
-                            nope,
-                            rank,
-                            slots,
-                            {keys, keys_stride, mtp::Type(pool_type)},
-                            norm,
-                            mtp::Type(norm_type),
-                            eps};
-  mtp::parallel(mtp::worth(threads, 8 * rows * (heads * rope + rank)),
-                [&](const mtp::Member& member) { mtp::latent_store(member, op, rotation); });
+  const Rotation rotation{positions, cos, sin, rope, interleaved != 0};
+  const Heads from{q, q_stride, q_head_stride, Type(type)}, to{turned, turned_stride, turned_head_stride, Type(type)};
+  const Pool pool{keys, keys_stride, Type(pool_type)};
+  const LatentStore op{from, to, row, row_stride, rows, heads, nope, rank, slots, pool, norm, Type(norm_type), eps};
+  parallel(worth(threads, 8 * rows * (heads * rope + rank)), [&](const Member& member) { latent_store(member, op, rotation); });
 }
 }
+}  // namespace mtp

@@ -3,7 +3,6 @@
 #include "threads.h"
 
 namespace mtp {
-
 // x, residual (or null), normed and total [rows, size], all of one type: total = x + residual, normed = rms_norm(total) * weight.
 struct AddRmsNorm {
   const void *x, *residual;
@@ -16,9 +15,6 @@ struct AddRmsNorm {
 };
 
 void add_rms_norm(const Member& member, const AddRmsNorm& op);
-
-// gate_up [rows, 2 size] → out [rows, size], without gaps.
-void silu_mul(const Member& member, const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t size, Type type);
 
 // Of one pass: row i is turned by the angles of positions[i].
 struct Rotation {
@@ -64,5 +60,4 @@ struct LatentStore {
 };
 
 void latent_store(const Member& member, const LatentStore& op, const Rotation& rotation);
-
 }  // namespace mtp

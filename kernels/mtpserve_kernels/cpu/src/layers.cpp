@@ -1,26 +1,67 @@
+// A stack of pre-norm decoder layers in one parallel region: the ops of the other files, with a wait between them. For a small model the
+// calls of single ops, and the threads' forking and joining, cost as much as the arithmetic.
 // Reference: layers/decoder.py with the kernels of layers/torch_kernels.py.
-#include "layers.h"
-
-#include <algorithm>
-#include <vector>
+#include "attention.h"
+#include "fused.h"
+#include "moe.h"
 
 namespace mtp {
-namespace {
+struct Norm {
+  const void* weight;
+  Type type;
+  float eps;
+};
 
+// layers/attention.py; where kv_rank is not 0, latent attention: layers/mla.py.
+struct AttentionLayer {
+  Matrix in, out;  // in: q, k, v of all heads; latent: the query, or what q_up makes it of, and the cache's row
+  int64_t heads, kv_heads, dim;
+  Matrix q_up;  // no outputs: none
+  Norm q_norm, kv_norm;
+  Matrices k_up, v_up;
+  int64_t q_rank, kv_rank, nope, rope, value;
+};
+
+// layers/decoder.py, class DecoderLayer. The feed-forward block is a mixture of experts where there is a router.
+struct Layer {
+  Norm attention_norm, mlp_norm;
+  AttentionLayer attention;
+  Matrix gate_up, down;
+  Router router;
+  Experts experts;
+};
+
+// What a layer is given of a planned batch.
+struct Context {
+  void *keys, *values;
+  const Spans* spans;
+  const int64_t* slots;  // [rows]
+};
+
+// x and residual (or null) [rows, hidden], of `type` → out and total [rows, hidden], whose sum is the last layer's output.
+struct Pass {
+  const void *x, *residual;
+  void *out, *total;
+  int64_t rows, hidden;
+  Type type;
+  Rotation rotation;
+};
+
+namespace {
 // The arrays between the ops, for the widest of the layers. All members share them, so they are made before there are any.
 struct Arrays {
   enum Name { NORMED, IN, Q_NORMED, LIFTED, QUERY, ATTENDED, JOINED, BRANCH, INNER, SCORES, WEIGHTS, CHOSEN, COUNT };
   int64_t bytes[COUNT] = {};
   char* at[COUNT];
 
-  Arrays(const Layer* layers, int64_t count, const Pass& pass, std::vector<char>& room) {
+  Arrays(const Layer* layers, int64_t count, const Pass& pass, std::vector<char>& numbers) {
     const int64_t row = pass.rows * size_of(pass.type);
     const auto widen = [&](Name name, int64_t size) { bytes[name] = std::max(bytes[name], ceil_div(size, 64) * 64); };
     for (const Layer* layer = layers; layer < layers + count; layer++) {
       const AttentionLayer& a = layer->attention;
       widen(NORMED, row * pass.hidden), widen(BRANCH, row * pass.hidden), widen(IN, row * a.in.outputs);
       widen(Q_NORMED, row * a.q_rank), widen(LIFTED, row * a.q_up.outputs), widen(JOINED, row * a.out.inputs);
-      widen(QUERY, row * a.heads * (a.kv_rank ? a.kv_rank + a.rope : a.dim)), widen(ATTENDED, row * a.heads * (a.kv_rank ? a.kv_rank : a.dim));
+      widen(QUERY, row * a.heads * (a.kv_rank ? a.kv_rank + a.rope : a.dim)), widen(ATTENDED, row * a.heads * a.kv_rank);
       if (!layer->router.weight.data) {
         widen(INNER, row * layer->down.inputs);
         continue;
@@ -32,8 +73,8 @@ struct Arrays {
     }
     int64_t total = 64;
     for (int64_t size : bytes) total += size;
-    if ((int64_t)room.size() < total) room.resize(total);
-    char* next = room.data() + (-(intptr_t)room.data() & 63);
+    char* next = room(numbers, total);
+    next += -(intptr_t)next & 63;
     for (int name = 0; name < COUNT; name++) at[name] = next, next += bytes[name];
   }
 };
@@ -58,14 +99,14 @@ struct Walk {
   void grouped(const AttentionLayer& layer, const Context& context, std::atomic<int64_t>& next) const {
     const Spans& spans = *context.spans;
     const int64_t width = layer.in.outputs, dim = layer.dim;
-    rope_store(member,
-               {arrays.at[Arrays::IN], width, arrays.at[Arrays::QUERY], pass.type, pass.rows, layer.heads, layer.kv_heads, dim, context.slots,
-                {context.keys, spans.key_stride, spans.type}, {context.values, spans.value_stride, spans.type}},
-               pass.rotation);
+    const Pool keys{context.keys, spans.key_stride, spans.type}, values{context.values, spans.value_stride, spans.type};
+    char *in = arrays.at[Arrays::IN], *query = arrays.at[Arrays::QUERY];
+    const RopeStore op{in, width, query, pass.type, pass.rows, layer.heads, layer.kv_heads, dim, context.slots, keys, values};
+    rope_store(member, op, pass.rotation);
     member.wait();
     const int64_t stride = layer.heads * dim;
-    attention(member, spans, {arrays.at[Arrays::QUERY], stride, dim, pass.type}, {arrays.at[Arrays::JOINED], stride, dim, pass.type},
-              context.keys, context.values, next);
+    const Heads q{query, stride, dim, pass.type}, out{arrays.at[Arrays::JOINED], stride, dim, pass.type};
+    attention(member, spans, q, out, context.keys, context.values, next);
     member.wait();
   }
 
@@ -76,20 +117,22 @@ struct Walk {
     char *in = arrays.at[Arrays::IN], *q = in, *query = arrays.at[Arrays::QUERY];
     int64_t q_stride = width;
     if (layer.q_up.outputs) {
-      norm(layer.q_norm, in, width, nullptr, q_width, arrays.at[Arrays::Q_NORMED]);
+      this->norm(layer.q_norm, in, width, nullptr, q_width, arrays.at[Arrays::Q_NORMED]);
       product(layer.q_up, arrays.at[Arrays::Q_NORMED], q_width, arrays.at[Arrays::LIFTED]);
       q = arrays.at[Arrays::LIFTED], q_stride = layer.q_up.outputs;
     }
     const int64_t stride = layer.heads * row;
-    heads_linear(member, layer.k_up, {q, q_stride, own, pass.type}, pass.rows, {query, stride, row, pass.type});
-    latent_store(member,
-                 {{q, q_stride, own, pass.type}, {query + layer.kv_rank * size, stride, row, pass.type}, in + q_width * size, width, pass.rows,
-                  layer.heads, layer.nope, layer.kv_rank, context.slots, {context.keys, spans.key_stride, spans.type}, layer.kv_norm.weight,
-                  layer.kv_norm.type, layer.kv_norm.eps},
-                 pass.rotation);
+    const Heads from{q, q_stride, own, pass.type}, all{query, stride, row, pass.type};
+    const Heads turned{query + layer.kv_rank * size, stride, row, pass.type};
+    const Pool keys{context.keys, spans.key_stride, spans.type};
+    const Norm& norm = layer.kv_norm;
+    heads_linear(member, layer.k_up, from, pass.rows, all);
+    const LatentStore op{from,          turned, in + q_width * size, width,     pass.rows, layer.heads, layer.nope, layer.kv_rank,
+                         context.slots, keys,   norm.weight,         norm.type, norm.eps};
+    latent_store(member, op, pass.rotation);
     member.wait();
     const Heads attended{arrays.at[Arrays::ATTENDED], layer.heads * layer.kv_rank, layer.kv_rank, pass.type};
-    attention(member, spans, {query, stride, row, pass.type}, attended, context.keys, context.values, next);
+    attention(member, spans, all, attended, context.keys, context.values, next);
     member.wait();
     heads_linear(member, layer.v_up, attended, pass.rows, {arrays.at[Arrays::JOINED], layer.heads * layer.value, layer.value, pass.type});
     member.wait();
@@ -100,8 +143,8 @@ struct Walk {
     const auto chosen = (int64_t*)arrays.at[Arrays::CHOSEN];
     route(member, layer.router, x, pass.type, pass.hidden, pass.rows, (float*)arrays.at[Arrays::SCORES], weights, chosen);
     member.wait();
-    mix_experts(member, layer.experts, {weights, chosen, layer.router.top_k}, x, pass.type, pass.hidden, pass.rows, arrays.at[Arrays::INNER],
-                {out, pass.hidden, pass.type, false});
+    mix_experts(member, layer.experts, {weights, chosen, layer.router.top_k}, x, pass.type, pass.hidden, pass.rows,
+                arrays.at[Arrays::INNER], {out, pass.hidden, pass.type, false});
     member.wait();
   }
 
@@ -114,28 +157,24 @@ struct Walk {
     else grouped(layer.attention, context, next);
     product(layer.attention.out, arrays.at[Arrays::JOINED], layer.attention.out.inputs, branch);
     norm(layer.mlp_norm, branch, pass.hidden, residual ? pass.total : x, pass.hidden, normed);
-    if (layer.router.weight.data) {
-      mixture(layer, normed, out);
-      return;
-    }
+    if (layer.router.weight.data) return mixture(layer, normed, out);
     product(layer.gate_up, normed, pass.hidden, arrays.at[Arrays::INNER], true);
     product(layer.down, arrays.at[Arrays::INNER], layer.down.inputs, out);
   }
 };
-
 }  // namespace
-}  // namespace mtp
 
 // `layers` and `contexts` [count].
-extern "C" void mtp_layers(const mtp::Layer* layers, const mtp::Context* contexts, int64_t count, const mtp::Pass* pass, int32_t threads) {
-  thread_local std::vector<char> room;
-  const mtp::Arrays arrays(layers, count, *pass, room);
+extern "C" void mtp_layers(const Layer* layers, const Context* contexts, int64_t count, const Pass* pass, int32_t threads) {
+  thread_local std::vector<char> numbers;
+  const Arrays arrays(layers, count, *pass, numbers);
   std::vector<std::atomic<int64_t>> next(count);
-  mtp::parallel(threads, [&](const mtp::Member& member) {
-    const mtp::Walk walk{member, *pass, arrays};
+  parallel(threads, [&](const Member& member) {
+    const Walk walk{member, *pass, arrays};
     for (int64_t i = 0; i < count; i++) {
       const void* x = i ? pass->out : pass->x;
       walk.layer(layers[i], contexts[i], x, i ? pass->total : pass->residual, pass->out, next[i]);
     }
   });
 }
+}  // namespace mtp

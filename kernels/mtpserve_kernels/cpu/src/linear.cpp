@@ -1,9 +1,7 @@
 // Reference: torch.nn.functional.linear; layers/torch_kernels.py.
 #include "linear.h"
 
-#include <algorithm>
 #include <type_traits>
-#include <vector>
 
 #ifdef __AMX_BF16__
 #include "linear_amx.h"
@@ -11,7 +9,6 @@
 
 namespace mtp {
 namespace {
-
 constexpr int MAX_ROWS = 6;               // of a tile
 constexpr int MAX_PANELS = 4;             // of a tile
 constexpr int64_t GROUP = 96 << 10;       // bytes of the panels that all tiles of a block of rows use while they are in the L2 cache
@@ -28,8 +25,7 @@ constexpr int GATED_ROWS = std::min(MAX_ROWS, SUM_REGISTERS / (2 * PANEL_VECTORS
 
 // The same pointer, but the compiler does not know that: what was loaded from it is loaded again, rather than kept in a register that a
 // sum needs.
-template <class T>
-inline const T* again(const T* p) {
+template <class T> inline const T* again(const T* p) {
   asm volatile("" : "+r"(p));
   return p;
 }
@@ -41,8 +37,7 @@ struct Ahead {
 };
 
 // A block of rows as a method multiplies them. int8: what the sums are multiplied with, and what is added to them before.
-template <class X>
-struct Inputs {
+template <class X> struct Inputs {
   const X* x;
   int64_t stride;
   const float* scale;
@@ -51,8 +46,8 @@ struct Inputs {
   Inputs rows_from(int64_t m) const { return {x + m * stride, stride, scale ? scale + m : nullptr, offset ? offset + m : nullptr}; }
 };
 
-template <class Method>
-using Sums = decltype(Method::none())[PANEL_VECTORS];
+template <class Method> using Sums = typename Method::Sum[PANEL_VECTORS];
+template <class Method> constexpr bool SCALED = std::is_same_v<Method, Int8>;
 
 // sums[m][p]: row m of x times panel p.
 template <class Method, int ROWS, int PANELS>
@@ -65,7 +60,7 @@ inline __attribute__((always_inline)) void multiply(const typename Method::X* x,
   const Stored* lines[PANELS];
   const char* next[PANELS];
   UNROLL for (int p = 0; p < PANELS; p++) {
-    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) part[m][p][v] = Method::none();
+    UNROLL for (int m = 0; m < ROWS; m++) UNROLL for (int v = 0; v < PANEL_VECTORS; v++) part[m][p][v] = typename Method::Sum{};
     lines[p] = panels[p];
     next[p] = (const char*)panels[p] + ahead.skip;
   }
@@ -74,10 +69,7 @@ inline __attribute__((always_inline)) void multiply(const typename Method::X* x,
     UNROLL for (int i = 0; i < LINES * Method::PARTS; i++) {
       UNROLL for (int p = 0; p < PANELS; p++) {
         const Stored* line = again(lines[p]) + i / Method::PARTS * LINE;
-        if (i % Method::PARTS == 0) {
-          prefetch(next[p]);
-          next[p] += ahead.advance;
-        }
+        if (i % Method::PARTS == 0) prefetch(next[p]), next[p] += ahead.advance;
         decltype(Method::load(line, 0)) w[PANEL_VECTORS];
         UNROLL for (int v = 0; v < PANEL_VECTORS; v++) w[v] = Method::load(line + v * LANES * Method::STEP, i % Method::PARTS);
         const typename Method::X *low = again(x) + i * Method::STEP / Method::PARTS,
@@ -97,21 +89,7 @@ inline __attribute__((always_inline)) void multiply(const typename Method::X* x,
 }
 
 inline void put(const Output& out, int64_t row, int64_t column, Floats x, int64_t width) {
-  int64_t left = std::min<int64_t>(width - column, LANES);
-  if (left <= 0) return;
-  if (out.type == FP32) {
-    float* to = (float*)out.data + row * out.stride + column;
-    left == LANES ? store(to, x) : store(to, x, (int)left);
-  } else {
-    bf16* to = (bf16*)out.data + row * out.stride + column;
-    left == LANES ? store(to, x) : store(to, x, (int)left);
-  }
-}
-
-// Bytes from one panel to the next.
-template <class Method>
-int64_t panel_bytes(const Matrix& matrix) {
-  return ceil_div(matrix.inputs, Method::STEP) * Method::STEP * PANEL * sizeof(typename Method::Stored);
+  if (column < width) by_type(out.type, [&](auto n) { store_some((decltype(n)*)out.data + row * out.stride + column, x, width - column); });
 }
 
 // One tile: rows row … row + ROWS - 1, and PANELS panels from `panel` on; a gated tile has PANELS / 2 of the gate's and as many of the
@@ -124,7 +102,7 @@ void tile(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row
   int64_t first[PANELS];
   for (int p = 0; p < PANELS; p++) {
     const int64_t index = p < WIDE ? panel + p : halves + panel + p - WIDE;
-    panels[p] = (const typename Method::Stored*)((const char*)matrix.data + index * panel_bytes<Method>(matrix));
+    panels[p] = (const typename Method::Stored*)((const char*)matrix.data + index * PANEL * matrix.row_bytes());
     first[p] = index * PANEL;
   }
   Sums<Method> sums[ROWS][PANELS];
@@ -134,12 +112,13 @@ void tile(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row
       Floats y[PANELS];
       for (int p = 0; p < PANELS; p++) {
         const int64_t column = first[p] + v * LANES;
-        if constexpr (Method::SCALED) y[p] = mul(mul(to_floats(sums[m][p][v], x.offset[m]), set(x.scale[m])), load(matrix.scale + column));
+        if constexpr (SCALED<Method>)
+          y[p] = __builtin_convertvector(sums[m][p][v] + x.offset[m], Floats) * x.scale[m] * load(matrix.scale + column);
         else y[p] = sums[m][p][v];
-        if (matrix.bias) y[p] = add(y[p], load(matrix.bias + column));
+        if (matrix.bias) y[p] = y[p] + load(matrix.bias + column);
       }
       for (int p = 0; p < WIDE; p++) {
-        if constexpr (GATED) y[p] = mul(silu(y[p]), y[p + WIDE]);
+        if constexpr (GATED) y[p] = silu(y[p]) * y[p + WIDE];
         put(out, row + m, (panel + p) * PANEL + v * LANES, y[p], width);
       }
     }
@@ -155,12 +134,11 @@ void tiles(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t ro
     if (p < panels.end) tiles<Method, ROWS, GATED, WIDE / 2>(matrix, x, row, {p, panels.end}, ahead, out);
 }
 
-template <class Method, bool GATED, int ROWS = 1>
-void rows_of(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t rows, Range panels, Ahead ahead,
-             const Output& out) {
-  if (rows == ROWS)
-    return tiles<Method, ROWS, GATED, GATED ? std::max(panels_of(ROWS) / 2, 1) : panels_of(ROWS)>(matrix, x, row, panels, ahead, out);
-  if constexpr (ROWS < (GATED ? GATED_ROWS : MAX_ROWS)) rows_of<Method, GATED, ROWS + 1>(matrix, x, row, rows, panels, ahead, out);
+template <class Method, bool GATED> void rows_of(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t rows,
+                                                 Range panels, Ahead ahead, const Output& out) {
+  with_rows<GATED ? GATED_ROWS : MAX_ROWS>(rows, [&](auto many) {
+    tiles<Method, many, GATED, GATED ? std::max(panels_of(many) / 2, 1) : panels_of(many)>(matrix, x, row, panels, ahead, out);
+  });
 }
 
 // Rows in tiles of nearly equal height: 7 are 4 + 3, not 6 + 1. A group of panels that stays in the cache is used by all tiles.
@@ -168,7 +146,7 @@ template <class Method, bool GATED>
 void block(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t rows, Range panels, const Output& out) {
   const int64_t count = ceil_div(rows, GATED ? GATED_ROWS : MAX_ROWS);
   if (count == 1) return rows_of<Method, GATED>(matrix, x, row, rows, panels, {0, PANEL * 4}, out);
-  const int64_t bytes = panel_bytes<Method>(matrix), together = std::max<int64_t>(GROUP / bytes / (GATED ? 2 : 1), 1);
+  const int64_t bytes = PANEL * matrix.row_bytes(), together = std::max<int64_t>(GROUP / bytes / (GATED ? 2 : 1), 1);
   for (int64_t p = panels.first; p < panels.end; p += together) {
     const Range group{p, std::min(panels.end, p + together)};
     for (int64_t i = 0; i < count; i++) {
@@ -179,31 +157,21 @@ void block(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t ro
   }
 }
 
-template <class From, class To>
-void convert(const From* from, To* to, int64_t count) {
-  int64_t k = 0;
-  for (; k + LANES <= count; k += LANES) store(to + k, load(from + k));
-  if (k < count) store(to + k, load(from + k, (int)(count - k)), (int)(count - k));
-}
-
 // from ≈ to * scale, with the largest at 127. A row that has a NaN or an infinity gets NaN as its scale. Reference: quant/reference.py.
-template <class Method, class From>
-void quantize(const From* from, typename Method::X* to, int64_t count, float& scale, int32_t& offset) {
-  Floats largest = zero(), poison = zero();
+template <class Method, class From> void quantize(const From* from, typename Method::X* to, int64_t count, float& scale, int32_t& offset) {
+  Floats largest = {}, poison = {};
   auto each = [&](auto body) {
-    int64_t k = 0;
-    for (; k + LANES <= count; k += LANES) body(k, load(from + k));
-    if (k < count) body(k, load(from + k, (int)(count - k)));
+    for (int64_t k = 0; k < count; k += LANES) body(k, load_some(from + k, count - k));
   };
   each([&](int64_t, Floats x) {
-    largest = max(largest, max(x, sub(zero(), x)));
-    poison = fma(x, zero(), poison);
+    largest = max(largest, max(x, -x));
+    poison = fma(x, Floats{}, poison);
   });
   const float most = max(largest), inverse = most > 0 ? 127 / most : 0;
-  Floats total = zero();  // of whole numbers, and exact
+  Floats total = {};  // of whole numbers, and exact
   each([&](int64_t k, Floats x) {
-    const Floats whole = round(mul(x, set(inverse)));
-    total = add(total, whole);
+    const Floats whole = round(x * set(inverse));
+    total = total + whole;
     Method::store(to + k, whole);
   });
   scale = most / 127 + sum(poison);
@@ -211,23 +179,22 @@ void quantize(const From* from, typename Method::X* to, int64_t count, float& sc
 }
 
 // These rows as the method multiplies them: the tensor itself where the type is right, otherwise a copy.
-template <class Method, class From>
-Inputs<typename Method::X> converted(const From* x, int64_t stride, int64_t rows, int64_t inputs) {
+template <class Method, class From> Inputs<typename Method::X> converted(const From* x, int64_t stride, int64_t rows, int64_t inputs) {
   using X = typename Method::X;
   if constexpr (std::is_same_v<From, X>) return {x, stride, nullptr, nullptr};
   else {
-    thread_local std::vector<X> room;
+    thread_local std::vector<X> numbers;
     thread_local std::vector<float> scale;
     thread_local std::vector<int32_t> offset;
     const int64_t step = ceil_div(inputs, LANES) * LANES + LANES;  // not a power of two: the rows shall not share the sets of a cache
-    if ((int64_t)room.size() < rows * step) room.resize(rows * step);
-    if constexpr (Method::SCALED) {
+    X* to = room(numbers, rows * step);
+    if constexpr (SCALED<Method>) {
       scale.resize(rows), offset.resize(rows);
-      for (int64_t m = 0; m < rows; m++) quantize<Method>(x + m * stride, &room[m * step], inputs, scale[m], offset[m]);
+      for (int64_t m = 0; m < rows; m++) quantize<Method>(x + m * stride, to + m * step, inputs, scale[m], offset[m]);
     } else {
-      for (int64_t m = 0; m < rows; m++) convert(x + m * stride, &room[m * step], inputs);
+      for (int64_t m = 0; m < rows; m++) convert(x + m * stride, to + m * step, inputs);
     }
-    return {room.data(), step, scale.data(), offset.data()};
+    return {to, step, scale.data(), offset.data()};
   }
 }
 
@@ -238,12 +205,12 @@ struct Share {
 
 Share share(const Member& member, int64_t rows, int64_t panels) {
   int across = 1;  // parts of the rows
-  int64_t least = INT64_MAX;
+  int64_t least = INT64_MAX / 16;
   for (int parts = 1; parts <= member.size; parts++) {
     if (member.size % parts) continue;
     // Tiles of the busiest member. Splitting the rows reads the weights more often, so it has to pay.
     const int64_t tiles = ceil_div(panels, member.size / parts) * ceil_div(ceil_div(rows, MAX_ROWS), parts);
-    if (tiles * 10 < least * 9 || least == INT64_MAX) least = tiles, across = parts;
+    if (tiles * 10 < least * 9) least = tiles, across = parts;
   }
   const int down = member.size / across;
   return {Member{member.index / down, across, nullptr}.part(rows), Member{member.index % down, down, nullptr}.part(panels)};
@@ -262,13 +229,6 @@ void run(const Member& member, const Matrix& matrix, const From* x, int64_t stri
     else block<Method, false>(matrix, inputs, row, count, mine.panels, out);
   }
 }
-
-template <class Method>
-void run(const Member& member, const Matrix& matrix, const void* x, Type type, int64_t stride, int64_t rows, const Output& out) {
-  if (type == FP32) run<Method>(member, matrix, (const float*)x, stride, rows, out);
-  else run<Method>(member, matrix, (const bf16*)x, stride, rows, out);
-}
-
 }  // namespace
 
 void linear(const Member& member, const Matrix& matrix, const void* x, Type x_type, int64_t stride, int64_t rows, const Output& out) {
@@ -279,41 +239,63 @@ void linear(const Member& member, const Matrix& matrix, const void* x, Type x_ty
       for (int64_t v = 0; v < PANEL; v += LANES) {
         const int64_t column = panel * PANEL + v;
         Floats y = load(sums + v), z = load(up + v);
-        if (matrix.bias) y = add(y, load(matrix.bias + column));
-        if (matrix.bias && out.gated) z = add(z, load(matrix.bias + width + column));
-        put(out, row, column, out.gated ? mul(silu(y), z) : y, width);
+        if (matrix.bias) y = y + load(matrix.bias + column);
+        if (matrix.bias && out.gated) z = z + load(matrix.bias + width + column);
+        put(out, row, column, out.gated ? silu(y) * z : y, width);
       }
     };
     return amx::linear(member, matrix, x, x_type, stride, rows, out.gated, write);
   }
 #endif
-  if (matrix.type == FP32) run<Fp32>(member, matrix, x, x_type, stride, rows, out);
-  else if (matrix.type == BF16) run<Bf16>(member, matrix, x, x_type, stride, rows, out);
-  else run<Int8>(member, matrix, x, x_type, stride, rows, out);
+  by_type(x_type, [&](auto number) {
+    const auto* from = (const decltype(number)*)x;
+    if (matrix.type == FP32) run<Fp32>(member, matrix, from, stride, rows, out);
+    else if (matrix.type == BF16) run<Bf16>(member, matrix, from, stride, rows, out);
+    else run<Int8>(member, matrix, from, stride, rows, out);
+  });
 }
 
-}  // namespace mtp
+// Reference: the two torch.bmm of mtpserve/layers/mla.py.
+void heads_linear(const Member& member, const Matrices& matrices, const Heads& x, int64_t rows, const Heads& out) {
+  // Whole heads for each member where they come out nearly even, otherwise a part of each head.
+  const bool whole = matrices.number % member.size == 0 || matrices.number >= 4 * member.size;
+  const Range mine = whole ? member.part(matrices.number) : Range{0, matrices.number};
+  const Member team = whole ? member.alone() : member;
+  for (int64_t head = mine.first; head < mine.end; head++) {
+    const char* from = (const char*)x.data + head * x.head_stride * size_of(x.type);
+    const Output to{(char*)out.data + head * out.head_stride * size_of(out.type), out.stride, out.type, false};
+    linear(team, matrices[head], from, x.type, x.stride, rows, to);
+  }
+}
 
 extern "C" {
 
-void mtp_linear(const mtp::Matrix* matrix, const void* x, int32_t x_type, int64_t stride, int64_t rows, void* out, int64_t out_stride,
+void mtp_linear(const Matrix* matrix, const void* x, int32_t x_type, int64_t stride, int64_t rows, void* out, int64_t out_stride,
                 int32_t out_type, int32_t gated, int32_t threads) {
-  const mtp::Output to{out, out_stride, mtp::Type(out_type), gated != 0};
-  mtp::parallel(threads, [&](const mtp::Member& member) { mtp::linear(member, *matrix, x, mtp::Type(x_type), stride, rows, to); });
+  const Output to{out, out_stride, Type(out_type), gated != 0};
+  parallel(threads, [&](const Member& member) { linear(member, *matrix, x, Type(x_type), stride, rows, to); });
+}
+
+void mtp_heads_linear(const Matrices* matrices, void* x, int64_t stride, int64_t head_stride, int32_t type, int64_t rows, void* out,
+                      int64_t out_stride, int64_t out_head_stride, int32_t out_type, int32_t threads) {
+  const Heads from{x, stride, head_stride, Type(type)}, to{out, out_stride, out_head_stride, Type(out_type)};
+  const int64_t work = rows * matrices->number * matrices->first.outputs * matrices->first.inputs;
+  parallel(worth(threads, work), [&](const Member& member) { heads_linear(member, *matrices, from, rows, to); });
 }
 
 // W [outputs, inputs] row-major → panels, in place: outputs must be whole panels, and inputs whole steps. `size`: bytes of a number.
 void mtp_pack(void* data, int64_t outputs, int64_t inputs, int32_t size, int32_t threads) {
   const int64_t step = 4 / size, bytes = inputs * size;
-  mtp::parallel(threads, [&](const mtp::Member& member) {
-    const mtp::Range mine = member.part(outputs / mtp::PANEL);
-    std::vector<char> rows(mtp::PANEL * bytes);
+  parallel(threads, [&](const Member& member) {
+    const Range mine = member.part(outputs / PANEL);
+    std::vector<char> rows(PANEL * bytes);
     for (int64_t p = mine.first; p < mine.end; p++) {
-      char* panel = (char*)data + p * mtp::PANEL * bytes;
+      char* panel = (char*)data + p * PANEL * bytes;
       std::memcpy(rows.data(), panel, rows.size());
       for (int64_t k = 0; k < inputs / step; k++)
-        for (int64_t j = 0; j < mtp::PANEL; j++) std::memcpy(panel + (k * mtp::PANEL + j) * 4, rows.data() + j * bytes + k * 4, 4);
+        for (int64_t j = 0; j < PANEL; j++) std::memcpy(panel + (k * PANEL + j) * 4, rows.data() + j * bytes + k * 4, 4);
     }
   });
 }
 }
+}  // namespace mtp

@@ -8,13 +8,18 @@
 #include "threads.h"
 
 namespace mtp {
-
 struct Matrix {
   const void* data;    // packed; rounded up to whole panels, the rest is zeros
   const float* bias;   // [N rounded up] or null
   const float* scale;  // int8: [N rounded up], what each output is multiplied with
   int64_t outputs, inputs;
   Type type;
+
+  int64_t row_bytes() const { return ceil_div(inputs * size_of(type), 4) * 4; }  // of an output
+  // Some of its outputs; `first` is a multiple of PANEL.
+  Matrix part(int64_t first, int64_t count) const {
+    return {(const char*)data + first * row_bytes(), bias ? bias + first : nullptr, scale ? scale + first : nullptr, count, inputs, type};
+  }
 };
 
 // Where the products go. `gated`: the matrix is [gate; up], and the result silu(gate) * up, half as wide.
@@ -28,4 +33,18 @@ struct Output {
 // x [rows, inputs] of type `x_type` with `stride` numbers from row to row. Called by all members; each computes some of the outputs.
 void linear(const Member& member, const Matrix& matrix, const void* x, Type x_type, int64_t stride, int64_t rows, const Output& out);
 
+// Of one shape, one after the other, without biases and not int8: of attention's heads, of experts.
+struct Matrices {
+  Matrix first;
+  int64_t number, stride;  // numbers from one matrix to the next
+
+  Matrix operator[](int64_t index) const {
+    Matrix matrix = first;
+    matrix.data = (const char*)first.data + index * stride * size_of(first.type);
+    return matrix;
+  }
+};
+
+// x [rows, heads, inputs] → out [rows, heads, outputs], each head by its own matrix.
+void heads_linear(const Member& member, const Matrices& matrices, const Heads& x, int64_t rows, const Heads& out);
 }  // namespace mtp

@@ -6,13 +6,9 @@
 #pragma once
 #include <immintrin.h>
 
-#include <algorithm>
-#include <vector>
-
 #include "linear.h"
 
 namespace mtp::amx {
-
 constexpr int TILE = 16;           // rows, and outputs
 constexpr int DEPTH = 32;          // inputs of one product
 constexpr int64_t ROW_BLOCK = 96;  // rows whose inputs stay in the cache while the weights are read once
@@ -28,10 +24,7 @@ struct Tiles {
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } shape;
-    for (int t = 0; t < 8; t++) {
-      shape.bytes[t] = 64;
-      shape.rows[t] = uint8_t(t < 6 ? rows : TILE);
-    }
+    for (int t = 0; t < 8; t++) shape.bytes[t] = 64, shape.rows[t] = uint8_t(t < 6 ? rows : TILE);
     settled(&shape);
     _tile_loadconfig(&shape);
   }
@@ -41,48 +34,36 @@ struct Tiles {
 
 using Sums = float[TILE][PANEL];
 
-// sums[r][p]: tile of rows r of x times panel p. x [ROWS * height, stride], zeros from `inputs` to `stride`, which is whole products.
-template <int ROWS, int PANELS>
-inline void multiply(const bf16* x, int64_t stride, int height, const bf16* const (&panels)[2], int64_t inputs, Sums (&sums)[2][2]) {
+// sums[r][p]: tile of rows r of x times panel p. x [2 * height, stride], zeros from `inputs` to `stride`, which is whole products.
+inline void multiply(const bf16* x, int64_t stride, int64_t height, const bf16* const (&panels)[2], int64_t inputs, Sums (&sums)[2][2]) {
   settled(x);
   _tile_zero(0);
-  if constexpr (PANELS > 1) _tile_zero(1);
-  if constexpr (ROWS > 1) _tile_zero(2);
-  if constexpr (ROWS > 1 && PANELS > 1) _tile_zero(3);
-  const bf16* below = x + height * stride;
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   const auto product = [&](int64_t k, const bf16* first, const bf16* second) {
     _tile_loadd(4, x + k, stride * 2);
+    _tile_loadd(5, x + height * stride + k, stride * 2);
     _tile_stream_loadd(6, first, 64);
     _tile_dpbf16ps(0, 4, 6);
-    if constexpr (PANELS > 1) {
-      _tile_stream_loadd(7, second, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (ROWS > 1) {
-      _tile_loadd(5, below + k, stride * 2);
-      _tile_dpbf16ps(2, 5, 6);
-    }
-    if constexpr (ROWS > 1 && PANELS > 1) _tile_dpbf16ps(3, 5, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_stream_loadd(7, second, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
   };
   int64_t k = 0;
   for (; k + DEPTH <= inputs; k += DEPTH) product(k, panels[0] + k * PANEL, panels[1] + k * PANEL);
   if (k < inputs) {  // what lies behind the panel is another's, and zero times NaN is NaN
     alignas(64) bf16 last[2][DEPTH * PANEL] = {};
-    for (int p = 0; p < PANELS; p++) std::memcpy(last[p], panels[p] + k * PANEL, (inputs - k) * PANEL * sizeof(bf16));
+    for (int p = 0; p < 2; p++) std::memcpy(last[p], panels[p] + k * PANEL, (inputs - k) * PANEL * sizeof(bf16));
     settled(last);
     product(k, last[0], last[1]);
   }
   _tile_stored(0, sums[0][0], 64);
-  if constexpr (PANELS > 1) _tile_stored(1, sums[0][1], 64);
-  if constexpr (ROWS > 1) _tile_stored(2, sums[1][0], 64);
-  if constexpr (ROWS > 1 && PANELS > 1) _tile_stored(3, sums[1][1], 64);
+  _tile_stored(1, sums[0][1], 64);
+  _tile_stored(2, sums[1][0], 64);
+  _tile_stored(3, sums[1][1], 64);
   settled(sums);
-}
-
-inline void multiply(int rows, int panels, const bf16* x, int64_t stride, int height, const bf16* const (&data)[2], int64_t inputs,
-                     Sums (&sums)[2][2]) {
-  const auto one = rows == 1 ? multiply<1, 1> : multiply<2, 1>, two = rows == 1 ? multiply<1, 2> : multiply<2, 2>;
-  (panels == 1 ? one : two)(x, stride, height, data, inputs, sums);
 }
 
 // `write(row, panel, sums, beside)`: 16 outputs of a row; a gated matrix has its up's beside.
@@ -93,32 +74,28 @@ void linear(const Member& member, const Matrix& matrix, const void* x, Type type
   if (mine.first == mine.end || rows == 0) return;
   thread_local std::vector<bf16> room;
   for (int64_t from = 0; from < rows; from += ROW_BLOCK) {
-    // Tiles of equal height: 17 rows are 9 + 8 and one of zeros.
-    const int64_t count = std::min(ROW_BLOCK, rows - from), tiles = ceil_div(count, TILE), height = ceil_div(count, tiles);
+    // Pairs of tiles of equal height: 17 rows are 9 + 8 and one of zeros. Few rows wait for the weights and not for the products.
+    const int64_t count = std::min(ROW_BLOCK, rows - from), tiles = 2 * ceil_div(count, 2 * TILE), height = ceil_div(count, tiles);
     room.assign(tiles * height * depth, bf16{0});
-    for (int64_t m = 0; m < count; m++)
-      for (int64_t k = 0; k < matrix.inputs; k++) {
-        const int64_t at = (from + m) * stride + k;
-        room[m * depth + k] = type == BF16 ? ((const bf16*)x)[at] : narrow(((const float*)x)[at]);
-      }
+    by_type(type, [&](auto number) {
+      const auto* row = (const decltype(number)*)x + from * stride;
+      for (int64_t m = 0; m < count; m++) convert(row + m * stride, room.data() + m * depth, matrix.inputs);
+    });
     const Tiles configured((int)height);
     for (int64_t p = mine.first; p < mine.end; p += gated ? 1 : 2) {
-      const int panels = gated || p + 1 < mine.end ? 2 : 1;
-      const int64_t second = gated ? halves + p : p + panels - 1;
+      const int64_t second = gated ? halves + p : std::min(p + 1, mine.end - 1);  // the last panel may be alone
       const bf16* const data[2] = {(const bf16*)matrix.data + p * PANEL * matrix.inputs,
                                    (const bf16*)matrix.data + second * PANEL * matrix.inputs};
       for (int64_t t = 0; t < tiles; t += 2) {
-        const int pair = (int)std::min<int64_t>(2, tiles - t);
         alignas(64) Sums sums[2][2];
-        multiply(pair, panels, room.data() + t * height * depth, depth, (int)height, data, matrix.inputs, sums);
-        for (int64_t r = 0; r < std::min(pair * height, count - t * height); r++) {
+        multiply(room.data() + t * height * depth, depth, height, data, matrix.inputs, sums);
+        for (int64_t r = 0; r < std::min(2 * height, count - t * height); r++) {
           const float *first = sums[r / height][0][r % height], *beside = sums[r / height][1][r % height];
           write(from + t * height + r, p, first, beside);
-          if (!gated && panels == 2) write(from + t * height + r, p + 1, beside, beside);
+          if (!gated && second > p) write(from + t * height + r, second, beside, beside);
         }
       }
     }
   }
 }
-
 }  // namespace mtp::amx

@@ -1,13 +1,10 @@
 // Reference: moe/reference.py.
 #include "moe.h"
 
-#include <algorithm>
 #include <limits>
-#include <vector>
 
 namespace mtp {
 namespace {
-
 // The `count` greatest of values[0 … size), the best first and of equal ones the lower index. NaN is less than everything.
 void greatest(const float* values, int64_t size, int64_t count, int64_t* indices) {
   auto value = [&](int64_t i) { return values[i] == values[i] ? values[i] : -std::numeric_limits<float>::infinity(); };
@@ -26,8 +23,7 @@ void leave_groups_out(const Router& router, float* choice, int64_t experts) {
   const int64_t size = experts / router.groups;
   thread_local std::vector<float> sums;
   thread_local std::vector<int64_t> best;
-  sums.resize(router.groups);
-  best.resize(router.groups);
+  sums.resize(router.groups), best.resize(router.groups);
   for (int64_t g = 0; g < router.groups; g++) {
     int64_t two[2];
     greatest(choice + g * size, size, 2, two);
@@ -48,7 +44,7 @@ void choose(const Router& router, float* scores, float* weights, int64_t* expert
   for (int64_t k = 0; k < number; k += LANES) {
     const Floats score = sigmoid(load_some(scores + k, number - k));
     store_some(scores + k, score, number - k);
-    store_some(choice.data() + k, add(score, load_some(router.bias + k, number - k)), number - k);
+    store_some(choice.data() + k, score + load_some(router.bias + k, number - k), number - k);
   }
   if (router.top_groups < router.groups) leave_groups_out(router, choice.data(), number);
   greatest(choice.data(), number, router.top_k, experts);
@@ -88,14 +84,12 @@ struct Jobs {
   // By expert, and by row for each: a counting sort.
   void sort(int64_t number, const Chosen& chosen, int64_t pairs) {
     ends.assign(number + 1, 0);
-    rows.resize(pairs);
-    weights.resize(pairs);
+    rows.resize(pairs), weights.resize(pairs);
     for (int64_t i = 0; i < pairs; i++) ends[chosen.experts[i] + 1]++;
     for (int64_t expert = 0; expert < number; expert++) ends[expert + 1] += ends[expert];
     for (int64_t i = 0; i < pairs; i++) {  // ends[expert] goes from its beginning to its end
       const int32_t place = ends[chosen.experts[i]]++;
-      rows[place] = (int32_t)(i / chosen.top_k);
-      weights[place] = chosen.weights[i];
+      rows[place] = (int32_t)(i / chosen.top_k), weights[place] = chosen.weights[i];
     }
   }
 
@@ -106,13 +100,6 @@ struct Jobs {
     inner = (char*)inner + count * down.inputs * size_of(type);
   }
 };
-
-// Room for `size` numbers; what was in it is lost.
-template <class T>
-T* room(std::vector<T>& numbers, int64_t size) {
-  if ((int64_t)numbers.size() < size) numbers.resize(size);
-  return numbers.data();
-}
 
 // The rows of a job side by side.
 const void* gathered(const Job& job, const void* x, Type type, int64_t& stride) {
@@ -151,28 +138,20 @@ void mix(const Member& member, const std::vector<Job>& jobs, Range panels, Type 
   sums.assign(rows * columns, 0.f);
   float* products = room(product_room, rows * columns);
   for (const Job& job : jobs) {
-    Matrix some = job.down;
-    some.data = (const char*)job.down.data + first * job.down.inputs * size_of(job.down.type);
-    some.outputs = columns;
-    linear(member.alone(), some, job.inner, type, job.down.inputs, job.count, {products, columns, FP32, false});
+    linear(member.alone(), job.down.part(first, columns), job.inner, type, job.down.inputs, job.count, {products, columns, FP32, false});
     for (int64_t i = 0; i < job.count; i++) {
       float* to = sums.data() + (job.rows ? job.rows[i] : i) * columns;
       const float* from = products + i * columns;
       const Floats weight = set(job.weights ? job.weights[i] : 1.f);
-      for (int64_t k = 0; k < columns; k += LANES) {
-        const int64_t left = columns - k;
+      for (int64_t k = 0, left; (left = columns - k) > 0; k += LANES)
         store_some(to + k, fma(weight, load_some(from + k, left), load_some(to + k, left)), left);
-      }
     }
   }
   by_type(out.type, [&](auto number) {
-    using T = decltype(number);
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t k = 0; k < columns; k += LANES)
-        store_some((T*)out.data + row * out.stride + first + k, load_some(sums.data() + row * columns + k, columns - k), columns - k);
+    auto* to = (decltype(number)*)out.data + first;
+    for (int64_t row = 0; row < rows; row++) convert(sums.data() + row * columns, to + row * out.stride, columns);
   });
 }
-
 }  // namespace
 
 void route(const Member& member, const Router& router, const void* x, Type type, int64_t stride, int64_t rows, float* scores,
@@ -203,24 +182,21 @@ void mix_experts(const Member& member, const Experts& experts, const Chosen& cho
     mix(member, jobs.list, {panel, std::min(mine.end, panel + together)}, type, rows, out);
 }
 
-}  // namespace mtp
-
 extern "C" {
 
-void mtp_route(const mtp::Router* router, const void* x, int32_t type, int64_t stride, int64_t rows, float* scores, float* weights,
+void mtp_route(const Router* router, const void* x, int32_t type, int64_t stride, int64_t rows, float* scores, float* weights,
                int64_t* experts, int32_t threads) {
   const int64_t work = rows * router->weight.outputs * (router->weight.inputs + 16);
-  mtp::parallel(mtp::worth(threads, work), [&](const mtp::Member& member) {
-    mtp::route(member, *router, x, mtp::Type(type), stride, rows, scores, weights, experts);
-  });
+  parallel(worth(threads, work),
+           [&](const Member& member) { route(member, *router, x, Type(type), stride, rows, scores, weights, experts); });
 }
 
-void mtp_mix_experts(const mtp::Experts* experts, const float* weights, const int64_t* chosen, int64_t top_k, const void* x, int32_t type,
+void mtp_mix_experts(const Experts* experts, const float* weights, const int64_t* chosen, int64_t top_k, const void* x, int32_t type,
                      int64_t stride, int64_t rows, void* inner, void* out, int64_t out_stride, int32_t threads) {
-  const int64_t work = mtp::inner_size(*experts, rows, top_k) * 3 * experts->gate_up.first.inputs;
-  const mtp::Output to{out, out_stride, mtp::Type(type), false};
-  mtp::parallel(mtp::worth(threads, work), [&](const mtp::Member& member) {
-    mtp::mix_experts(member, *experts, {weights, chosen, top_k}, x, mtp::Type(type), stride, rows, inner, to);
-  });
+  const int64_t work = inner_size(*experts, rows, top_k) * 3 * experts->gate_up.first.inputs;
+  const Output to{out, out_stride, Type(type), false};
+  parallel(worth(threads, work),
+           [&](const Member& member) { mix_experts(member, *experts, {weights, chosen, top_k}, x, Type(type), stride, rows, inner, to); });
 }
 }
+}  // namespace mtp

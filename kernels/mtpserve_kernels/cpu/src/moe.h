@@ -1,9 +1,8 @@
 // A mixture of experts: the router, and the chosen experts' outputs by their weights.
 #pragma once
-#include "matrices.h"
+#include "linear.h"
 
 namespace mtp {
-
 struct Router {
   Matrix weight;      // float32, one output per expert
   const float* bias;  // [experts]: added to a score for the choice alone
@@ -36,5 +35,4 @@ int64_t inner_size(const Experts& experts, int64_t rows, int64_t top_k);
 // last. `inner`: room, shared by the members, which wait for each other once. An expert that no row chose is not read.
 void mix_experts(const Member& member, const Experts& experts, const Chosen& chosen, const void* x, Type type, int64_t stride, int64_t rows,
                  void* inner, const Output& out);
-
 }  // namespace mtp

@@ -4,12 +4,10 @@
 // the few tokens that bounds leave: most of a vocabulary is read twice and sorted never.
 #include "sample.h"
 
-#include <algorithm>
 #include <bit>
 
 namespace mtp {
 namespace {
-
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr int64_t BLOCK = 256;  // tokens
 constexpr uint32_t ONE = 0x3F800000;
@@ -17,7 +15,7 @@ constexpr uint32_t ONE = 0x3F800000;
 thread_local std::vector<float> maxima;  // of the blocks of the row that `largest` has read last
 
 // The first `count` lanes of a mask; count may be more than there are.
-uint32_t first_of(Mask mask, int64_t count) { return bits(mask) & (count >= LANES ? ~0u : (1u << count) - 1); }
+uint32_t first_of(Ints mask, int64_t count) { return bits(mask) & (count >= LANES ? ~0u : (1u << count) - 1); }
 
 struct Item {
   uint32_t key;
@@ -39,8 +37,7 @@ uint32_t last_kept(int64_t count, double limit) {
     double sum = before;
     for (uint32_t d = 0; d < DIGITS && sum < limit; d++) {
       if (weights[d] == 0) continue;
-      digit = d;
-      before = sum;
+      digit = d, before = sum;
       sum += weights[d];
     }
     int64_t left = 0;
@@ -64,22 +61,19 @@ void keep(Law& law, float least) {
     // No branch for each: half of them would be guessed wrong.
     for (int64_t j = i, end = std::min(law.count, i + LANES); j < end; j++) {
       const float weight = law.weights[j];
-      law.tokens[kept] = (int32_t)law.token(j);
-      law.weights[kept] = weight;
+      law.tokens[kept] = (int32_t)law.token(j), law.weights[kept] = weight;
       kept += weight >= least;
     }
   }
-  law.count = kept;
-  law.all = false;
+  law.count = kept, law.all = false;
 }
 
 double mass_of(const Law& law) {
   double mass = 0;
   for (int64_t first = 0; first < law.count; first += BLOCK) {
     const int64_t end = std::min(law.count, first + BLOCK);
-    Floats sums = zero();
-    for (int64_t i = first; i < end; i += LANES)
-      sums = add(sums, end - i >= LANES ? load(&law.weights[i]) : load(&law.weights[i], int(end - i)));
+    Floats sums = {};
+    for (int64_t i = first; i < end; i += LANES) sums = sums + load_some(&law.weights[i], end - i);
     mass += sum(sums);
   }
   return mass;
@@ -88,7 +82,7 @@ double mass_of(const Law& law) {
 // The top_k scaled logits. Their k-th is at least the k-th of the blocks' maxima, so that few blocks can have one of them.
 void keep_top_k(Law& law, const float* row, int64_t vocab, float top, const Cuts& cuts) {
   const int64_t blocks = ceil_div(vocab, BLOCK);
-  auto scaled = [&](Floats x) { return div(sub(x, set(top)), set(cuts.temperature)); };
+  auto scaled = [&](Floats x) { return (x - set(top)) / set(cuts.temperature); };
   float least = -INFINITE;
   if (blocks >= cuts.top_k) {
     std::vector<float>& order = law.weights;
@@ -97,20 +91,18 @@ void keep_top_k(Law& law, const float* row, int64_t vocab, float top, const Cuts
     least = (order[cuts.top_k - 1] - top) / cuts.temperature;
   }
   law.tokens.resize(law.weights.size());
-  law.all = false;
-  law.count = 0;
+  law.all = false, law.count = 0;
   items.resize(law.weights.size());
   for (int64_t block = 0; block < blocks; block++) {
     if ((maxima[block] - top) / cuts.temperature < least) continue;
     const int64_t end = std::min(vocab, (block + 1) * BLOCK);
     for (int64_t i = block * BLOCK; i < end; i += LANES) {
       float s[LANES];
-      const Floats x = scaled(end - i >= LANES ? load(row + i) : load(row + i, int(end - i)));
+      const Floats x = scaled(load_some(row + i, end - i));
       store(s, x);
       for (uint32_t hits = first_of(at_least(x, set(least)), end - i); hits; hits &= hits - 1) {
         const int lane = std::countr_zero(hits);
-        law.tokens[law.count] = int32_t(i + lane);
-        law.weights[law.count] = s[lane];
+        law.tokens[law.count] = int32_t(i + lane), law.weights[law.count] = s[lane];
         items[law.count++] = {std::bit_cast<uint32_t>(std::abs(s[lane])), 1.f};  // none is above 0: in descending order
       }
     }
@@ -130,7 +122,6 @@ void keep_top_p(Law& law, float top_p) {
   }
   keep(law, std::bit_cast<float>(ONE - last_kept(law.count, top_p * mass)));
 }
-
 }  // namespace
 
 Largest largest(const float* row, int64_t vocab) {
@@ -140,35 +131,22 @@ Largest largest(const float* row, int64_t vocab) {
   for (int64_t first = 0; first < vocab; first += BLOCK) {
     const int64_t count = std::min(BLOCK, vocab - first);
     const float* x = row + first;
-    float block = -INFINITE;
-    bool nan = false;
-    if (count == BLOCK) {
-      // max(a, b) is b where one is NaN: a NaN in x does not stay in the maximum.
-      Floats most[2] = {set(-INFINITE), set(-INFINITE)};
-      Mask nans = either_nan(most[0], most[1]);
-      for (int64_t i = 0; i < BLOCK; i += 2 * LANES) {
-        const Floats a = load(x + i), b = load(x + i + LANES);
-        nans = nans | either_nan(a, b);
-        most[0] = max(a, most[0]);
-        most[1] = max(b, most[1]);
-      }
-      block = max(max(most[0], most[1]));
-      nan = bits(nans);
-    } else {
-      for (int64_t i = 0; i < count; i++) {
-        block = x[i] > block ? x[i] : block;
-        nan |= x[i] != x[i];
-      }
+    float last[BLOCK];
+    if (count < BLOCK) std::fill(std::copy_n(x, count, last), last + BLOCK, -INFINITE), x = last;
+    // max(a, b) is b where one is NaN: a NaN in x does not stay in the maximum.
+    Floats most[2] = {set(-INFINITE), set(-INFINITE)};
+    Ints nans = {};
+    for (int64_t i = 0; i < BLOCK; i += 2 * LANES) {
+      const Floats a = load(x + i), b = load(x + i + LANES);
+      nans |= either_nan(a, b);
+      most[0] = max(a, most[0]), most[1] = max(b, most[1]);
     }
+    const float block = max(max(most[0], most[1]));
     maxima[first / BLOCK] = block;
-    if (nan && !top.nan) {
-      top.nan = true;
-      top.token = std::find_if(x, x + count, [](float y) { return y != y; }) - row;
+    if (!top.nan && bits(nans)) {
+      top.nan = true, top.token = first + (std::find_if(x, x + count, [](float y) { return y != y; }) - x);
     }
-    if (block > top.value) {
-      top.value = block;
-      where = first;
-    }
+    if (block > top.value) top.value = block, where = first;
   }
   if (!top.nan && top.value > -INFINITE) top.token = std::find(row + where, row + vocab, top.value) - row;
   return top;
@@ -180,11 +158,9 @@ void Law::of(const float* row, int64_t vocab, const Largest& top, const Cuts& cu
     keep_top_k(*this, row, vocab, top.value, cuts);
     for (int64_t i = 0; i < count; i += LANES) store(&weights[i], exp(load(&weights[i])));
   } else {
-    all = true;
-    count = vocab;
+    all = true, count = vocab;
     for (int64_t i = 0; i < vocab; i += LANES) {
-      const Floats x = vocab - i >= LANES ? load(row + i) : load(row + i, int(vocab - i));
-      store(&weights[i], exp(div(sub(x, set(top.value)), set(cuts.temperature))));
+      store(&weights[i], exp((load_some(row + i, vocab - i) - set(top.value)) / set(cuts.temperature)));
     }
   }
   if (cuts.top_p < 1) keep_top_p(*this, cuts.top_p);
@@ -214,13 +190,12 @@ int64_t race(const float* weights, const Law& law, uint64_t key) {
     else
       for (int64_t i = 0; i < count; i++) early[i] = rounded(base + uint64_t(law.tokens[first + i] + 1) * GOLDEN);
     for (int64_t i = 0; i < count; i += LANES) {
-      const Floats latest = mul(load(weights + first + i), set(bound));
+      const Floats latest = load(weights + first + i) * set(bound);
       for (uint32_t hits = first_of(at_least(latest, load(early + i)), count - i); hits; hits &= hits - 1) {
         const int64_t at = first + i + std::countr_zero(hits);
         const double speed = double(weights[at]) / exponential(token_bits(base, law.token(at)));
         if (speed <= best) continue;
-        best = speed;
-        winner = at;
+        best = speed, winner = at;
         bound = float(0x1p31 * 1.0001 / speed);
       }
     }
@@ -228,25 +203,8 @@ int64_t race(const float* weights, const Law& law, uint64_t key) {
   return winner;
 }
 
-void argmax(std::atomic<int64_t>& next, const float* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* out) {
-  for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) out[row] = largest(logits + row * stride, vocab).token;
+// Each row's largest, as torch.argmax.
+extern "C" void mtp_argmax(const float* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* out, int32_t threads) {
+  each_row(threads, rows, vocab, [&](int64_t row) { out[row] = largest(logits + row * stride, vocab).token; });
 }
-
 }  // namespace mtp
-
-extern "C" {
-
-void mtp_argmax(const float* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* out, int32_t threads) {
-  std::atomic<int64_t> next{0};
-  const bool small = rows * vocab < mtp::SMALL_LOGITS;
-  mtp::parallel(small ? 1 : threads, [&](const mtp::Member&) { mtp::argmax(next, logits, stride, rows, vocab, out); });
-}
-
-// keys [rows] → out [rows, count]: the exponential noise of each token, for the tests.
-void mtp_noise(const int64_t* keys, int64_t rows, int64_t count, double* out, int32_t) {
-  for (int64_t row = 0; row < rows; row++) {
-    const uint64_t base = mtp::finalise(uint64_t(keys[row]));
-    for (int64_t token = 0; token < count; token++) out[row * count + token] = mtp::exponential(mtp::token_bits(base, token));
-  }
-}
-}

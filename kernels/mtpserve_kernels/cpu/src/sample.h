@@ -1,13 +1,33 @@
 // One token from a row of logits: the largest, or a draw from softmax(logits / temperature) cut by top_k, top_p and min_p.
 #pragma once
-#include <atomic>
+#include <cmath>
 #include <limits>
-#include <vector>
 
-#include "noise.h"
 #include "threads.h"
 
 namespace mtp {
+// Random numbers that are a function of (seed, index of the token, stream, token): mtpserve_kernels/noise.py (SplitMix64).
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15;
+constexpr int64_t STREAMS = 3;                // independent numbers for each index
+enum Stream : int64_t { DRAFT, COIN, DRAW };  // mtpserve/spec/streams.py
+
+inline uint64_t finalise(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+
+inline uint64_t keyed(int64_t seed, int64_t index, Stream stream) {
+  return finalise(uint64_t(index * STREAMS + stream) * GOLDEN) ^ uint64_t(seed);
+}
+
+// In (0, 1), both ends left out.
+inline double unit(uint64_t bits) { return (double(bits >> 12) + 0.5) * 0x1p-52; }
+
+// The bits of a token's number; `base` is finalise(key).
+inline uint64_t token_bits(uint64_t base, int64_t token) { return finalise(base + uint64_t(token + 1) * GOLDEN); }
+
+inline double exponential(uint64_t bits) { return -std::log1p(-unit(bits)); }
 
 constexpr int64_t SMALL_LOGITS = 1 << 16;  // that are read before a second thread has started
 
@@ -57,7 +77,11 @@ struct Sampling {
   Cuts cuts(int64_t seat) const { return {temperature[seat], top_k[seat], top_p[seat], min_p[seat]}; }
 };
 
-// Each row's largest, as torch.argmax. Members take rows from `next`, which starts at 0.
-void argmax(std::atomic<int64_t>& next, const float* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* out);
-
+// body(row) for each row of `vocab` logits: members take rows as they come to them.
+template <class Body> void each_row(int threads, int64_t rows, int64_t vocab, const Body& body) {
+  std::atomic<int64_t> next{0};
+  parallel(rows == 1 || rows * vocab < SMALL_LOGITS ? 1 : threads, [&](const Member&) {
+    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) body(row);
+  });
+}
 }  // namespace mtp

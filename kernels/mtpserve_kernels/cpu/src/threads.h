@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "vec.h"
 
@@ -16,7 +17,6 @@ int omp_get_num_threads() noexcept;
 }
 
 namespace mtp {
-
 // Waits for all members: spins a while, since the others arrive within microseconds, then gives the core away.
 struct Barrier {
   static constexpr int SPINS = 4000;
@@ -37,6 +37,12 @@ struct Barrier {
     }
   }
 };
+
+// Room for `size` numbers; what was in it is lost.
+template <class T> T* room(std::vector<T>& numbers, int64_t size) {
+  if ((int64_t)numbers.size() < size) numbers.resize(size);
+  return numbers.data();
+}
 
 struct Range {
   int64_t first, end;
@@ -65,15 +71,11 @@ template <class Body> void parallel(int threads, const Body& body) {
     const Body& body;
     Barrier barrier;
   } team{body, {}};
-  if (threads <= 1) {
-    body(Member{0, 1, &team.barrier});
-    return;
-  }
+  if (threads <= 1) return body(Member{0, 1, &team.barrier});
   const auto member = [](void* data) {
     Team& own = *(Team*)data;
     own.body(Member{omp_get_thread_num(), omp_get_num_threads(), &own.barrier});
   };
   GOMP_parallel(member, &team, threads, 0);
 }
-
 }  // namespace mtp

@@ -4,7 +4,6 @@
 #include <cstring>
 
 namespace mtp {
-
 struct bf16 {
   uint16_t bits;
 };
@@ -26,8 +25,6 @@ inline bf16 narrow(float x) {
   if ((u & 0x7fffffff) > 0x7f800000) return {uint16_t((u >> 16) | 0x40)};
   return {uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
 }
-inline void assign(float& to, float x) { to = x; }
-inline void assign(bf16& to, float x) { to = narrow(x); }
 
 inline int64_t size_of(Type type) { return type == FP32 ? 4 : type == BF16 ? 2 : 1; }
 
@@ -45,5 +42,4 @@ template <class Body> void by_type(Type type, const Body& body) {
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace mtp

@@ -1,5 +1,5 @@
 // AVX-512 for a CPU without it: SIMDe's functions under the names of the intrinsics, and those that it lacks. What neither has does not
-// compile. Included before everything else. EMULATE_BF16 adds the bf16 products, EMULATE_AMX the tiles.
+// compile. Included before everything else. EMULATE_VNNI adds the int8 products, EMULATE_BF16 the bf16 products, EMULATE_AMX the tiles.
 #pragma once
 #include <immintrin.h>
 #define SIMDE_ENABLE_NATIVE_ALIASES
@@ -11,46 +11,6 @@
 #define __AVX512F__ 1
 
 namespace emulated {
-
-template <class T, class Vector> inline void mask_store(void* p, uint64_t mask, Vector x) {
-  for (size_t i = 0; i < sizeof(x) / sizeof(T); i++)
-    if (mask >> i & 1) std::memcpy((T*)p + i, (const T*)&x + i, sizeof(T));
-}
-
-// As the instruction, it does not touch what is masked off.
-template <class T, class Vector> inline Vector mask_load(uint64_t mask, const void* p) {
-  T to[sizeof(Vector) / sizeof(T)] = {};
-  for (size_t i = 0; i < sizeof(Vector) / sizeof(T); i++)
-    if (mask >> i & 1) std::memcpy(to + i, (const T*)p + i, sizeof(T));
-  Vector made;
-  std::memcpy(&made, to, sizeof(to));
-  return made;
-}
-
-// Each number of x as another type.
-template <class To, class ToVector, class From, class Vector> inline ToVector convert(Vector x) {
-  From from[sizeof(x) / sizeof(From)];
-  To to[sizeof(x) / sizeof(From)];
-  static_assert(sizeof(to) == sizeof(ToVector));
-  std::memcpy(from, &x, sizeof(x));
-  for (size_t i = 0; i < sizeof(x) / sizeof(From); i++) to[i] = To(from[i]);
-  ToVector made;
-  std::memcpy(&made, to, sizeof(to));
-  return made;
-}
-
-// To the nearest whole number, of two the even one.
-inline __m512i whole(__m512 x) {
-  __m256 from[2];
-  __m256i to[2];
-  __m512i made;
-  std::memcpy(from, &x, 64);
-  for (int i = 0; i < 2; i++) to[i] = _mm256_cvtps_epi32(from[i]);
-  std::memcpy(&made, to, 64);
-  return made;
-}
-
-inline __m256 half(__m512 x, int i) { return _mm256_loadu_ps((const float*)&x + 8 * i); }
 
 inline __m512 shuffle_quarters(__m512 a, __m512 b, int order) {
   float to[16];
@@ -69,11 +29,13 @@ inline __m512i multiply_add(__m512i x, __m512i y) {
   return x;
 }
 
-inline float reduce_max(__m512 x) {
-  const float* p = (const float*)&x;
-  float most = p[0];
-  for (int i = 1; i < 16; i++) most = p[i] > most ? p[i] : most;
-  return most;
+// Halves are joined until one number is left.
+template <class Join> inline float reduce(__m512 x, Join join) {
+  float p[16];
+  std::memcpy(p, &x, 64);
+  for (int half = 8; half; half /= 2)
+    for (int i = 0; i < half; i++) p[i] = join(p[i], p[i + half]);
+  return p[0];
 }
 
 // The instruction adds the odd product first, each with one rounding.
@@ -92,31 +54,17 @@ inline __m512 dot_bf16(__m512 sum, __m512bh a, __m512bh b) {
 
 }  // namespace emulated
 
-#define _mm512_mask_storeu_ps(p, mask, x) emulated::mask_store<float>(p, mask, x)
-#define _mm512_mask_storeu_epi32(p, mask, x) emulated::mask_store<int32_t>(p, mask, x)
-#define _mm512_mask_storeu_epi16(p, mask, x) emulated::mask_store<int16_t>(p, mask, x)
-#define _mm512_mask_storeu_epi8(p, mask, x) emulated::mask_store<int8_t>(p, mask, x)
-#define _mm256_mask_storeu_epi16(p, mask, x) emulated::mask_store<int16_t>(p, mask, x)
-#define _mm_mask_storeu_epi8(p, mask, x) emulated::mask_store<int8_t>(p, mask, x)
-#undef _mm256_maskz_loadu_epi16
-#define _mm512_maskz_loadu_ps(mask, p) (emulated::mask_load<float, __m512>(mask, p))
-#define _mm512_maskz_loadu_epi32(mask, p) (emulated::mask_load<int32_t, __m512i>(mask, p))
-#define _mm256_maskz_loadu_epi16(mask, p) (emulated::mask_load<int16_t, __m256i>(mask, p))
-#define _mm_maskz_loadu_epi8(mask, p) (emulated::mask_load<int8_t, __m128i>(mask, p))
-#define _mm512_cvtepi32_epi16(x) (emulated::convert<int16_t, __m256i, int32_t>(x))
-#define _mm512_cvtepi32_epi8(x) (emulated::convert<int8_t, __m128i, int32_t>(x))
-#define _mm512_cvtepu16_epi32(x) (emulated::convert<int32_t, __m512i, uint16_t>(x))
-#define _mm512_cvtepi32_ps(x) (emulated::convert<float, __m512, int32_t>(x))
-#define _mm512_cvtps_epi32(x) emulated::whole(x)
-#define _mm512_extractf32x8_ps(x, i) emulated::half(x, i)
-#define _mm512_shuffle_f32x4(a, b, order) emulated::shuffle_quarters(a, b, order)
 #undef _mm512_madd_epi16
 #define _mm512_madd_epi16(a, b) emulated::multiply_add(a, b)
-#define _mm512_reduce_max_ps(x) emulated::reduce_max(x)
+#define _mm512_shuffle_f32x4(a, b, order) emulated::shuffle_quarters(a, b, order)
+#define _mm512_reduce_add_ps(x) emulated::reduce(x, [](float a, float b) { return a + b; })
+#define _mm512_reduce_max_ps(x) emulated::reduce(x, [](float a, float b) { return a > b ? a : b; })
 
+#ifdef EMULATE_VNNI
+#define __AVX512VNNI__ 1
+#endif
 #ifdef EMULATE_BF16
 #define __AVX512BF16__ 1
-#define __AVX512VNNI__ 1
 #undef _mm512_dpbf16_ps
 #define _mm512_dpbf16_ps(sum, a, b) emulated::dot_bf16(sum, a, b)
 #endif

@@ -9,26 +9,10 @@
 #define __ARM_NEON 1
 asm(".macro yield\npause\n.endm");
 
-namespace emulated {
-
-inline float32x4_t divide(float32x4_t a, float32x4_t b) {
-  float x[4], y[4];
-  vst1q_f32(x, a), vst1q_f32(y, b);
-  for (int i = 0; i < 4; i++) x[i] /= y[i];
-  return vld1q_f32(x);
-}
-
-}  // namespace emulated
-
-#define vdivq_f32(a, b) emulated::divide(a, b)
-#define vcvtnq_s32_f32(x) vcvtq_s32_f32(vrndnq_f32(x))
-#define vfmsq_f32(c, a, b) vfmaq_f32(c, vnegq_f32(a), b)
-
 #ifdef EMULATE_BF16
 #define __ARM_FEATURE_BF16_VECTOR_ARITHMETIC 1
 typedef uint16x8_t bfloat16x8_t;
-#define vreinterpretq_bf16_u16(x) (x)
-#define vreinterpretq_bf16_u32(x) vreinterpretq_u16_u32(x)
+#define vreinterpretq_bf16_s32(x) vreinterpretq_u16_s32(x)
 
 namespace emulated {
 
