@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -15,7 +16,7 @@ from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import LinearKernels
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.torch_kernels import silu_mul, torch_kernels
+from mtpserve.layers.torch_kernels import gated, torch_kernels
 from mtpserve.models.family import Family
 from mtpserve.models.mimo import MIMO
 from mtpserve.weights.hf import HFConfig
@@ -38,13 +39,13 @@ class OwnAttention(ReferenceAttention):
         return super().plan(batch)
 
 
-def own_silu_mul(gate_up: Tensor, /) -> Tensor:
+def own_gated(gate_up: Callable[[Tensor], Tensor], x: Tensor, /) -> Tensor:
     CALLED.append("kernels")
-    return silu_mul(gate_up)
+    return gated(gate_up, x)
 
 
 def own_kernels() -> Kernels:
-    return replace(torch_kernels(), silu_mul=own_silu_mul)
+    return replace(torch_kernels(), gated=own_gated)
 
 
 class Doubled:
@@ -53,12 +54,12 @@ class Doubled:
     def __init__(self, kernels: LinearKernels) -> None:
         pass
 
-    def finish(self, module: nn.Module) -> None:
+    def finish(self, module: nn.Module, lookups: bool = False) -> None:
         CALLED.append("format")
         module.weight = nn.Parameter(2 * cast(Tensor, module.weight), requires_grad=False)
 
-    def apply(self, module: nn.Module, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, cast(Tensor, module.weight) / 2, cast("Tensor | None", module.bias))
+    def apply(self, module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, cast(Tensor, module.weight) / 2, cast("Tensor | None", module.bias)).to(dtype or x.dtype)
 
     def rows(self, module: nn.Module, ids: Tensor) -> Tensor:
         return cast(Tensor, module.weight)[ids] / 2

@@ -61,9 +61,7 @@ class Scheduler:
                     └─────────→ preemption takes the last that runs, and puts it in its place in line: the first, without priorities
     """
 
-    def __init__(
-        self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
-    ) -> None:  # fmt: skip
+    def __init__(self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int]) -> None:
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
         self._pages = pages
@@ -268,7 +266,7 @@ class Scheduler:
         given = [each for each in zip(planned.seqs, spans, result.spans, strict=True) if each[0].finish is None]
         for seq, span, booked in given:
             self._check(seq, span, booked)
-        outcomes = [self._book(seq, span, booked) for seq, span, booked in given]
+        outcomes = (self._book(*each) for each in given)
         return [outcome for outcome in outcomes if outcome.tokens or outcome.prompt_logprobs or outcome.seq.finish is not None]
 
     def fail(self, seqs: Seq[Sequence], error: str) -> list[Outcome]:
@@ -311,9 +309,7 @@ class Scheduler:
             self.running = [other for other in self.running if other is not seq]
         self._unseat(seq)
         del self.live[seq.id]
-        seq.drafts = 0
-        seq.finish = finish
-        seq.error = error
+        seq.drafts, seq.finish, seq.error = 0, finish, error
 
     # ------------------------------------------------------------------------------------------- integrity
 

@@ -88,9 +88,9 @@ def pack_experts(experts: RoutedExperts, shared: SharedExpert | None) -> PanelEx
 
 
 def shared_matrices(shared: SharedExpert) -> tuple[linear.Matrix, linear.Matrix] | None:
-    """None: its size is not one of whole panels, or it is int8, and it is computed by itself."""
+    """None: its size is not one of whole panels, and it is computed by itself."""
     matrices = matrix_of(cast(Linear, shared.gate_up)), matrix_of(cast(Linear, shared.down))
-    return None if matrices[1].inputs % linear.PANEL or any(matrix.scale for matrix in matrices) else matrices
+    return None if matrices[1].inputs % linear.PANEL else matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class PanelMatrix:
 
 
 def pack_layers(layers: Sequence[Layer]) -> RunLayers:
-    """All layers in one call. Layers that it does not know, or that hold float8, are computed one by one."""
+    """All layers in one call. Layers of other kinds are computed one by one."""
     try:
         described = [described_layer(layer) for layer in layers]
     except NotDescribed:
@@ -202,12 +202,8 @@ def described_attention(module: object) -> stacks.AttentionLayer:
     made = stacks.AttentionLayer()
     if type(module) is GQA:
         out = matrix_of(module.out)
-        made.out, made.heads, made.kv_heads, made.dim = (
-            out,
-            module.heads,
-            (module.all_heads - module.heads) // 2,
-            out.inputs // module.heads,
-        )
+        made.out, made.heads, made.dim = out, module.heads, out.inputs // module.heads
+        made.kv_heads = (module.all_heads - module.heads) // 2
         setattr(made, "in", matrix_of(module.qkv))
     elif type(module) is MLA:
         mla = module.mla

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from mtpserve_kernels.fused import rope
@@ -15,23 +16,21 @@ from torch import Tensor
 from mtpserve.core.arch import MoEArch
 from mtpserve.layers.kernels import Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import Int8Matrix, pack_heads, pack_layers
+from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.fp8 import BLOCK
 
 
 def triton_kernels() -> Kernels:
-    return Kernels(
-        add_rms_norm,
-        gated,
-        rope_store,
-        latent_store,
-        partial(partial, route),
-        partial(partial, experts),
-        pack_heads,
-        pack_layers,
-        lambda *_: None,
-        Int8Matrix,
-        linear_fp8,
+    return replace(
+        torch_kernels(),
+        add_rms_norm=add_rms_norm,
+        gated=gated,
+        rope_store=rope_store,
+        latent_store=latent_store,
+        pack_router=partial(partial, route),
+        pack_experts=partial(partial, experts),
+        pack=lambda *_: None,
+        linear_fp8=linear_fp8,
     )
 
 
