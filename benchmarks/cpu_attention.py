@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from common.record import save
 from mtpserve_kernels.attention import reference
-from mtpserve_kernels.cpu.attention import attend, plan
+from mtpserve_kernels.cpu.attention import attend, layout_of, plan
 from mtpserve_kernels.cpu.library import library
 
 PAGE = 64
@@ -44,7 +44,7 @@ def case(heads: int, kv_heads: int, key_dim: int, value_dim: int, batch: int, co
     q = torch.randn(batch * rows, heads, key_dim).bfloat16()
     each, index = torch.arange(batch), (context + torch.arange(rows)).repeat(batch)
     where = table, each, torch.arange(batch + 1) * rows, torch.full_like(each, context + rows), index, None, None, PAGE, key_dim**-0.5
-    spans = plan(keys, values, heads, *where)
+    spans = plan(layout_of(keys, values, heads, PAGE, key_dim**-0.5), *where[:5])
     read = batch * (context + rows) * kv_heads * (key_dim if latent else key_dim + value_dim) * keys.element_size()
     flops = batch * rows * (2 * context + rows) * heads * (key_dim + value_dim)
     return Timed(lambda: attend(q, keys, values, spans), lambda: reference.span_gqa(q, keys, values, *where), read, flops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -61,6 +61,15 @@ def slots_of(batch: Batch, group: int) -> Tensor:
     return slots if batch.unstored is None else slots.index_fill(0, batch.cu_q[batch.unstored], batch.seats.spare_slots[group])
 
 
-def contexts(stores: Stores, planned: Sequence[P]) -> list[LayerContext[P]]:
-    """`planned`: one for each store → one for each layer."""
-    return [LayerContext(planned[place.store], place.layer) for place in stores.places]
+class Contexts(Sequence[LayerContext[P]]):
+    """One for each layer of `stores`; `planned`: one for each store."""
+
+    def __init__(self, stores: Stores, planned: Sequence[P]) -> None:
+        self.stores, self.planned = stores, planned
+
+    def __len__(self) -> int:
+        return len(self.stores.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        place = self.stores.places[index]
+        return LayerContext(self.planned[place.store], place.layer)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtpserve_kernels.cpu.attention import Spans, attend, plan
+from mtpserve_kernels.cpu.attention import Spans, attend, layout_of, plan
 from torch import Tensor
 
-from mtpserve.attention.contexts import LayerContext, contexts, slots_of
+from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.cache.pool import KVPool
-from mtpserve.cache.stores import Store, Stores
+from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import LayerKind
 from mtpserve.core.batch import Batch
 
@@ -21,22 +21,23 @@ class CPUAttention:
     exact = True
 
     def __init__(self, stores: Stores, heads: int, scale: float) -> None:
-        self.stores, self.heads, self.scale = stores, heads, scale
+        self.stores = stores
+        self.layouts = [
+            layout_of(store.pool.keys(0), store.pool.values(0), heads, store.pool.page_size, scale, store.kind.window or 0)
+            for store in stores.stores
+        ]
 
     def supports(self, kind: LayerKind) -> bool:
         return kind.kv.key_dim % 2 == 0
 
-    def plan(self, batch: Batch) -> list[LayerContext[CPUSpans]]:
+    def plan(self, batch: Batch) -> Contexts[CPUSpans]:
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
-        planned = [CPUSpans(store.pool, slots[store.group], self.spans(batch, store)) for store in self.stores.stores]
-        return contexts(self.stores, planned)
-
-    def spans(self, batch: Batch, store: Store) -> Spans:
-        pool = store.pool
-        return plan(
-            pool.keys(0), pool.values(0), self.heads, batch.seats.page_tables[store.group], batch.seat_ids, batch.cu_q, batch.kv_len,
-            batch.index, batch.tree_bits, batch.tree_start, pool.page_size, self.scale, window=store.kind.window or 0, shift=batch.shift,
-        )  # fmt: skip
+        rows = batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start, batch.shift
+        planned = [
+            CPUSpans(store.pool, slots[store.group], plan(layout, batch.seats.page_tables[store.group], *rows))
+            for store, layout in zip(self.stores.stores, self.layouts, strict=True)
+        ]
+        return Contexts(self.stores, planned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mtpserve.attention.contexts import LayerContext, contexts, slots_of
+from mtpserve.attention.contexts import Contexts, LayerContext, slots_of
 from mtpserve.attention.reference import attend
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
@@ -35,7 +35,7 @@ class ExactAttention:
     def supports(self, kind: LayerKind) -> bool:
         return True
 
-    def plan(self, batch: Batch) -> list[LayerContext[PlannedExact]]:
+    def plan(self, batch: Batch) -> Contexts[PlannedExact]:
         planned = []
         for kind, pool, group in self.stores.stores:
             rows = seen_by_rows(batch, self.stores.page_size, group)
@@ -44,7 +44,7 @@ class ExactAttention:
                 rows = [slots[-kind.window :] for slots in rows]
             lengths = [len(slots) for slots in rows]
             planned.append(PlannedExact(pool, slots_of(batch, group), [padded(slots) for slots in rows], lengths, self.scale))
-        return contexts(self.stores, planned)
+        return Contexts(self.stores, planned)
 
 
 def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:

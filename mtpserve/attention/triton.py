@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mtpserve_kernels.attention.span import span_gqa, span_mla
 from torch import Tensor
 
-from mtpserve.attention.contexts import LayerContext, contexts, slots_of
+from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import LayerKind
@@ -24,13 +24,13 @@ class TritonAttention:
     def supports(self, kind: LayerKind) -> bool:
         return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
 
-    def plan(self, batch: Batch) -> list[LayerContext[PlannedSpans]]:
+    def plan(self, batch: Batch) -> Contexts[PlannedSpans]:
         rows, spans = len(batch.ids), len(batch.seat_ids)
         # It only chooses tiles. Without prompt chunks all spans are this wide; otherwise one of them may have all that is left.
         uniform = batch.sample_rows.shape[1]
         width = uniform if rows <= spans * uniform else rows - spans + 1
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
-        return contexts(
+        return Contexts(
             self.stores,
             [
                 PlannedSpans(pool, batch, slots[group], batch.seats.page_tables[group], self.scale, kind.window or 0, width)

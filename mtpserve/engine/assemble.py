@@ -26,7 +26,7 @@ from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
-from mtpserve.runtime.seats import SeatTensors
+from mtpserve.runtime.seats import SeatKernels, SeatTensors
 from mtpserve.runtime.step import Step
 from mtpserve.spec.accept import Decide, decide
 from mtpserve.spec.build import make_draft_model, make_drafter, reduced_head
@@ -45,8 +45,10 @@ KERNELS: dict[str, dict[str, str]] = {
     },
     "cpu": {
         "compact": "mtpserve_kernels.cpu.cache",
-        "slots": "mtpserve_kernels.cpu.cache",
         "store_boundary": "mtpserve_kernels.cpu.cache",
+        "slots": "mtpserve_kernels.cpu.seats",
+        "place": "mtpserve_kernels.cpu.seats",
+        "advance": "mtpserve_kernels.cpu.seats",
         "decide": "mtpserve.spec.cpu",
         "propose": "mtpserve.spec.cpu",
     },
@@ -130,7 +132,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,
-        options.overlap, kernels.get("slots", reference.slots),
+        options.overlap, SeatKernels(**{name: kernels[name] for name in SeatKernels._fields if name in kernels}),
     )  # fmt: skip
     judge: Decide | None = kernels.get("decide")
     if options.rates is not None:

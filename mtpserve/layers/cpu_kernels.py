@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import Array
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
+from weakref import ref
 
 import torch
 from mtpserve_kernels.cpu import fused, layers as stacks, linear, matrices, moe
 from torch import Tensor
 
-from mtpserve.attention.contexts import LayerContext
+from mtpserve.attention.contexts import Contexts
 from mtpserve.attention.cpu import CPUSpans
+from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
-from mtpserve.layers.kernels import HeadProducts, Kernels, Layer, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
@@ -148,38 +149,50 @@ class PanelMatrix:
         return linear.rows(self.matrix, ids)
 
 
-def pack_layers(layers: Sequence[Layer]) -> RunLayers:
+def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
     """All layers in one call. Layers of other kinds are computed one by one."""
     try:
         described = [described_layer(layer) for layer in layers]
     except NotDescribed:
-        return one_by_one(layers)
-    return partial(run_layers, (stacks.Layer * len(layers))(*described), layers)
+        return one_by_one(layers, norm)
+    return Stack(layers, norm, (stacks.Layer * len(layers))(*described))
 
 
 class NotDescribed(Exception):
     """A part that the op for whole layers does not have."""
 
 
-def run_layers(
-    described: Array[stacks.Layer], alive: object, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`alive` holds what `described` points to."""
-    of_layers = [stack_context(context) for context in contexts]
-    tables = rotation.positions, rotation.cos, rotation.sin, rotation.interleaved
-    residual, kept, first = None, [], 0
-    for end in sorted({*(tap + 1 for tap in taps), len(described)}):
-        x, residual = stacks.run(described, first, of_layers[first:end], x, residual, *tables)
-        if end - 1 in taps:
-            kept.append(residual + x)
-        first = end
-    assert residual is not None
-    return x, residual, kept
+class Stack:
+    """layers.kernels.RunLayers. `described` points to what is in `layers` and `norm`."""
+
+    def __init__(self, layers: Sequence[Layer], norm: LastNorm, described: Array[stacks.Layer]) -> None:
+        self.layers, self.norm, self.described = layers, norm, described
+        self.last = stacks.norm(norm.weight, norm.eps)
+        self.stores: Callable[[], Stores | None] = lambda: None  # of which `contexts` are: an engine's, weakly
+        self.contexts = stacks.Contexts([], [])
+
+    def __call__(
+        self, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        given = cast("Contexts[CPUSpans]", contexts)
+        if self.stores() is not given.stores:
+            self.stores, self.contexts = ref(given.stores), contexts_of(given.stores)
+        self.contexts.plan([(planned.spans, planned.slots) for planned in given.planned])
+        angles = fused.rotation_of(rotation.positions, rotation.cos, rotation.sin, rotation.interleaved)
+        residual, kept, first = None, [], 0
+        for end in sorted({*(tap + 1 for tap in taps), len(self.described)}):
+            last = self.last if end == len(self.described) else None
+            x, residual = stacks.run(self.described, slice(first, end), self.contexts, x, residual, angles, last)
+            if end - 1 in taps:
+                kept.append(residual if last else residual + x)
+            first = end
+        assert residual is not None
+        return x, residual, kept
 
 
-def stack_context(context: Context) -> stacks.Context:
-    planned, layer = cast("LayerContext[CPUSpans]", context).planned, cast("LayerContext[CPUSpans]", context).layer
-    return stacks.context(planned.pool.keys(layer), planned.pool.values(layer), planned.spans, planned.slots)
+def contexts_of(stores: Stores) -> stacks.Contexts:
+    pools = [(stores.stores[place.store].pool, place.layer) for place in stores.places]
+    return stacks.Contexts([(pool.keys(layer), pool.values(layer)) for pool, layer in pools], [place.store for place in stores.places])
 
 
 def described_layer(layer: Layer) -> stacks.Layer:

@@ -76,7 +76,7 @@ class MTPHead(nn.Module):
 
     def finish_loading(self) -> None:
         """Before the trunk's head is packed."""
-        self.run_layers = self.kernels.pack_layers([self.layer])
+        self.run_layers = self.kernels.pack_layers([self.layer], self.norm)
         if self.methods.draft_head is not None:
             trunk = self.borrowed[0]
             self.own_head = [trunk.logits_of(torch.arange(self.vocab, device=trunk.norm.weight.device))]
@@ -84,8 +84,7 @@ class MTPHead(nn.Module):
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
         trunk = self.borrowed[0]
-        x, residual, _ = self.run_layers(self.fusion(trunk.embed(ids), features), trunk.rope(positions), contexts, ())
-        normed, x = self.norm.add(x, residual)
+        normed, x, _ = self.run_layers(self.fusion(trunk.embed(ids), features), trunk.rope(positions), contexts, ())
         return Hidden(normed, x if self.arch.recycle == "pre" else normed)
 
     step = absorb
@@ -112,11 +111,10 @@ class DecoderModel(nn.Module):
         self.run_layers: RunLayers
 
     def finish_loading(self) -> None:
-        self.run_layers = self.kernels.pack_layers(list(self.layers))
+        self.run_layers = self.kernels.pack_layers(list(self.layers), self.norm)
 
     def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
-        x, residual, kept = self.run_layers(self.embed(ids), self.rope(positions), contexts, features.taps)
-        normed, x = self.norm.add(x, residual)
+        normed, x, kept = self.run_layers(self.embed(ids), self.rope(positions), contexts, features.taps)
         if features.last is not None:
             kept.append(x if features.last == "pre" else normed)
         return Hidden(normed, None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, -1))

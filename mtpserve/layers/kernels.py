@@ -130,13 +130,25 @@ class RunLayers(Protocol):
     def __call__(
         self, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...], /
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """x [T, H] → the last layer's output as x and residual, which are to be added, and the outputs of the layers `taps` [T, H] each."""
+        """x [T, H] → the norm of the last layer's output, that output, and the outputs of the layers `taps`: [T, H] each."""
         ...
 
 
+class LastNorm(Protocol):
+    """layers.norm.RMSNorm"""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    def add(self, x: Tensor, residual: Tensor | None, /) -> tuple[Tensor, Tensor]: ...
+
+
 class PackLayers(Protocol):
-    def __call__(self, layers: Sequence[Layer], /) -> RunLayers:
-        """All layers of a model, after they were loaded."""
+    def __call__(self, layers: Sequence[Layer], norm: LastNorm, /) -> RunLayers:
+        """All layers of a model, after they were loaded, and the norm after them."""
         ...
 
 

@@ -16,7 +16,7 @@ from mtpserve.cache.pool import store
 from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers import onednn
-from mtpserve.layers.kernels import HeadProducts, Kernels, Layer, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
 
@@ -108,7 +108,7 @@ def by_head(matrices: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
 
 
-def pack_layers(layers: Sequence[Layer]) -> RunLayers:
+def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
     """One layer after the other, each with its own calls of the other kernels."""
 
     def run(x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -117,8 +117,7 @@ def pack_layers(layers: Sequence[Layer]) -> RunLayers:
             x, residual = layer(x, residual, rotation, context)
             if i in taps:
                 kept.append(residual + x)
-        assert residual is not None
-        return x, residual, kept
+        return *norm.add(x, residual), kept
 
     return run
 

@@ -41,7 +41,6 @@ class RowLayout:
     sample_rows: Tensor  # [R, K+1]
     samples: Tensor  # [R]
     widest: int
-    one_row: bool  # each span has a single row
     compacted: RowLayout | None  # what is left of it when every span has one path of its tree
 
 
@@ -67,8 +66,7 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
         [row_span, offset, node, ends, lengths, counts, last_row, sample_rows, samples], device
     )
     short = None if depth is None else row_layout(tuple((n, min(d, depth), s) for n, d, s in layout), device)
-    sample_table, one_row = sampled.view(-1, widest + 1), len(row_span) == len(layout)
-    return RowLayout(spans, offsets, nodes, cu_q, whole, count, lasts, sample_table, sampling, widest, one_row, short)
+    return RowLayout(spans, offsets, nodes, cu_q, whole, count, lasts, sampled.view(-1, widest + 1), sampling, widest, short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +100,13 @@ def after_others(plans: Seq[SpanPlan], records: Seq[Record], lag: int | None) ->
 
 
 def build(given: Rows, seats: SeatTensors) -> Batch:
-    rows, seat_ids = given.layout, given.seat_ids
-    batch = place(rows, seats, seat_ids, seats.computed[seat_ids], given.sampler, given.draft_spans)
-    # The host's counts are bounds.
-    count = torch.minimum(rows.draft_count, seats.proposals(seat_ids)) if rows.widest else rows.draft_count
-    batch = replace(
-        batch,
-        draft_count=count,
-        samples=rows.samples.masked_fill(seats.done[seat_ids], 0),
-        resumed=given.resumed,
-        predictions=given.predictions,
-    )
+    rows = given.layout
+    batch = place(rows, seats, given.seat_ids, given.sampler, given.draft_spans)
+    batch = replace(batch, resumed=given.resumed, predictions=given.predictions)
     batch = without_stores(batch, given.unstored)
     if not given.trees or rows.widest == 0:
         return batch
-    tree = seats.waiting_tree(seat_ids, rows.widest)
+    tree = seats.waiting_tree(given.seat_ids, rows.widest)
     # Siblings share a position, not a slot; a node sees its ancestors and what is committed.
     root = batch.index[rows.last_row]
     positions = torch.where(rows.node > 0, root[rows.row_span] + tree.depths[rows.row_span, rows.node], batch.index)
@@ -131,22 +121,25 @@ def without_stores(batch: Batch, spans: Tensor | None) -> Batch:
     return replace(batch, slots=batch.slots.index_fill(0, batch.cu_q[spans], batch.seats.spare_slots[0]), unstored=spans)
 
 
-def place(rows: RowLayout, seats: SeatTensors, seat_ids: Tensor, start: Tensor, sampler: Sampler, draft_spans: Tensor | None) -> Batch:
-    """The rows of `rows` from `start` [R] on, as if all drafts were chains."""
-    row_seats, index = (seat_ids, start) if rows.one_row else (seat_ids[rows.row_span], start[rows.row_span] + rows.offset)
+def place(
+    rows: RowLayout, seats: SeatTensors, seat_ids: Tensor, sampler: Sampler, draft_spans: Tensor | None, start: Tensor | None = None
+) -> Batch:
+    """The rows of `rows` from `start` [R] on, or from what is computed, as if all drafts were chains."""
+    # The host's counts are bounds.
+    placed = seats.place(seat_ids, rows.row_span, rows.offset, rows.cu_q, rows.draft_count, rows.samples, start)
     return Batch(
-        ids=seats.tokens[row_seats, index],
-        positions=index,
-        index=index,
-        slots=seats.slots(row_seats, index),
-        row_seats=row_seats,
+        ids=placed.ids,
+        positions=placed.index,
+        index=placed.index,
+        slots=placed.slots,
+        row_seats=placed.row_seats,
         seat_ids=seat_ids,
         cu_q=rows.cu_q,
-        kv_len=start + rows.length + rows.draft_count,
-        draft_count=rows.draft_count,
+        kv_len=placed.kv_len,
+        draft_count=placed.draft_count,
         last_row=rows.last_row,
         sample_rows=rows.sample_rows,
-        samples=rows.samples,
+        samples=placed.samples,
         draft_spans=draft_spans,
         seats=seats,
         sampler=sampler,
@@ -164,8 +157,9 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     assert verdict.path is not None
     depth = verdict.path.shape[1] - 1
     start = batch.index[batch.cu_q[:-1]]
-    chained = place(rows, seats, batch.seat_ids, start, batch.sampler, batch.draft_spans)
-    chained = replace(chained, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
+    chained = place(rows, seats, batch.seat_ids, batch.sampler, batch.draft_spans, start)
+    # The verdict has used up the drafts.
+    chained = replace(chained, draft_count=rows.draft_count, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
     chained = without_stores(chained, batch.unstored)
     node = verdict.path[rows.row_span, rows.node]
     old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)

@@ -12,9 +12,12 @@ in between leave its seat as it is. There is one seat more than requests can run
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence as Seq
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from mtpserve_kernels.cache import reference
+from mtpserve_kernels.cache import reference as cache
+from mtpserve_kernels.seats import reference
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Tree, Verdict
@@ -23,7 +26,16 @@ from mtpserve.runtime.transfer import upload, write
 
 STOPS = 32  # stop tokens of a request that the device looks for; one with more of them is ended by the host alone
 
-SlotsOf = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # mtpserve_kernels.cache.reference.slots
+
+class SeatKernels(NamedTuple):
+    """What a step reads from the seats and writes to them, as mtpserve_kernels.seats.reference has it."""
+
+    slots: reference.SlotsOf = cache.slots
+    place: Callable[..., reference.Placed] | None = None  # None: the reference with these slots
+    advance: Callable[..., None] = reference.advance
+
+
+TORCH = SeatKernels()
 
 
 class SeatTensors:
@@ -35,10 +47,11 @@ class SeatTensors:
 
     def __init__(
         self, seats: int, max_len: int, sizes: DraftSizes, vocab: int, page_size: int, device: torch.device, eos_ids: Collection[int] = (),
-        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0, slots_of: SlotsOf = reference.slots,
+        spare_pages: Seq[int] = (0,), coupled: bool = False, in_flight: int = 0, kernels: SeatKernels = TORCH,
     ) -> None:  # fmt: skip
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
-        self.spare_slots, self._slots_of = [page * page_size for page in spare_pages], slots_of
+        self.spare_slots, self._slots_of = [page * page_size for page in spare_pages], kernels.slots
+        self._place, self._advance = kernels.place or partial(reference.place, slots_of=kernels.slots), kernels.advance
         whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
@@ -57,6 +70,7 @@ class SeatTensors:
         self.page_tables = integers(len(spare_pages), seats, -(-whole // page_size))
         for table, page in zip(self.page_tables, spare_pages, strict=True):
             table.fill_(page)
+        self._rows = reference.Seats(self.tokens, self.counts, self.stops, self.done, self.page_tables[0], page_size)
         chained = 0 if coupled else sizes.depth
         self.draft_probs = torch.zeros(seats, chained, vocab if chained else 1, device=device)
         self.draft_tree = (
@@ -100,25 +114,15 @@ class SeatTensors:
         parents, ancestors, depths = (part[seat_ids] for part in self.draft_tree)
         return Tree(parents[:, :drafts], ancestors[:, : drafts + 1], depths[:, : drafts + 1])
 
-    def proposals(self, seat_ids: Tensor) -> Tensor:
-        """[R], how many drafts wait and are of use: with room for r tokens, r - 1 of them and the target's own token fill it."""
-        room = self.limit[seat_ids] - self.length[seat_ids]
-        return torch.minimum(self.waiting[seat_ids], room - 1).clamp(min=0).masked_fill(self.done[seat_ids], 0)
+    def place(
+        self, seat_ids: Tensor, row_span: Tensor, offset: Tensor, cu_q: Tensor, drafts: Tensor, samples: Tensor, start: Tensor | None = None
+    ) -> reference.Placed:
+        """The rows of a step: see mtpserve_kernels.seats.reference.place."""
+        return self._place(self._rows, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
 
     def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `computed` only."""
-        ids, samples, done = batch.seat_ids, batch.samples, self.done[batch.seat_ids]
-        length, computed, _, limit, _ = self.counts.index_select(1, ids).unbind(0)
-        kept = verdict.accepted * samples
-        count = kept + samples
-        number = torch.arange(verdict.tokens.shape[1], device=self.device)
-        self.tokens.index_put_((ids.unsqueeze(1), length.unsqueeze(1) + number), verdict.tokens)
-        length = length + count
-        rows = batch.last_row - batch.cu_q[:-1] + 1
-        computed = computed + (rows + kept).masked_fill_(done, 0)
-        self.counts[:2].index_copy_(1, ids, torch.stack((length, computed)))
-        stops = (verdict.tokens.unsqueeze(2) == self.stops[ids].unsqueeze(1)).any(2) & (number < count.unsqueeze(1))
-        self.done.index_copy_(0, ids, stops.any(1) | done | (length >= limit))
+        self._advance(self._rows, batch.seat_ids, batch.cu_q, batch.last_row, batch.samples, verdict.accepted, verdict.tokens)
 
     def hold(self, seat_ids: Tensor, drafts: Drafts | None, trees: bool) -> None:
         """Put proposals after the committed tokens, where the next span's rows are read from. `trees`: some of these seats are

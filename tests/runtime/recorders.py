@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtpserve.attention.contexts import contexts
+from mtpserve.attention.contexts import Contexts
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import LayerKind
@@ -137,7 +137,7 @@ class Blind:
         return True
 
     def plan(self, batch: Batch) -> Sequence[Context]:
-        return contexts(self.stores, [BlindPlan(store.pool, batch.slots) for store in self.stores.stores])
+        return Contexts(self.stores, [BlindPlan(store.pool, batch.slots) for store in self.stores.stores])
 
 
 @dataclass(frozen=True)

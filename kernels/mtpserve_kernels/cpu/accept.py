@@ -7,16 +7,44 @@ to a cut. A request's numbers depend neither on the other requests nor on the nu
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
 
-_accept = Op("mtp_accept", *[c_void_p] * 4, c_int64, *[c_void_p] * 9, c_int64, c_int64, *[c_void_p] * 4, *[c_int64] * 4)
+
+class Drafted(Structure):
+    _fields_ = [
+        ("requests", c_int64), ("nodes", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("drafts", c_void_p), ("count", c_void_p),
+        ("parents", c_void_p), ("parents_stride", c_int64), ("seats", c_void_p), ("length", c_void_p), ("q", c_void_p),
+        ("q_stride", c_int64), ("q_nodes", c_int64),
+    ]  # fmt: skip
+
+
+class Decision(Structure):
+    _fields_ = [("depth", c_int64), ("tokens", c_void_p), ("path", c_void_p), ("accepted", c_void_p), ("failed", c_void_p)]
+
+
+class Proposed(Structure):
+    _fields_ = [
+        ("rows", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("stride", c_int64), ("seats", c_void_p), ("index", c_void_p),
+        ("q", c_void_p), ("tokens", c_void_p),
+    ]  # fmt: skip
+
+
+class Sampling(Structure):
+    _fields_ = [(name, c_void_p) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "coupled")]
+
+
+_accept = Op("mtp_accept", POINTER(Drafted), POINTER(Sampling), POINTER(Decision))
 _argmax = Op("mtp_argmax", c_void_p, c_int64, c_int64, c_int64, c_void_p)
-_draw = Op("mtp_draw", c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 10)
+_draw = Op("mtp_draw", POINTER(Proposed), POINTER(Sampling))
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def accept(
@@ -34,11 +62,14 @@ def accept(
     tokens, path = (torch.empty(requests, depth + 1, dtype=torch.int64) for _ in range(2))
     accepted, failed = torch.empty(requests, dtype=torch.int64), torch.empty(requests, dtype=torch.bool)
     q_stride, q_nodes = (0, 0) if q is None else (q.stride(0), q.shape[1])
-    _accept(
-        logits, drafts.contiguous(), draft_count.contiguous(), parents, 0 if parents is None else parents.stride(0), seats.contiguous(),
-        length, temperature, top_k, top_p, min_p, seed, coupled, q, q_stride, q_nodes, tokens, accepted, path, failed, requests, nodes,
-        vocab, depth,
+    drafts, draft_count, seats = drafts.contiguous(), draft_count.contiguous(), seats.contiguous()
+    given = Drafted(
+        requests, nodes, vocab, logits.data_ptr(), drafts.data_ptr(), draft_count.data_ptr(), address(parents),
+        0 if parents is None else parents.stride(0), seats.data_ptr(), length.data_ptr(), address(q), q_stride, q_nodes,
     )  # fmt: skip
+    sampling = Sampling(*[part.data_ptr() for part in (temperature, top_k, top_p, min_p, seed, coupled)])
+    out = Decision(depth, tokens.data_ptr(), path.data_ptr(), accepted.data_ptr(), failed.data_ptr())
+    _accept(byref(given), byref(sampling), byref(out))
     return tokens, accepted, path, failed
 
 
@@ -54,10 +85,10 @@ def draw(
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
     tokens, q = torch.empty(len(logits), dtype=torch.int64), None if coupled is None else torch.empty(logits.shape)
-    _draw(
-        logits, logits.stride(0), *logits.shape, seats.contiguous(), index.contiguous(), temperature, top_k, top_p, min_p, seed, coupled, q,
-        tokens,
-    )  # fmt: skip
+    seats, index = seats.contiguous(), index.contiguous()
+    given = Proposed(*logits.shape, logits.data_ptr(), logits.stride(0), seats.data_ptr(), index.data_ptr(), address(q), tokens.data_ptr())
+    sampling = Sampling(*[address(part) for part in (temperature, top_k, top_p, min_p, seed, coupled)])
+    _draw(byref(given), byref(sampling))
     return tokens, q
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
-from mtpserve_kernels.cpu.linear import TYPES
+from mtpserve_kernels.cpu.linear import TYPES, Heads, heads_of
 
 
 class Spans(Structure):
@@ -29,29 +29,36 @@ class Spans(Structure):
     tensors: tuple[Tensor | None, ...]
 
 
-_attention = Op(
-    "mtp_attention", POINTER(Spans), c_void_p, c_int64, c_int32, c_void_p, c_int64, c_int32, c_void_p, c_void_p
-)  # fmt: skip
+_attention = Op("mtp_attention", POINTER(Spans), POINTER(Heads), POINTER(Heads), c_void_p, c_void_p)
 
 
-def plan(
-    keys: Tensor, values: Tensor, heads: int, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
-) -> Spans:  # fmt: skip
-    """A batch, for all layers whose keys [slots, kv_heads, D] and values [slots, kv_heads, E] look like these: float32 or bfloat16, each
-    head's numbers side by side. D is even. `heads`: of the queries. The other arguments are those of `span_gqa`."""
+def layout_of(keys: Tensor, values: Tensor, heads: int, page_size: int, scale: float, window: int = 0) -> Spans:
+    """What batches have in common whose layers' keys [slots, kv_heads, D] and values [slots, kv_heads, E] look like these: float32 or
+    bfloat16, each head's numbers side by side. D is even. `heads`: of the queries."""
     kv_heads, key_dim = keys.shape[1:]
     assert keys.dtype == values.dtype and keys.dtype in TYPES, (keys.dtype, values.dtype)
     assert keys.stride(2) == 1 and values.stride(2) == 1 and values.shape[1] == kv_heads, (keys.stride(), values.stride(), values.shape)
-    assert heads % kv_heads == 0 and key_dim % 2 == 0 and page_table.stride(1) == 1, (heads, kv_heads, key_dim, page_table.stride())
-    assert (tree_bits is None) == (tree_start is None) and window >= 0 and shift >= 0
+    assert heads % kv_heads == 0 and key_dim % 2 == 0 and window >= 0, (heads, kv_heads, key_dim, window)
+    return Spans(
+        page_size=page_size, window=window, heads=heads, kv_heads=kv_heads, key_dim=key_dim, value_dim=values.shape[2],
+        key_stride=keys.stride(0), key_head_stride=keys.stride(1), value_stride=values.stride(0), value_head_stride=values.stride(1),
+        scale=scale, type=TYPES[keys.dtype],
+    )  # fmt: skip
+
+
+def plan(
+    layout: Spans, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor, tree_bits: Tensor | None = None,
+    tree_start: Tensor | None = None, shift: int = 0,
+) -> Spans:  # fmt: skip
+    """A batch. The arguments are those of `span_gqa`."""
     lists = seats, cu_q, kv_len, index, tree_bits, tree_start
     assert all(x is None or (x.dtype == torch.int64 and x.is_contiguous()) for x in lists) and page_table.dtype == torch.int64
-    spans = Spans(
-        page_table.data_ptr(), *(None if x is None else x.data_ptr() for x in lists), page_table.stride(0), len(seats), page_size, window,
-        shift, heads, kv_heads, key_dim, values.shape[2], keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), scale,
-        TYPES[keys.dtype],
-    )  # fmt: skip
+    assert page_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and shift >= 0, (page_table.stride(), shift)
+    spans = Spans.from_buffer_copy(layout)
+    spans.page_table, spans.table_stride, spans.requests, spans.shift = page_table.data_ptr(), page_table.stride(0), len(seats), shift
+    spans.seats, spans.cu_q, spans.kv_len, spans.index = (x.data_ptr() for x in lists[:4])
+    if tree_bits is not None and tree_start is not None:
+        spans.tree_bits, spans.tree_start = tree_bits.data_ptr(), tree_start.data_ptr()
     spans.tensors = page_table, *lists
     return spans
 
@@ -62,8 +69,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> Tensor:
         q = q.contiguous()
     assert q.shape[1:] == (spans.heads, spans.key_dim), (q.shape, spans.heads, spans.key_dim)
     out = torch.empty(len(q), spans.heads, spans.value_dim, dtype=q.dtype)
-    kind = TYPES[q.dtype]
-    _attention(byref(spans), q, q.stride(0), kind, out, out.stride(0), kind, keys, values)
+    _attention(byref(spans), byref(heads_of(q)), byref(heads_of(out)), keys, values)
     return out
 
 
@@ -72,8 +78,8 @@ def span_gqa(
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E]; see mtpserve_kernels.attention.span."""
-    where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
-    return attend(q, k, v, plan(k, v, q.shape[1], *where, window=window, shift=shift))
+    layout = layout_of(k, v, q.shape[1], page_size, scale, window)
+    return attend(q, k, v, plan(layout, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, shift))
 
 
 def span_mla(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
 
-import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
 
 _compact = Op("mtp_compact", c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
-_slots = Op("mtp_slots", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p)
 _store_boundary = Op("mtp_store_boundary", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
 
 
@@ -23,14 +21,6 @@ def compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
         pool, layers, pool.stride(0) * size, pool.stride(1) * size, heads * dim * size, source.contiguous(), target.contiguous(),
         *source.shape,
     )  # fmt: skip
-
-
-def slots(page_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
-    """page_table [seats, columns], seats and index [n]: int64; index -1 is in the page of the last column, as in torch."""
-    assert page_table.stride(1) == 1 and page_table.dtype == torch.int64, (page_table.stride(), page_table.dtype)
-    out = torch.empty(len(index), dtype=torch.int64)
-    _slots(page_table, page_table.stride(0), page_table.shape[1], seats.contiguous(), index.contiguous(), len(index), page_size, out)
-    return out
 
 
 def store_boundary(rows: Tensor, slots: Tensor, hidden: Tensor, page_size: int) -> None:

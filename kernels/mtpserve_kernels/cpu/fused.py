@@ -6,27 +6,61 @@ rounding at the end. A row's numbers depend on nothing but that row.
 
 from __future__ import annotations
 
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_bool, c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
-from mtpserve_kernels.cpu.linear import TYPES
+from mtpserve_kernels.cpu.linear import TYPES, Heads, heads_of
 
-_POINTERS = [c_void_p] * 3  # positions, cos, sin
-_add_rms_norm = Op(
-    "mtp_add_rms_norm", c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_int32, c_float
-)
+
+class AddRmsNorm(Structure):
+    _fields_ = [
+        ("x", c_void_p), ("residual", c_void_p), ("stride", c_int64), ("residual_stride", c_int64), ("weight", c_void_p),
+        ("normed", c_void_p), ("total", c_void_p), ("rows", c_int64), ("size", c_int64), ("type", c_int32), ("weight_type", c_int32),
+        ("eps", c_float),
+    ]  # fmt: skip
+
+
+class Rotation(Structure):
+    _fields_ = [("positions", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64), ("interleaved", c_bool)]
+
+
+class Pool(Structure):
+    _fields_ = [("data", c_void_p), ("stride", c_int64), ("type", c_int32)]
+
+
+class RopeStore(Structure):
+    _fields_ = [
+        ("qkv", c_void_p), ("stride", c_int64), ("q", c_void_p), ("type", c_int32), ("rows", c_int64), ("heads", c_int64),
+        ("kv_heads", c_int64), ("dim", c_int64), ("slots", c_void_p), ("keys", Pool), ("values", Pool),
+    ]  # fmt: skip
+
+
+class LatentStore(Structure):
+    _fields_ = [
+        ("q", Heads), ("turned", Heads), ("row", c_void_p), ("row_stride", c_int64), ("rows", c_int64), ("heads", c_int64),
+        ("nope", c_int64), ("rank", c_int64), ("slots", c_void_p), ("keys", Pool), ("norm", c_void_p), ("norm_type", c_int32),
+        ("eps", c_float),
+    ]  # fmt: skip
+
+
+_add_rms_norm = Op("mtp_add_rms_norm", POINTER(AddRmsNorm))
 _silu_mul = Op("mtp_silu_mul", c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32)
-_rope_store = Op(
-    "mtp_rope_store", c_void_p, c_int64, c_void_p, c_int32, c_int64, c_int64, c_int64, c_int64, *_POINTERS, c_int64, c_int32, c_void_p,
-    c_void_p, c_int64, c_void_p, c_int64, c_int32,
-)  # fmt: skip
-_latent_store = Op(
-    "mtp_latent_store", c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int64, c_int64, c_int64,
-    c_int64, *_POINTERS, c_int64, c_int32, c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_int32, c_float,
-)  # fmt: skip
+_rope_store = Op("mtp_rope_store", POINTER(RopeStore), POINTER(Rotation))
+_latent_store = Op("mtp_latent_store", POINTER(LatentStore), POINTER(Rotation))
+
+
+def rotation_of(positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Rotation:
+    """positions [T] int64; cos, sin [length, rope / 2] float32. It keeps none of them alive."""
+    assert positions.dtype == torch.int64 and positions.is_contiguous()
+    assert cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+    return Rotation(positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1], interleaved)
+
+
+def pool_of(part: Tensor) -> Pool:
+    return Pool(part.data_ptr(), part.stride(0), TYPES[part.dtype])
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -37,7 +71,11 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     normed = torch.empty(rows, size, dtype=x.dtype)
     total = x if residual is None else torch.empty(rows, size, dtype=x.dtype)
     step = 0 if residual is None else residual.stride(0)
-    _add_rms_norm(x, x.stride(0), residual, step, weight, TYPES[weight.dtype], normed, total, rows, size, TYPES[x.dtype], eps)
+    op = AddRmsNorm(
+        x.data_ptr(), None if residual is None else residual.data_ptr(), x.stride(0), step, weight.data_ptr(), normed.data_ptr(),
+        total.data_ptr(), rows, size, TYPES[x.dtype], TYPES[weight.dtype], eps,
+    )  # fmt: skip
+    _add_rms_norm(byref(op))
     return normed, total
 
 
@@ -63,12 +101,14 @@ def rope_store(
     assert all_heads == heads + 2 * kv_heads and keys.shape == values.shape and keys.shape[2] == dim, (qkv.shape, keys.shape, values.shape)
     assert qkv.stride()[1:] == (dim, 1) and keys.stride()[1:] == values.stride()[1:] == (dim, 1) and keys.dtype == values.dtype
     assert rope <= dim
-    check_tables(positions, slots, cos, sin)
+    assert slots.dtype == torch.int64 and slots.is_contiguous()
+    rotation = rotation_of(positions, cos, sin, interleaved)
     q = torch.empty(rows, heads, dim, dtype=qkv.dtype)
-    _rope_store(
-        qkv, qkv.stride(0), q, TYPES[qkv.dtype], rows, heads, kv_heads, dim, positions, cos, sin, rope, interleaved, slots, keys,
-        keys.stride(0), values, values.stride(0), TYPES[keys.dtype],
+    op = RopeStore(
+        qkv.data_ptr(), qkv.stride(0), q.data_ptr(), TYPES[qkv.dtype], rows, heads, kv_heads, dim, slots.data_ptr(), pool_of(keys),
+        pool_of(values),
     )  # fmt: skip
+    _rope_store(byref(op), byref(rotation))
     return q
 
 
@@ -85,17 +125,14 @@ def latent_store(
     rank, rope = norm.shape[0], 2 * cos.shape[1]
     assert q.shape[2] == nope + rope and row.shape == (rows, rank + rope) and keys.shape[1:] == (1, rank + rope), (q.shape, row.shape)
     assert q.stride(2) == row.stride(1) == keys.stride(2) == 1 and q.dtype == row.dtype and norm.is_contiguous()
-    check_tables(positions, slots, cos, sin)
+    assert slots.dtype == torch.int64 and slots.is_contiguous()
+    rotation = rotation_of(positions, cos, sin, interleaved)
     if out is None:
         out = torch.empty(rows, heads, rope, dtype=q.dtype)
     assert out.shape == (rows, heads, rope) and out.stride(2) == 1 and out.dtype == q.dtype, (out.shape, out.dtype)
-    _latent_store(
-        q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1), row, row.stride(0), TYPES[q.dtype], rows, heads, nope, rank,
-        positions, cos, sin, rope, interleaved, slots, keys, keys.stride(0), TYPES[keys.dtype], norm, TYPES[norm.dtype], eps,
+    op = LatentStore(
+        heads_of(q), heads_of(out), row.data_ptr(), row.stride(0), rows, heads, nope, rank, slots.data_ptr(), pool_of(keys),
+        norm.data_ptr(), TYPES[norm.dtype], eps,
     )  # fmt: skip
+    _latent_store(byref(op), byref(rotation))
     return out
-
-
-def check_tables(positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> None:
-    assert positions.dtype == slots.dtype == torch.int64 and positions.is_contiguous() and slots.is_contiguous()
-    assert cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()

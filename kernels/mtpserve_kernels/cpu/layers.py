@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, byref, c_bool, c_float, c_int32, c_int64, c_void_p, pointer, sizeof
+from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.attention import Spans
+from mtpserve_kernels.cpu.fused import Rotation
 from mtpserve_kernels.cpu.library import Op
 from mtpserve_kernels.cpu.linear import TYPES, Matrix
 from mtpserve_kernels.cpu.matrices import Matrices
@@ -36,17 +37,13 @@ class Layer(Structure):
 
 
 class Context(Structure):
-    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("spans", POINTER(Spans)), ("slots", c_void_p)]
-
-
-class Rotation(Structure):
-    _fields_ = [("positions", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("dim", c_int64), ("interleaved", c_bool)]
+    _fields_ = [("keys", c_void_p), ("values", c_void_p), ("spans", c_void_p), ("slots", c_void_p)]
 
 
 class Pass(Structure):
     _fields_ = [
-        ("x", c_void_p), ("residual", c_void_p), ("out", c_void_p), ("total", c_void_p), ("rows", c_int64), ("hidden", c_int64),
-        ("type", c_int32), ("rotation", Rotation),
+        ("x", c_void_p), ("residual", c_void_p), ("out", c_void_p), ("total", c_void_p), ("normed", c_void_p), ("last", Norm),
+        ("rows", c_int64), ("hidden", c_int64), ("type", c_int32), ("rotation", Rotation),
     ]  # fmt: skip
 
 
@@ -58,25 +55,31 @@ def norm(weight: Tensor, eps: float) -> Norm:
     return Norm(weight.data_ptr(), TYPES[weight.dtype], eps)
 
 
-def context(keys: Tensor, values: Tensor, spans: Spans, slots: Tensor) -> Context:
-    """Of a layer whose keys and values are planned by `spans`; slots [T] int64. It keeps none of them alive."""
-    return Context(keys.data_ptr(), values.data_ptr(), pointer(spans), slots.data_ptr())
+class Contexts:
+    """Of a stack's layers: `pools` are each layer's keys and values, `stores` the number of the store that each is in."""
+
+    def __init__(self, pools: Sequence[tuple[Tensor, Tensor]], stores: Sequence[int]) -> None:
+        self.pools, self.stores = pools, stores
+        self.array = (Context * len(pools))(*[Context(keys.data_ptr(), values.data_ptr()) for keys, values in pools])
+
+    def plan(self, planned: Sequence[tuple[Spans, Tensor]]) -> None:
+        """For the next passes: each store's batch and where its rows are stored, slots [T] int64. It keeps neither alive."""
+        where = [(addressof(spans), slots.data_ptr()) for spans, slots in planned]
+        for context, store in zip(self.array, self.stores, strict=True):
+            context.spans, context.slots = where[store]
 
 
 def run(
-    layers: Array[Any], first: int, contexts: Sequence[Context], x: Tensor, residual: Tensor | None, positions: Tensor, cos: Tensor,
-    sin: Tensor, interleaved: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """layers: an array of Layer, of which those from `first` on are run that have a context. x and residual [T, H], contiguous → the last
-    layer's output as two parts that are to be added.
-
-    positions [T] int64; cos, sin [length, rope / 2] float32.
-    """
+    layers: Array[Any], part: slice, contexts: Contexts, x: Tensor, residual: Tensor | None, rotation: Rotation, last: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """layers: an array of Layer, of which `part` is run. x and residual [T, H], contiguous → the last layer's output as two parts that are
+    to be added; with a norm `last` after it, the norm and their sum."""
     x = x.contiguous()
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out, total, normed = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x) if last is not None else None
     step = Pass(
-        x.data_ptr(), None if residual is None else residual.data_ptr(), out.data_ptr(), total.data_ptr(), *x.shape, TYPES[x.dtype],
-        Rotation(positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1], interleaved),
+        x.data_ptr(), None if residual is None else residual.data_ptr(), out.data_ptr(), total.data_ptr(),
+        None if normed is None else normed.data_ptr(), last or Norm(), *x.shape, TYPES[x.dtype], rotation,
     )  # fmt: skip
-    _layers(byref(layers, first * sizeof(Layer)), (Context * len(contexts))(*contexts), len(contexts), byref(step))
-    return out, total
+    first, count = part.start, part.stop - part.start
+    _layers(byref(layers, first * sizeof(Layer)), byref(contexts.array, first * sizeof(Context)), count, byref(step))
+    return out if normed is None else normed, total

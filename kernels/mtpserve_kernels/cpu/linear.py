@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, addressof, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_bool, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -12,6 +12,17 @@ from mtpserve_kernels.quant.reference import quantize_int8
 
 PANEL = 16  # outputs
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+class Heads(Structure):
+    """src/types.h."""
+
+    _fields_ = [("data", c_void_p), ("stride", c_int64), ("head_stride", c_int64), ("type", c_int32)]
+
+
+def heads_of(x: Tensor) -> Heads:
+    """x [rows, heads, K], each head's numbers side by side. It is not kept alive."""
+    return Heads(x.data_ptr(), x.stride(0), x.stride(1), TYPES[x.dtype])
 
 
 class Matrix(Structure):
@@ -24,7 +35,13 @@ class Matrix(Structure):
     address: int
 
 
-_linear = Op("mtp_linear", c_void_p, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32)
+class Output(Structure):
+    """src/linear.h"""
+
+    _fields_ = [("data", c_void_p), ("stride", c_int64), ("type", c_int32), ("gated", c_bool)]
+
+
+_linear = Op("mtp_linear", c_void_p, c_void_p, c_int32, c_int64, c_int64, POINTER(Output))
 _pack = Op("mtp_pack", c_void_p, c_int64, c_int64, c_int32)
 
 
@@ -95,5 +112,5 @@ def linear(x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, gated: b
         x, stride = x.contiguous(), x.shape[1]
     width, out_type = matrix.outputs // 2 if gated else matrix.outputs, dtype or x.dtype
     out = torch.empty((rows, width), dtype=out_type)
-    _linear(matrix.address, x, TYPES[x.dtype], stride, rows, out, width, TYPES[out_type], gated)
+    _linear(matrix.address, x, TYPES[x.dtype], stride, rows, byref(Output(out.data_ptr(), width, TYPES[out_type], gated)))
     return out

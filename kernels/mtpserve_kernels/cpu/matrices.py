@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_int64
 
 import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
-from mtpserve_kernels.cpu.linear import PANEL, TYPES, Matrix, pack_panels
+from mtpserve_kernels.cpu.linear import PANEL, TYPES, Heads, Matrix, heads_of, pack_panels
 
 
 class Matrices(Structure):
@@ -18,7 +18,7 @@ class Matrices(Structure):
     data: Tensor
 
 
-_heads_linear = Op("mtp_heads_linear", POINTER(Matrices), c_void_p, c_int64, c_int64, c_int32, c_int64, c_void_p, c_int64, c_int64, c_int32)
+_heads_linear = Op("mtp_heads_linear", POINTER(Matrices), POINTER(Heads), c_int64, POINTER(Heads))
 
 
 def matrices(data: Tensor, outputs: int, inputs: int) -> Matrices:
@@ -69,5 +69,5 @@ def heads_linear(x: Tensor, by_head: Matrices, out: Tensor | None = None) -> Ten
         out = torch.empty(rows, heads, matrix.outputs, dtype=x.dtype)
     assert heads == by_head.number and x.shape[2] == matrix.inputs and x.stride(2) == out.stride(2) == 1, (x.shape, x.stride())
     assert out.shape == (rows, heads, matrix.outputs), out.shape
-    _heads_linear(byref(by_head), x, x.stride(0), x.stride(1), TYPES[x.dtype], rows, out, out.stride(0), out.stride(1), TYPES[out.dtype])
+    _heads_linear(byref(by_head), byref(heads_of(x)), rows, byref(heads_of(out)))
     return out

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
-from mtpserve_kernels.cpu.linear import PANEL, TYPES, Matrix, pack
+from mtpserve_kernels.cpu.linear import PANEL, TYPES, Matrix, Output, pack
 from mtpserve_kernels.cpu.matrices import Matrices, pack_matrices, padded
 
 
@@ -35,7 +35,7 @@ class Experts(Structure):
 
 _route = Op("mtp_route", POINTER(Router), c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_void_p)
 _mix_experts = Op(
-    "mtp_mix_experts", POINTER(Experts), c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64
+    "mtp_mix_experts", POINTER(Experts), c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int64, c_int64, c_void_p, POINTER(Output)
 )
 
 
@@ -95,5 +95,6 @@ def mix_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) ->
     assert weights.dtype == torch.float32 and chosen.dtype == torch.int64, (weights.dtype, chosen.dtype)
     inner = torch.empty(rows * (top_k * experts.down.first.inputs + experts.shared_down.inputs), dtype=x.dtype)
     out = torch.empty(rows, hidden, dtype=x.dtype)
-    _mix_experts(byref(experts), weights, chosen, top_k, x, TYPES[x.dtype], x.stride(0), rows, inner, out, hidden)
+    to, kind = Output(out.data_ptr(), hidden, TYPES[out.dtype], False), TYPES[x.dtype]
+    _mix_experts(byref(experts), weights, chosen, top_k, x, kind, x.stride(0), rows, inner, byref(to))
     return out

@@ -1,4 +1,4 @@
-"""Moving slots in place, slots of tokens, rows at the ends of pages: the same bits as plain torch."""
+"""Moving slots in place, rows at the ends of pages: the same bits as plain torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from mtpserve_kernels.cache import reference
-from mtpserve_kernels.cpu.cache import compact, slots, store_boundary
+from mtpserve_kernels.cpu.cache import compact, store_boundary
 from torch import Tensor
 
-from tests.kernels.cases import boundary, paths, places
+from tests.kernels.cases import boundary, paths
 
 WithThreads = Callable[[int, Callable[[], Any]], Any]
 
@@ -51,15 +51,6 @@ def test_nothing_moves(requests: int) -> None:
     compact(pool, torch.full((requests, 3), -1), torch.full((requests, 3), -1))
     compact(pool, torch.zeros(requests, 0, dtype=torch.int64), torch.zeros(requests, 0, dtype=torch.int64))
     assert torch.equal(pool, before)
-
-
-@pytest.mark.parametrize(("number", "page"), [(0, 16), (1, 1), (7, 16), (300, 5), (513, 64)])
-def test_slots_of_places(number: int, page: int) -> None:
-    table, seats, index = places(number, page)
-    assert torch.equal(slots(table, seats, index, page), reference.slots(table, seats, index, page))
-    part = table[:, 3:30]  # rows of a wider table; and the place before a request's first
-    index = (index % (27 * page)) - 1
-    assert torch.equal(slots(part, seats, index, page), reference.slots(part, seats, index, page))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

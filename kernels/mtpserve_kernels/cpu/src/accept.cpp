@@ -5,7 +5,6 @@
 #include "sample.h"
 
 namespace mtp {
-namespace {
 // R requests with K drafts each. Only the rows of nodes that are walked are read.
 struct Drafted {
   int64_t requests, nodes, vocab;  // R, K + 1, V
@@ -36,6 +35,7 @@ struct Proposed {
   int64_t* tokens;               // [rows]
 };
 
+namespace {
 thread_local Law law;
 thread_local std::vector<float> rest;
 
@@ -131,23 +131,12 @@ void propose(const Proposed& p, const Sampling& sampling, int64_t i) {
 
 extern "C" {
 
-void mtp_accept(const float* logits, const int64_t* drafts, const int64_t* count, const int64_t* parents, int64_t parents_stride,
-                const int64_t* seats, const int64_t* length, const float* temperature, const int64_t* top_k, const float* top_p,
-                const float* min_p, const int64_t* seed, const bool* coupled, const float* q, int64_t q_stride, int64_t q_nodes,
-                int64_t* tokens, int64_t* accepted, int64_t* path, bool* failed, int64_t requests, int64_t nodes, int64_t vocab,
-                int64_t depth, int32_t threads) {
-  const Drafted drafted{requests, nodes, vocab, logits, drafts, count, parents, parents_stride, seats, length, q, q_stride, q_nodes};
-  const Sampling sampling{temperature, top_k, top_p, min_p, seed, coupled};
-  const Decision out{depth, tokens, path, accepted, failed};
-  each_row(threads, requests, vocab, [&](int64_t r) { walk(drafted, sampling, out, r); });
+void mtp_accept(const Drafted* drafted, const Sampling* sampling, const Decision* out, int32_t threads) {
+  each_row(threads, drafted->requests, drafted->vocab, [&](int64_t r) { walk(*drafted, *sampling, *out, r); });
 }
 
-void mtp_draw(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* seats, const int64_t* index,
-              const float* temperature, const int64_t* top_k, const float* top_p, const float* min_p, const int64_t* seed,
-              const bool* coupled, float* q, int64_t* tokens, int32_t threads) {
-  const Proposed proposed{rows, vocab, logits, stride, seats, index, q, tokens};
-  const Sampling sampling{temperature, top_k, top_p, min_p, seed, coupled};
-  each_row(threads, rows, vocab, [&](int64_t i) { propose(proposed, sampling, i); });
+void mtp_draw(const Proposed* proposed, const Sampling* sampling, int32_t threads) {
+  each_row(threads, proposed->rows, proposed->vocab, [&](int64_t i) { propose(*proposed, *sampling, i); });
 }
 }
 }  // namespace mtp

@@ -9,9 +9,7 @@
 // The ancestors of a tree's node are wherever the tree has them, but they are summed at the columns that they have in plain decoding.
 //
 // Scores: a block of keys is transposed, as float32, into scratch once for all rows × heads that share it; then lanes are keys, and the
-// rows' numbers are broadcast. The alternative, lanes over the key's numbers, needs no transposing, but a horizontal sum for each score:
-// equal for one row, and slower for many. Transposing costs less than reading the keys from memory, and lets one method serve a single
-// row, verification and prompts.
+// rows' numbers are broadcast. Lanes over the key's numbers would need a horizontal sum for each score: equal for one row, slower for many.
 #include "attention.h"
 
 #include <bit>
@@ -427,12 +425,10 @@ void attention(const Member& member, const Spans& spans, const Heads& q, const H
 
 extern "C" {
 
-void mtp_attention(const Spans* spans, void* q, int64_t q_stride, int32_t q_type, void* out, int64_t out_stride, int32_t out_type,
-                   const void* keys, const void* values, int32_t threads) {
-  const Heads from{q, q_stride, spans->key_dim, Type(q_type)}, to{out, out_stride, spans->value_dim, Type(out_type)};
+void mtp_attention(const Spans* spans, const Heads* q, const Heads* out, const void* keys, const void* values, int32_t threads) {
   std::atomic<int64_t> next{0};
   parallel(cost_of(*spans, 0, spans->requests) < SMALL ? 1 : threads,
-           [&](const Member& member) { attention(member, *spans, from, to, keys, values, next); });
+           [&](const Member& member) { attention(member, *spans, *q, *out, keys, values, next); });
 }
 }
 }  // namespace mtp

@@ -5,8 +5,6 @@
 
 namespace mtp {
 namespace {
-constexpr int64_t BLOCK = 512;  // columns of one piece of work
-
 // 1 / the root of the mean square.
 template <class T> float inverse_rms(const T* x, int64_t size, float eps) {
   Floats sums[4] = {};
@@ -124,48 +122,32 @@ void latent_store(const Member& member, const LatentStore& op, const Rotation& r
 
 extern "C" {
 
-void mtp_add_rms_norm(const void* x, int64_t stride, const void* residual, int64_t residual_stride, const void* weight, int32_t weight_type,
-                      void* normed, void* total, int64_t rows, int64_t size, int32_t type, float eps, int32_t threads) {
-  const Type kind = Type(type), weights = Type(weight_type);
-  const AddRmsNorm op{x, residual, stride, residual_stride, weight, normed, total, rows, size, kind, weights, eps};
-  parallel(worth(threads, 4 * rows * size), [&](const Member& member) { add_rms_norm(member, op); });
+void mtp_add_rms_norm(const AddRmsNorm* op, int32_t threads) {
+  parallel(worth(threads, 4 * op->rows * op->size), [&](const Member& member) { add_rms_norm(member, *op); });
 }
 
 // gate_up [rows, 2 size] → out [rows, size], without gaps.
 void mtp_silu_mul(const void* gate_up, int64_t stride, void* out, int64_t rows, int64_t size, int32_t type, int32_t threads) {
-  const int64_t blocks = ceil_div(size, BLOCK);
   parallel(worth(threads, 16 * rows * size), [&](const Member& member) {
-    const Range mine = member.part(rows * blocks);
     by_type(Type(type), [&](auto number) {
       using T = decltype(number);
-      for (int64_t i = mine.first; i < mine.end; i++) {
-        const int64_t row = i / blocks, end = std::min(size, (i % blocks + 1) * BLOCK);
-        const T* gate = (const T*)gate_up + row * stride;
-        for (int64_t k = i % blocks * BLOCK; k < end; k += LANES)
-          store_some((T*)out + row * size + k, silu(load_some(gate + k, end - k)) * load_some(gate + size + k, end - k), end - k);
+      for (int64_t row = member.part(rows).first; row < member.part(rows).end; row++) {
+        const T *gate = (const T*)gate_up + row * stride, *up = gate + size;
+        for (int64_t k = 0; k < size; k += LANES)
+          store_some((T*)out + row * size + k, silu(load_some(gate + k, size - k)) * load_some(up + k, size - k), size - k);
       }
     });
   });
 }
 
-void mtp_rope_store(const void* qkv, int64_t stride, void* q, int32_t type, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
-                    const int64_t* positions, const float* cos, const float* sin, int64_t rope, int32_t interleaved, const int64_t* slots,
-                    void* keys, int64_t keys_stride, void* values, int64_t values_stride, int32_t pool_type, int32_t threads) {
-  const Rotation rotation{positions, cos, sin, rope, interleaved != 0};
-  const Pool k{keys, keys_stride, Type(pool_type)}, v{values, values_stride, Type(pool_type)};
-  const RopeStore op{qkv, stride, q, Type(type), rows, heads, kv_heads, dim, slots, k, v};
-  parallel(worth(threads, 8 * rows * (heads + 2 * kv_heads) * dim), [&](const Member& member) { rope_store(member, op, rotation); });
+void mtp_rope_store(const RopeStore* op, const Rotation* rotation, int32_t threads) {
+  const int64_t work = 8 * op->rows * (op->heads + 2 * op->kv_heads) * op->dim;
+  parallel(worth(threads, work), [&](const Member& member) { rope_store(member, *op, *rotation); });
 }
 
-void mtp_latent_store(void* q, int64_t q_stride, int64_t q_head_stride, void* turned, int64_t turned_stride, int64_t turned_head_stride,
-                      const void* row, int64_t row_stride, int32_t type, int64_t rows, int64_t heads, int64_t nope, int64_t rank,
-                      const int64_t* positions, const float* cos, const float* sin, int64_t rope, int32_t interleaved, const int64_t* slots,
-                      void* keys, int64_t keys_stride, int32_t pool_type, const void* norm, int32_t norm_type, float eps, int32_t threads) {
-  const Rotation rotation{positions, cos, sin, rope, interleaved != 0};
-  const Heads from{q, q_stride, q_head_stride, Type(type)}, to{turned, turned_stride, turned_head_stride, Type(type)};
-  const Pool pool{keys, keys_stride, Type(pool_type)};
-  const LatentStore op{from, to, row, row_stride, rows, heads, nope, rank, slots, pool, norm, Type(norm_type), eps};
-  parallel(worth(threads, 8 * rows * (heads * rope + rank)), [&](const Member& member) { latent_store(member, op, rotation); });
+void mtp_latent_store(const LatentStore* op, const Rotation* rotation, int32_t threads) {
+  const int64_t work = 8 * op->rows * (op->heads * rotation->dim + op->rank);
+  parallel(worth(threads, work), [&](const Member& member) { latent_store(member, *op, *rotation); });
 }
 }
 }  // namespace mtp

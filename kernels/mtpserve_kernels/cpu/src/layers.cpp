@@ -38,10 +38,12 @@ struct Context {
   const int64_t* slots;  // [rows]
 };
 
-// x and residual (or null) [rows, hidden], of `type` → out and total [rows, hidden], whose sum is the last layer's output.
+// x and residual (or null) [rows, hidden], of `type` → out and total [rows, hidden], whose sum is the last layer's output; with a norm
+// after the last layer total is that sum, and normed [rows, hidden] its norm.
 struct Pass {
   const void *x, *residual;
-  void *out, *total;
+  void *out, *total, *normed;
+  Norm last;
   int64_t rows, hidden;
   Type type;
   Rotation rotation;
@@ -175,6 +177,7 @@ extern "C" void mtp_layers(const Layer* layers, const Context* contexts, int64_t
       const void* x = i ? pass->out : pass->x;
       walk.layer(layers[i], contexts[i], x, i ? pass->total : pass->residual, pass->out, next[i]);
     }
+    if (pass->normed) walk.norm(pass->last, pass->out, pass->hidden, pass->total, pass->hidden, pass->normed);
   });
 }
 }  // namespace mtp

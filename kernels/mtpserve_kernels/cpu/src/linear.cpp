@@ -88,8 +88,14 @@ inline __attribute__((always_inline)) void multiply(const typename Method::X* x,
       sums[m][p][v] = part[m][p][v];
 }
 
-inline void put(const Output& out, int64_t row, int64_t column, Floats x, int64_t width) {
-  if (column < width) by_type(out.type, [&](auto n) { store_some((decltype(n)*)out.data + row * out.stride + column, x, width - column); });
+// Products at `column` of a row of the result; gated, `up` are those that the gates in y are for.
+inline void put(const Matrix& matrix, const Output& out, int64_t row, int64_t column, Floats y, Floats up) {
+  const int64_t width = out.gated ? matrix.outputs / 2 : matrix.outputs;
+  if (column >= width) return;
+  if (matrix.bias) y = y + load(matrix.bias + column);
+  if (matrix.bias && out.gated) up = up + load(matrix.bias + width + column);
+  if (out.gated) y = silu(y) * up;
+  by_type(out.type, [&](auto n) { store_some((decltype(n)*)out.data + row * out.stride + column, y, width - column); });
 }
 
 // One tile: rows row … row + ROWS - 1, and PANELS panels from `panel` on; a gated tile has PANELS / 2 of the gate's and as many of the
@@ -97,7 +103,7 @@ inline void put(const Output& out, int64_t row, int64_t column, Floats x, int64_
 template <class Method, int ROWS, int PANELS, bool GATED>
 void tile(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t panel, Ahead ahead, const Output& out) {
   constexpr int WIDE = GATED ? PANELS / 2 : PANELS;
-  const int64_t width = GATED ? matrix.outputs / 2 : matrix.outputs, halves = matrix.outputs / 2 / PANEL;
+  const int64_t halves = matrix.outputs / 2 / PANEL;
   const typename Method::Stored* panels[PANELS];
   int64_t first[PANELS];
   for (int p = 0; p < PANELS; p++) {
@@ -111,16 +117,11 @@ void tile(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row
     for (int v = 0; v < PANEL_VECTORS; v++) {
       Floats y[PANELS];
       for (int p = 0; p < PANELS; p++) {
-        const int64_t column = first[p] + v * LANES;
         if constexpr (SCALED<Method>)
-          y[p] = __builtin_convertvector(sums[m][p][v] + x.offset[m], Floats) * x.scale[m] * load(matrix.scale + column);
+          y[p] = __builtin_convertvector(sums[m][p][v] + x.offset[m], Floats) * x.scale[m] * load(matrix.scale + first[p] + v * LANES);
         else y[p] = sums[m][p][v];
-        if (matrix.bias) y[p] = y[p] + load(matrix.bias + column);
       }
-      for (int p = 0; p < WIDE; p++) {
-        if constexpr (GATED) y[p] = silu(y[p]) * y[p + WIDE];
-        put(out, row + m, (panel + p) * PANEL + v * LANES, y[p], width);
-      }
+      for (int p = 0; p < WIDE; p++) put(matrix, out, row + m, (panel + p) * PANEL + v * LANES, y[p], y[GATED ? p + WIDE : p]);
     }
 }
 
@@ -234,15 +235,8 @@ void run(const Member& member, const Matrix& matrix, const From* x, int64_t stri
 void linear(const Member& member, const Matrix& matrix, const void* x, Type x_type, int64_t stride, int64_t rows, const Output& out) {
 #ifdef __AMX_BF16__
   if (matrix.type == BF16) {
-    const int64_t width = out.gated ? matrix.outputs / 2 : matrix.outputs;
     const auto write = [&](int64_t row, int64_t panel, const float* sums, const float* up) {
-      for (int64_t v = 0; v < PANEL; v += LANES) {
-        const int64_t column = panel * PANEL + v;
-        Floats y = load(sums + v), z = load(up + v);
-        if (matrix.bias) y = y + load(matrix.bias + column);
-        if (matrix.bias && out.gated) z = z + load(matrix.bias + width + column);
-        put(out, row, column, out.gated ? silu(y) * z : y, width);
-      }
+      for (int64_t v = 0; v < PANEL; v += LANES) put(matrix, out, row, panel * PANEL + v, load(sums + v), load(up + v));
     };
     return amx::linear(member, matrix, x, x_type, stride, rows, out.gated, write);
   }
@@ -270,17 +264,13 @@ void heads_linear(const Member& member, const Matrices& matrices, const Heads& x
 
 extern "C" {
 
-void mtp_linear(const Matrix* matrix, const void* x, int32_t x_type, int64_t stride, int64_t rows, void* out, int64_t out_stride,
-                int32_t out_type, int32_t gated, int32_t threads) {
-  const Output to{out, out_stride, Type(out_type), gated != 0};
-  parallel(threads, [&](const Member& member) { linear(member, *matrix, x, Type(x_type), stride, rows, to); });
+void mtp_linear(const Matrix* matrix, const void* x, int32_t type, int64_t stride, int64_t rows, const Output* out, int32_t threads) {
+  parallel(threads, [&](const Member& member) { linear(member, *matrix, x, Type(type), stride, rows, *out); });
 }
 
-void mtp_heads_linear(const Matrices* matrices, void* x, int64_t stride, int64_t head_stride, int32_t type, int64_t rows, void* out,
-                      int64_t out_stride, int64_t out_head_stride, int32_t out_type, int32_t threads) {
-  const Heads from{x, stride, head_stride, Type(type)}, to{out, out_stride, out_head_stride, Type(out_type)};
+void mtp_heads_linear(const Matrices* matrices, const Heads* x, int64_t rows, const Heads* out, int32_t threads) {
   const int64_t work = rows * matrices->number * matrices->first.outputs * matrices->first.inputs;
-  parallel(worth(threads, work), [&](const Member& member) { heads_linear(member, *matrices, from, rows, to); });
+  parallel(worth(threads, work), [&](const Member& member) { heads_linear(member, *matrices, *x, rows, *out); });
 }
 
 // W [outputs, inputs] row-major → panels, in place: outputs must be whole panels, and inputs whole steps. `size`: bytes of a number.

@@ -30,11 +30,9 @@ void leave_groups_out(const Router& router, float* choice, int64_t experts) {
     sums[g] = choice[g * size + two[0]] + choice[g * size + two[1]];
   }
   greatest(sums.data(), router.groups, router.top_groups, best.data());
-  std::sort(best.begin(), best.begin() + router.top_groups);
-  for (int64_t g = 0, kept = 0; g < router.groups; g++) {
-    if (kept < router.top_groups && best[kept] == g) kept++;
-    else std::fill_n(choice + g * size, size, -std::numeric_limits<float>::infinity());
-  }
+  const auto end = best.begin() + router.top_groups;
+  for (int64_t g = 0; g < router.groups; g++)
+    if (std::find(best.begin(), end, g) == end) std::fill_n(choice + g * size, size, -std::numeric_limits<float>::infinity());
 }
 
 void choose(const Router& router, float* scores, float* weights, int64_t* experts) {
@@ -192,11 +190,11 @@ void mtp_route(const Router* router, const void* x, int32_t type, int64_t stride
 }
 
 void mtp_mix_experts(const Experts* experts, const float* weights, const int64_t* chosen, int64_t top_k, const void* x, int32_t type,
-                     int64_t stride, int64_t rows, void* inner, void* out, int64_t out_stride, int32_t threads) {
+                     int64_t stride, int64_t rows, void* inner, const Output* out, int32_t threads) {
   const int64_t work = inner_size(*experts, rows, top_k) * 3 * experts->gate_up.first.inputs;
-  const Output to{out, out_stride, Type(type), false};
-  parallel(worth(threads, work),
-           [&](const Member& member) { mix_experts(member, *experts, {weights, chosen, top_k}, x, Type(type), stride, rows, inner, to); });
+  parallel(worth(threads, work), [&](const Member& member) {
+    mix_experts(member, *experts, {weights, chosen, top_k}, x, Type(type), stride, rows, inner, *out);
+  });
 }
 }
 }  // namespace mtp

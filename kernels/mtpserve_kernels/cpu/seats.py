@@ -1,0 +1,66 @@
+"""The seats of a step's requests, for a CPU: src/seats.cpp. The same bits as mtpserve_kernels.seats.reference, each in one call."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpserve_kernels.cpu.library import Op
+from mtpserve_kernels.seats.reference import Placed, Seats
+
+
+class Addresses(Structure):
+    _fields_ = [
+        ("tokens", c_void_p), ("length", c_void_p), ("computed", c_void_p), ("limit", c_void_p), ("waiting", c_void_p), ("stops", c_void_p),
+        ("page_table", c_void_p), ("done", c_void_p),
+        ("width", c_int64), ("most_stops", c_int64), ("page_table_stride", c_int64), ("columns", c_int64), ("page_size", c_int64),
+    ]  # fmt: skip
+
+
+_slots = Op("mtp_slots", POINTER(Addresses), c_void_p, c_void_p, c_int64, c_void_p)
+_place = Op("mtp_place", POINTER(Addresses), *[c_void_p] * 5, c_int64, c_int64, c_void_p)
+_advance = Op("mtp_advance", POINTER(Addresses), *[c_void_p] * 6, c_int64, c_int64)
+
+
+def addresses(seats: Seats) -> Any:
+    if seats.addresses is None:
+        length, computed, _, limit, waiting = seats.counts.unbind(0)
+        given = seats.tokens, length, computed, limit, waiting, seats.stops, seats.page_table
+        assert all(part.dtype == torch.int64 and part.stride(-1) == 1 for part in given) and seats.done.dtype == torch.bool
+        assert all(part.is_contiguous() for part in (seats.tokens, seats.stops, seats.done))
+        table = seats.page_table
+        seats.addresses = Addresses(
+            *[part.data_ptr() for part in given], seats.done.data_ptr(), seats.tokens.shape[1], seats.stops.shape[1], table.stride(0),
+            table.shape[1], seats.page_size,
+        )  # fmt: skip
+    return byref(seats.addresses)
+
+
+def slots(page_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
+    """page_table [seats, columns], seats and index [n]: int64; index -1 is in the page of the last column, as in torch."""
+    assert page_table.stride(1) == 1 and page_table.dtype == torch.int64, (page_table.stride(), page_table.dtype)
+    out = torch.empty(len(index), dtype=torch.int64)
+    table = Addresses(
+        page_table=page_table.data_ptr(), page_table_stride=page_table.stride(0), columns=page_table.shape[1], page_size=page_size
+    )
+    _slots(byref(table), seats.contiguous(), index.contiguous(), len(index), out)
+    return out
+
+
+def place(
+    seats: Seats, seat_ids: Tensor, row_span: Tensor, offset: Tensor, cu_q: Tensor, drafts: Tensor, samples: Tensor, *,
+    start: Tensor | None = None,
+) -> Placed:  # fmt: skip
+    """`offset` counts the rows of each request from 0; all are contiguous int64."""
+    rows, requests = len(row_span), len(seat_ids)
+    out = torch.empty(4 * rows + 3 * requests, dtype=torch.int64)
+    _place(addresses(seats), seat_ids, cu_q, start, drafts, samples, requests, rows, out)
+    return Placed(*out.split([rows] * 4 + [requests] * 3))
+
+
+def advance(seats: Seats, seat_ids: Tensor, cu_q: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor) -> None:
+    """All are contiguous int64, but for the tokens."""
+    _advance(addresses(seats), seat_ids, cu_q, last_row, samples, accepted, tokens.contiguous(), len(seat_ids), tokens.shape[1] - 1)

@@ -1,0 +1,60 @@
+// What a step reads from the seats of its requests, and writes to them. A step's rows take less time than a second thread to start.
+// Reference: mtpserve_kernels/seats/reference.py.
+#include "threads.h"
+
+namespace mtp {
+// One row of each per seat.
+struct Seats {
+  int64_t *tokens, *length, *computed;
+  const int64_t *limit, *waiting, *stops, *page_table;
+  bool* done;
+  int64_t width, most_stops, page_table_stride, columns, page_size;  // of a row of tokens, of stops, of the page table
+
+  // Of token `index`; like torch, -1 is in the last column's page.
+  int64_t slot(int64_t seat, int64_t index) const {
+    const int64_t column = index / page_size - (index % page_size < 0), place = index - column * page_size;
+    return page_table[seat * page_table_stride + (column < 0 ? column + columns : column)] * page_size + place;
+  }
+};
+
+extern "C" {
+
+void mtp_slots(const Seats* s, const int64_t* seats, const int64_t* index, int64_t count, int64_t* out, int32_t) {
+  for (int64_t i = 0; i < count; i++) out[i] = s->slot(seats[i], index[i]);
+}
+
+// Request r has the rows cu_q[r] … cu_q[r + 1] - 1, from start[r] on (null: from what is computed of it), and at most drafts[r] drafts.
+// → out: ids, index, slots, row_seats [rows]; kv_len, draft_count, samples [requests].
+void mtp_place(const Seats* s, const int64_t* seats, const int64_t* cu_q, const int64_t* start, const int64_t* drafts,
+               const int64_t* samples, int64_t requests, int64_t rows, int64_t* out, int32_t) {
+  int64_t *ids = out, *index = ids + rows, *slots = index + rows, *row_seats = slots + rows;
+  int64_t *kv_len = row_seats + rows, *draft_count = kv_len + requests, *sampling = draft_count + requests;
+  for (int64_t r = 0; r < requests; r++) {
+    const int64_t seat = seats[r], first = start ? start[r] : s->computed[seat];
+    // With room for n tokens, n - 1 drafts and the target's own token fill it.
+    const int64_t useful = std::max<int64_t>(0, std::min(s->waiting[seat], s->limit[seat] - s->length[seat] - 1));
+    kv_len[r] = first + cu_q[r + 1] - cu_q[r];
+    draft_count[r] = s->done[seat] ? 0 : std::min(drafts[r], useful);
+    sampling[r] = s->done[seat] ? 0 : samples[r];
+    for (int64_t t = cu_q[r]; t < cu_q[r + 1]; t++) {
+      index[t] = first + t - cu_q[r], row_seats[t] = seat;
+      ids[t] = s->tokens[seat * s->width + index[t]], slots[t] = s->slot(seat, index[t]);
+    }
+  }
+}
+
+// tokens [requests, depth + 1]: where samples[r] is 1, the first accepted[r] + 1 are committed.
+void mtp_advance(const Seats* s, const int64_t* seats, const int64_t* cu_q, const int64_t* last_row, const int64_t* samples,
+                 const int64_t* accepted, const int64_t* tokens, int64_t requests, int64_t depth, int32_t) {
+  for (int64_t r = 0; r < requests; r++, tokens += depth + 1) {
+    const int64_t seat = seats[r], kept = samples[r] ? accepted[r] : 0, *end = tokens + kept + samples[r];
+    const int64_t* stops = s->stops + seat * s->most_stops;
+    std::copy_n(tokens, depth + 1, s->tokens + seat * s->width + s->length[seat]);
+    if (!s->done[seat]) s->computed[seat] += last_row[r] - cu_q[r] + 1 + kept;
+    s->length[seat] += end - tokens;
+    const bool stopped = std::find_first_of(tokens, end, stops, stops + s->most_stops) != end;
+    s->done[seat] = s->done[seat] || stopped || s->length[seat] >= s->limit[seat];
+  }
+}
+}
+}  // namespace mtp

@@ -1,0 +1,87 @@
+"""Rows of a step from the seats, and verdicts that are committed to them: the same bits as plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from mtpserve_kernels.cache import reference as cache
+from mtpserve_kernels.cpu.seats import advance, place, slots
+from mtpserve_kernels.seats import reference
+from mtpserve_kernels.seats.reference import Placed, Seats
+from torch import Tensor
+
+from tests.kernels.cases import places
+
+SEATS, LONGEST, PAGE = 23, 96, 4
+
+
+@pytest.mark.parametrize(("number", "page"), [(0, 16), (1, 1), (7, 16), (300, 5), (513, 64)])
+def test_slots_of_places(number: int, page: int) -> None:
+    table, seats, index = places(number, page)
+    assert torch.equal(slots(table, seats, index, page), cache.slots(table, seats, index, page))
+    part = table[:, 3:30]  # rows of a wider table; and the place before a request's first
+    index = (index % (27 * page)) - 1
+    assert torch.equal(slots(part, seats, index, page), cache.slots(part, seats, index, page))
+
+
+def seats_of(seed: int) -> Seats:
+    """Requests at any place, some of which have ended or have room for a few tokens only."""
+    dice = torch.Generator().manual_seed(seed)
+
+    def integers(most: int, *shape: int) -> Tensor:
+        return torch.randint(most, shape, generator=dice)
+
+    computed = integers(60, SEATS)
+    length = computed + 1 + integers(2, SEATS)
+    limit = torch.minimum(length + integers(12, SEATS), torch.tensor(LONGEST - 16))
+    counts = torch.stack([length, computed, integers(30, SEATS), limit, integers(9, SEATS)])
+    stops = torch.where(integers(3, SEATS, 5) > 0, -1, integers(40, SEATS, 5))
+    table = torch.randperm(SEATS * LONGEST // PAGE, generator=dice).view(SEATS, -1)
+    return Seats(integers(40, SEATS, LONGEST), counts, stops, integers(5, SEATS) == 0, table, PAGE)
+
+
+def copied(seats: Seats) -> Seats:
+    return Seats(seats.tokens.clone(), seats.counts.clone(), seats.stops.clone(), seats.done.clone(), seats.page_table, PAGE)
+
+
+def layout(requests: int, widest: int, seed: int) -> tuple[Tensor, ...]:
+    """seat_ids, row_span, offset, cu_q, last_row, drafts, samples"""
+    dice = torch.Generator().manual_seed(seed)
+    drafts, committed = (first + torch.randint(widest + 1, (requests,), generator=dice) for first in (0, 1))
+    width = committed + drafts
+    cu_q = torch.cat([torch.zeros(1, dtype=torch.int64), width.cumsum(0)])
+    row_span = torch.arange(requests).repeat_interleave(width)
+    offset = torch.arange(len(row_span)) - cu_q[row_span]
+    seat_ids = torch.randperm(SEATS, generator=dice)[:requests]
+    return seat_ids, row_span, offset, cu_q, cu_q[:-1] + committed - 1, drafts, torch.randint(2, (requests,), generator=dice)
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize(("requests", "widest"), [(0, 3), (1, 0), (1, 7), (5, 0), (17, 3), (23, 8)])
+def test_rows(requests: int, widest: int, started: bool) -> None:
+    given = seats_of(requests)
+    seat_ids, row_span, offset, cu_q, _, drafts, samples = layout(requests, widest, requests + widest)
+    start = torch.arange(requests) if started else None
+    wanted = reference.place(given, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
+    made = place(given, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
+    for field in fields(Placed):
+        assert torch.equal(getattr(made, field.name), getattr(wanted, field.name)), field.name
+
+
+@pytest.mark.parametrize(("requests", "depth"), [(0, 3), (1, 0), (1, 7), (5, 0), (17, 3), (23, 8)])
+def test_verdicts(requests: int, depth: int) -> None:
+    """Tokens that stop a request, requests that reach their limit, that have ended, that do not sample."""
+    before = seats_of(requests + 1)
+    seat_ids, _, _, cu_q, last_row, _, samples = layout(requests, depth, 3 * requests + depth)
+    samples = samples.masked_fill(before.done[seat_ids], 0)
+    dice = torch.Generator().manual_seed(depth)
+    accepted = torch.randint(depth + 1, (requests,), generator=dice)
+    tokens = torch.randint(40, (requests, 2 * depth + 2), generator=dice)[:, ::2]  # not contiguous
+    wanted, made = copied(before), copied(before)
+    reference.advance(wanted, seat_ids, cu_q, last_row, samples, accepted, tokens)
+    advance(made, seat_ids, cu_q, last_row, samples, accepted, tokens)
+    for name in ("tokens", "counts", "done"):
+        assert torch.equal(getattr(made, name), getattr(wanted, name)), name
+    assert requests < 17 or not torch.equal(before.done, made.done)
