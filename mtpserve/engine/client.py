@@ -62,6 +62,13 @@ def private_directory() -> str:
     return directory
 
 
+def waiting() -> dict[str, str]:
+    """How OpenMP's threads wait for the next product, as environment variables: they spin for a millisecond or two, which is longer than a
+    step is busy elsewhere, and then sleep, so that an idle engine leaves its cores to others. Sleeping at once takes up to twice the time
+    per step, spinning for ever takes the front end's core (benchmarks/README.md). What the user has set stays."""
+    return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "100000", "KMP_BLOCKTIME": "2"}
+
+
 class Mailbox:
     """What waits for the reader of one stream: events, or the error that ends it."""
 
@@ -128,10 +135,7 @@ class ProcessClient:
         self._requests.connect(endpoint(self._directory, INBOX))
         command = [sys.executable, "-m", "mtpserve.engine.process", "--endpoint-dir", self._directory, "--factory", self._factory]
         # Standard input is never written: it tells the child when this process ends, however it ends.
-        # OpenMP's threads spin while they wait, and a spinning thread keeps this process from the core that it needs: with two
-        # cores both then crawl. Waiting asleep costs microseconds. A value that is set already stays.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, env=environment)
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, env=waiting() | os.environ)
         self._send(self._start_message)
         listener = asyncio.create_task(self._listen())
         self._tasks = [listener, asyncio.create_task(self._watch(self._process, listener))]

@@ -155,14 +155,14 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
         described = [described_layer(layer) for layer in layers]
     except NotDescribed:
         return one_by_one(layers, norm)
-    return Stack(layers, norm, (stacks.Layer * len(layers))(*described))
+    return LayerStack(layers, norm, (stacks.Layer * len(layers))(*described))
 
 
 class NotDescribed(Exception):
     """A part that the op for whole layers does not have."""
 
 
-class Stack:
+class LayerStack:
     """layers.kernels.RunLayers. `described` points to what is in `layers` and `norm`."""
 
     def __init__(self, layers: Sequence[Layer], norm: LastNorm, described: Array[stacks.Layer]) -> None:

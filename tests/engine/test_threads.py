@@ -11,6 +11,7 @@ import torch
 from mtpserve.config import CPUConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.engine import threads
+from mtpserve.engine.client import waiting
 
 needs_affinity = pytest.mark.skipif(threads.allowed() is None, reason="this system does not bind processes to cores")
 
@@ -58,3 +59,11 @@ def test_what_is_no_list_of_cores(text: str) -> None:
 
 def test_lists_of_cores() -> None:
     assert CPUConfig(cpu_affinity="0-2, 5,7-7").cores == {0, 1, 2, 5, 7}
+
+
+def test_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own policy stays."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert waiting()["GOMP_SPINCOUNT"] == "100000"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert waiting() == {}

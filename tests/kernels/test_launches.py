@@ -93,7 +93,7 @@ def launches(spec: SpecConfig, layers: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("spec", "most"),
     # Outside the trunk's layers: the batch, logits, acceptance, seats; with drafts the MTP layer's passes (three with its layer in each).
-    [(PLAIN, 65), (CHAIN, 177), (TREE, 340)],
+    [(PLAIN, 52), (CHAIN, 139), (TREE, 334)],
     ids=["plain", "chain", "tree"],
 )
 def test_a_step_launches_no_more_than_it_did(spec: SpecConfig, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
