@@ -75,8 +75,10 @@ class MTPHead(nn.Module):
         self.own_head: list[HeadProduct] = []  # one at most
 
     def finish_loading(self) -> None:
-        """Before the trunk's head is packed."""
         self.run_layers = self.kernels.pack_layers([self.layer], self.norm)
+
+    def copy_head(self) -> None:
+        """After the trunk's head was loaded."""
         if self.methods.draft_head is not None:
             trunk = self.borrowed[0]
             self.own_head = [trunk.logits_of(torch.arange(self.vocab, device=trunk.norm.weight.device))]
@@ -112,6 +114,8 @@ class DecoderModel(nn.Module):
 
     def finish_loading(self) -> None:
         self.run_layers = self.kernels.pack_layers(list(self.layers), self.norm)
+        if self.mtp_head is not None:
+            self.mtp_head.copy_head()
 
     def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
         normed, x, kept = self.run_layers(self.embed(ids), self.rope(positions), contexts, features.taps)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearKernels, Packed
 
+NUMBERS = 1 << 20  # of a matrix that are widened at a time: a whole one in float32, several times, would be the largest thing in memory
+
 
 class Int8:
     """core.protocols.LinearMethod"""
@@ -21,8 +23,17 @@ class Int8:
 
     def finish(self, module: nn.Module, lookups: bool = False) -> None:
         exact = cast(Tensor, module.weight).detach()
-        weight, scale = quantize_int8(exact)
-        self.errors.append(float((weight * scale.unsqueeze(1) - exact).norm() / exact.float().norm().clamp(min=1e-30)))
+        weight, scale = torch.empty_like(exact, dtype=torch.int8), torch.empty(len(exact))
+        changed, whole = 0.0, 0.0  # squares of lengths
+        strip = max(1, NUMBERS // exact.shape[1])
+        for part, to, by in zip(exact.split(strip), weight.split(strip), scale.split(strip), strict=True):
+            wide = part.float()
+            rounded, each = quantize_int8(wide)
+            to.copy_(rounded)
+            by.copy_(each)
+            whole += float(wide.square().sum())
+            changed += float(wide.sub_(rounded * each.unsqueeze(1)).square_().sum())
+        self.errors.append((changed / max(whole, 1e-60)) ** 0.5)
         packed = self.kernels.pack_int8(weight, scale, cast("Tensor | None", module.bias))
         del module.weight
         cast(Any, module).packed = packed

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mtpserve.weights.audit import parameters
+from mtpserve.weights.finish import Finisher
 
 SEED = 0
 
@@ -24,6 +25,4 @@ def fill(module: nn.Module, device: torch.device) -> None:
                 parameter.fill_(1.0 if "norm" in name else 0.0)
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
-    for part in reversed(list(module.modules())):
-        if (finish := getattr(part, "finish_loading", None)) is not None:
-            finish()
+    Finisher(module).rest()

@@ -19,6 +19,7 @@ from mtpserve.quant.fp8 import FP8, SCALE, dequantize_block, is_finite
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.finish import Finisher, inside
 from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import Rule
 
@@ -40,8 +41,8 @@ def load(
     """Fills every parameter and persistent buffer exactly once; every tensor must match exactly one rule. Raises LoadError otherwise.
 
     Parameters keep the dtypes that they were built with: `dtype`, or float32 where a layer requires it. `also`: further checkpoints with
-    their own rules, such as a separately published layer. At the end each submodule's `finish_loading()` is called, a part's
-    before the whole's.
+    their own rules, such as a separately published layer. Each submodule's `finish_loading()` is called as soon as all of it is filled,
+    a part's before the whole's.
 
     Matrices in float8 are expanded to the parameter's dtype; with `keep_blocks` they stay float8 if the module can multiply them: see
     blocks.py.
@@ -51,6 +52,7 @@ def load(
     if keep_blocks:
         hold_blocks(module, placements)
     targets = parameters(module.to(device))
+    finisher = Finisher(module, [placement.target for placement in placements])
     columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with torch.no_grad(), Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress) as bar:
         task = bar.add_task("", total=sum(placement.size for placement in placements))
@@ -67,10 +69,11 @@ def load(
                 else:
                     _fill(placement, parameter, check_finite)
                 bar.advance(task, placement.size)
+                del parameter
+                for done in finisher.filled(placement.target):  # their memory may be given back now
+                    targets = {name: tensor for name, tensor in targets.items() if not inside(name, done)}
             placement.checkpoint.close()
-    for part in reversed(list(module.modules())):  # a module's own parts before it
-        if (finish := getattr(part, "finish_loading", None)) is not None:
-            finish()
+    finisher.rest()
 
 
 def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
