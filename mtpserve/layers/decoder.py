@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,25 @@ class DecoderLayer(nn.Module):
         return self.mlp(normed), residual
 
 
+class DraftHead(nn.Module):
+    """A copy of the language-model head by another method, for drafting alone. It is a part of the head, so that it is made before the
+    head's weight is packed in place."""
+
+    def __init__(self, head: nn.Module, arch: ModelArch, method: LinearMethod) -> None:
+        super().__init__()
+        self.head, self.arch, self.method = [head], arch, method  # in a list: the head holds it, and not the other way round
+        self.product: Linear | None = None
+
+    def finish_loading(self) -> None:
+        self.product = Linear(self.arch.hidden, (self.arch.vocab,), self.method)
+        self.product.weight = cast(nn.Parameter, self.head[0].weight)
+        self.product.finish_loading()
+
+    def forward(self, head: Tensor) -> Tensor:
+        assert self.product is not None
+        return self.product(head, torch.float32)  # type: ignore[no-any-return]
+
+
 class MTPHead(nn.Module):
     """core.protocols.DraftModel: the checkpoint's own multi-token-prediction layer. Embedding, head and rotary tables are the trunk's own
     objects, borrowed and not held as children."""
@@ -64,7 +84,7 @@ class MTPHead(nn.Module):
     ) -> None:
         super().__init__()
         assert arch.mtp is not None
-        self.arch, self.vocab, self.borrowed = arch.mtp, arch.vocab, [trunk]
+        self.arch, self.borrowed = arch.mtp, [trunk]
         self.features = Features(last=arch.mtp.hidden_in)
         self.layers = arch.layers[arch.num_layers :]
         self.fusion = Fusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, methods.draft, kernels)
@@ -72,16 +92,11 @@ class MTPHead(nn.Module):
         self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
         self.kernels, self.methods = kernels, methods
         self.run_layers: RunLayers
-        self.own_head: list[HeadProduct] = []  # one at most
+        if methods.draft_head is not None:
+            trunk.head.add_module("draft", DraftHead(trunk.head, arch, methods.draft_head))
 
     def finish_loading(self) -> None:
         self.run_layers = self.kernels.pack_layers([self.layer], self.norm)
-
-    def copy_head(self) -> None:
-        """After the trunk's head was loaded."""
-        if self.methods.draft_head is not None:
-            trunk = self.borrowed[0]
-            self.own_head = [trunk.logits_of(torch.arange(self.vocab, device=trunk.norm.weight.device))]
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
@@ -92,7 +107,8 @@ class MTPHead(nn.Module):
     step = absorb
 
     def logits(self, head: Tensor) -> Tensor:
-        return self.own_head[0](head) if self.own_head else self.borrowed[0].logits(head)
+        trunk = self.borrowed[0]
+        return trunk.logits(head) if self.methods.draft_head is None else cast(DraftHead, trunk.head.draft)(head)
 
 
 class DecoderModel(nn.Module):
@@ -114,8 +130,6 @@ class DecoderModel(nn.Module):
 
     def finish_loading(self) -> None:
         self.run_layers = self.kernels.pack_layers(list(self.layers), self.norm)
-        if self.mtp_head is not None:
-            self.mtp_head.copy_head()
 
     def trunk(self, ids: Tensor, positions: Tensor, contexts: Sequence[Context], features: Features) -> Hidden:
         normed, x, kept = self.run_layers(self.embed(ids), self.rope(positions), contexts, features.taps)

@@ -28,6 +28,10 @@ class TiedHead(nn.Module):
         self.borrowed = [embedding]  # in a list, so that it is not registered as a child a second time
         self.method = method
 
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.borrowed[0].weight
+
     def finish_loading(self) -> None:
         self.method.finish(self.borrowed[0], lookups=True)
 
