@@ -56,14 +56,15 @@ def norm(weight: Tensor, eps: float) -> Norm:
 
 
 class Contexts:
-    """Of a stack's layers: `pools` are each layer's keys and values, `stores` the number of the store that each is in."""
+    """Of a stack's layers: `pools` are each layer's keys and values, `stores` the number of the store that each is in. It keeps no tensor
+    alive."""
 
     def __init__(self, pools: Sequence[tuple[Tensor, Tensor]], stores: Sequence[int]) -> None:
-        self.pools, self.stores = pools, stores
+        self.stores = stores
         self.array = (Context * len(pools))(*[Context(keys.data_ptr(), values.data_ptr()) for keys, values in pools])
 
     def plan(self, planned: Sequence[tuple[Spans, Tensor]]) -> None:
-        """For the next passes: each store's batch and where its rows are stored, slots [T] int64. It keeps neither alive."""
+        """For the next passes: each store's batch and where its rows are stored, slots [T] int64."""
         where = [(addressof(spans), slots.data_ptr()) for spans, slots in planned]
         for context, store in zip(self.array, self.stores, strict=True):
             context.spans, context.slots = where[store]
