@@ -6,8 +6,7 @@
 #include "linear.h"
 
 extern "C" {
-void mtp_linear(const mtp::Matrix*, const void* x, int32_t x_type, int64_t stride, int64_t rows, void* out, int64_t out_stride,
-                int32_t out_type, int32_t gated, int32_t threads);
+void mtp_linear(const mtp::Matrix*, const void* x, int32_t type, int64_t stride, int64_t rows, const mtp::Output*, int32_t threads);
 void mtp_pack(void* data, int64_t outputs, int64_t inputs, int32_t size, int32_t threads);
 }
 
@@ -37,14 +36,15 @@ template <class T> void check(int64_t outputs, int64_t inputs, int64_t rows, boo
   const mtp::Matrix matrix{packed.data(), bias.data(), nullptr, outputs, inputs, type};
   const int64_t width = gated ? outputs / 2 : outputs;
   std::vector<float> out(rows * width, NAN), alone(width);
-  mtp_linear(&matrix, x.data(), type, inputs, rows, out.data(), width, mtp::FP32, gated, threads);
+  const mtp::Output all{out.data(), width, mtp::FP32, gated}, one{alone.data(), width, mtp::FP32, gated};
+  mtp_linear(&matrix, x.data(), type, inputs, rows, &all, threads);
   const auto product = [&](int64_t m, int64_t n) {
     double sum = bias[n];
     for (int64_t k = 0; k < inputs; k++) sum += (double)widen(x[m * inputs + k]) * widen(w[n * inputs + k]);
     return sum;
   };
   for (int64_t m = 0; m < rows; m++) {
-    mtp_linear(&matrix, x.data() + m * inputs, type, inputs, 1, alone.data(), width, mtp::FP32, gated, 1);
+    mtp_linear(&matrix, x.data() + m * inputs, type, inputs, 1, &one, 1);
     for (int64_t n = 0; n < width; n++) {
       double expected = product(m, n);
       if (gated) expected = expected / (1 + std::exp(-expected)) * product(m, width + n);
