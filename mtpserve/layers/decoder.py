@@ -56,7 +56,7 @@ class DecoderLayer(nn.Module):
 
 class DraftHead(nn.Module):
     """A copy of the language-model head by another method, for drafting alone. It is a part of the head, so that it is made before the
-    head's weight is packed in place."""
+    head's weight is packed in place. `method` makes numbers of its own from the weight, as int8 does: it must not pack it in place."""
 
     def __init__(self, head: nn.Module, arch: ModelArch, method: LinearMethod) -> None:
         super().__init__()

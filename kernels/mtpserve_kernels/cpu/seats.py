@@ -54,7 +54,7 @@ def place(
     seats: Seats, seat_ids: Tensor, row_span: Tensor, offset: Tensor, cu_q: Tensor, drafts: Tensor, samples: Tensor, *,
     start: Tensor | None = None,
 ) -> Placed:  # fmt: skip
-    """`offset` counts the rows of each request from 0; all are contiguous int64."""
+    """All are contiguous int64. `row_span` and `offset` are not read: each request's rows follow one another, from 0 on."""
     rows, requests = len(row_span), len(seat_ids)
     out = torch.empty(4 * rows + 3 * requests, dtype=torch.int64)
     _place(addresses(seats), seat_ids, cu_q, start, drafts, samples, requests, rows, out)
