@@ -33,6 +33,7 @@ class Completion:
     tokens: list[int]
     finish_reason: str
     prompt_tokens: int
+    cached_tokens: int  # of these, found in the prefix cache
     drafted: int  # draft tokens verified for this prompt
     accepted: int  # how many of them were accepted
     error: str | None = None
@@ -55,6 +56,7 @@ class StreamStep:
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0  # with the first token: of the prompt, found in the prefix cache
 
     @property
     def text(self) -> str:
@@ -94,6 +96,7 @@ class OfflineRequest:
             error=event.error,
             logprobs=None if event.logprobs is None else event.logprobs[: len(pieces)],
             prompt_logprobs=event.prompt_logprobs,
+            cached_tokens=event.cached,
         )
 
     def completion(self) -> Completion:
@@ -103,6 +106,7 @@ class OfflineRequest:
             tokens=[token for step in self.steps for token in step.tokens],
             finish_reason=str(last.finish),
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=sum(step.cached_tokens for step in self.steps),
             drafted=sum(len(step.proposal.tokens) for step in self.steps),
             accepted=sum(step.accepted for step in self.steps),
             error=last.error,
@@ -150,7 +154,12 @@ class LLM:
 
     def close(self) -> None:
         """Frees the engine's memory. Nothing else may be called afterwards."""
+        self.engine.close()
         del self.engine
+
+    def reset_prefix_cache(self) -> None:
+        """Later prompts find nothing that was computed before."""
+        self.engine.reset_prefix_cache()
 
     def sampling(self, **values: Any) -> SamplingParams:
         """The model's recommended sampling parameters, overridden by `values`."""

@@ -71,6 +71,15 @@ def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
+def test_what_was_cached_is_counted(llm: LLM) -> None:
+    prompt = [5 + i for i in range(40)]
+    sampling = SamplingParams(max_tokens=5)
+    assert [each.cached_tokens for each in llm.generate([prompt, prompt, [5]], sampling)] == [0, 32, 0]
+    assert [step.cached_tokens for step in llm.stream(prompt, sampling)] == [32, 0, 0]
+    llm.reset_prefix_cache()
+    assert [each.cached_tokens for each in llm.generate(prompt, sampling)] == [0]
+
+
 def test_one_prompt_may_stand_alone(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=2)
     assert len(llm.generate("abc", sampling)) == len(llm.generate([5, 6, 7], sampling)) == 1

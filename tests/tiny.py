@@ -100,7 +100,7 @@ def tiny_engine(
         EngineSizes(pages=[pages, window_pages][: len(page_groups(model.arch.layers))], page_size=page_size, seats=seats, context=CONTEXT),
         EngineOptions(
             spec=replace(spec_of(drafts), speculative_exact=exact),
-            scheduler=SchedulerConfig(chunked_prefill_size=budget),
+            scheduler=SchedulerConfig(chunked_prefill_size=budget, schedule_conservativeness=0.0),  # more is preempted, and tested
             sampling=SamplingConfig(logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs"),
             device=device,
             dtype=model.norm.weight.dtype,

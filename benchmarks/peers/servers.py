@@ -67,7 +67,7 @@ def vllm(binary: Path, dtype: str, cached: bool, bind: str, cache: Path) -> Serv
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     command = [str(prefix / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve"]
-    options = ["--dtype", dtype, "--enable-prefix-caching" if cached else "--no-enable-prefix-caching"]
+    options = ["--dtype", dtype, "--enable-prompt-tokens-details", "--enable-prefix-caching" if cached else "--no-enable-prefix-caching"]
     return Server(f"vllm {dtype}, prefix cache" if cached else f"vllm {dtype}", command, options, environment)
 
 

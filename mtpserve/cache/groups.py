@@ -6,15 +6,22 @@
 
 It counts; it stores nothing and knows no tensors. What a long prompt holds in the group of a window is bounded: it gets pages chunk by
 chunk, as many as it releases.
+
+It is also the prefix cache: complete pages get keys (cache/keys), and a request starts after the longest prefix of its tokens whose
+pages are there, be they held by others or cached. In the group of a window that takes only the pages that its next row sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from mtpserve.cache.keys import Key
 from mtpserve.cache.pages import PageAllocator
 from mtpserve.core.sequence import Held
+
+Found = Callable[[int, Key], bool]
 
 
 class PageGroup(NamedTuple):
@@ -27,7 +34,12 @@ class PageGroups:
     step."""
 
     def __init__(self, windows: Sequence[int | None], pages: Sequence[int], page_size: int, chunk: int) -> None:
-        self.groups = [PageGroup(window, PageAllocator(count)) for window, count in zip(windows, pages, strict=True)]
+        self.groups = [
+            PageGroup(window, PageAllocator(count, partial(self._evicted, number)))
+            for number, (window, count) in enumerate(zip(windows, pages, strict=True))
+        ]
+        # Called with a group, a page and its key before somebody else gets the page.
+        self.on_evict: Callable[[int, int, Key], None] = lambda group, page, key: None
         self.page_size, self._chunk = page_size, chunk
         self.windowed = any(window is not None for window in windows)
 
@@ -37,7 +49,13 @@ class PageGroups:
 
     @property
     def used(self) -> int:
+        """Pages that requests hold."""
         return sum(group.allocator.num_pages - group.allocator.free_count for group in self.groups)
+
+    @property
+    def cached(self) -> int:
+        """Pages that nobody holds, with contents that a request may find."""
+        return sum(group.allocator.cached_count for group in self.groups)
 
     def capacity(self, lookahead: int) -> int:
         """Tokens that one request alone may have."""
@@ -50,6 +68,9 @@ class PageGroups:
 
     def columns(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
+
+    def _evicted(self, group: int, page: int, key: Key) -> None:
+        self.on_evict(group, page, key)
 
     def _most(self, window: int, lookahead: int) -> int:
         """Pages that a request holds at most in the group of a window."""
@@ -64,17 +85,102 @@ class PageGroups:
         whole = self.columns(tokens + lookahead)
         return whole if window is None else min(whole, self._low(window, start) + self._most(window, lookahead))
 
-    def seat(self, shared: Sequence[Held], start: int, tokens: int, lookahead: int) -> list[Held] | None:
-        """What a request gets that computes `tokens` from `start` on, after `shared`, of which it becomes a holder. None: too few are
-        free, and nothing was taken."""
-        held = [Held(one.first, list(one.pages)) for one in shared] or [Held(self._low(window, start)) for window, _ in self.groups]
+    def matched(self, keys: Sequence[Key], known: int = 0, found: Found | None = None) -> int:
+        """Columns of the longest prefix that a request can start after, of one with these `keys`. `known`: where to start looking, any
+        number. `found`: whether a group's page is there, in this pool by default."""
+        there = self.found if found is None else found
+        columns = len(keys)
+        for number, group in enumerate(self.groups):
+            if group.window is None:
+                columns = _prefix(partial(there, number), keys, columns, known)
+        for number, group in enumerate(self.groups):
+            if group.window is not None:
+                # Full attention has all columns before these, so a shorter prefix is there, too.
+                columns = self._seen(partial(there, number), group.window, keys, columns)
+        return columns
+
+    def found(self, group: int, key: Key) -> bool:
+        return self.groups[group].allocator.find(key) is not None
+
+    def needed(self, columns: int) -> list[range]:
+        """The columns of each group that a request needs which starts after so many of them."""
+        return [range(self._low(window, columns * self.page_size - 1), columns) for window, _ in self.groups]
+
+    def _seen(self, found: Callable[[Key], bool], window: int, keys: Sequence[Key], columns: int) -> int:
+        """The longest prefix of at most so many columns after which the next row sees no page that is missing."""
+        column, low = columns - 1, self._low(window, columns * self.page_size - 1)
+        while column >= low:
+            if not found(keys[column]):
+                columns, low = column, self._low(window, column * self.page_size - 1)
+            column -= 1
+        return columns
+
+    def seat(self, shared: Sequence[Key], start: int, tokens: int, lookahead: int, spare: int = 0) -> list[Held] | None:
+        """What a request gets that computes `tokens` from `start` on, after the pages with the keys `shared`, of which it becomes a holder.
+        None: too few are free, or less than `spare` more for each group without a window, and nothing was taken."""
+        held = []
+        for group in self.groups:
+            low = self._low(group.window, start)
+            pages = [group.allocator.find(key) for key in shared[low:]]
+            held.append(Held(low, [page for page in pages if page is not None]))
+            assert None not in pages, "`matched` said that they are there"
         missing = self.missing(held, start, tokens, lookahead)
-        if not self.are_free(missing):
+        left = (group.allocator.free_without(one.pages) for group, one in zip(self.groups, held, strict=True))
+        kept = (spare * (group.window is None) for group in self.groups)
+        if any(count + more > free for count, more, free in zip(missing, kept, left, strict=True)):
             return None
         for group, one in zip(self.groups, held, strict=True):
             group.allocator.share(one.pages)
         self.extend(held, missing)
         return held
+
+    def gather(self, keys: Sequence[Key], needed: Sequence[range]) -> list[Held] | None:
+        """Pages for the `needed` columns of each group: those that are there, of which the caller becomes a holder, and free ones for the
+        others. None: too few are free, and nothing was taken."""
+        found = [[group.allocator.find(keys[c]) for c in columns] for group, columns in zip(self.groups, needed, strict=True)]
+        there = [[page for page in pages if page is not None] for pages in found]
+        counts = [len(pages) - len(some) for pages, some in zip(found, there, strict=True)]
+        groups = list(zip(self.groups, there, counts, strict=True))
+        if any(count > group.allocator.free_without(some) for group, some, count in groups):
+            return None
+        for group, some, _ in groups:
+            group.allocator.share(some)
+        fresh = [iter(group.allocator.allocate(count)) for group, _, count in groups]
+        return [
+            Held(columns.start, [next(free) if page is None else page for page in pages])
+            for columns, pages, free in zip(needed, found, fresh, strict=True)
+        ]
+
+    def label(self, held: Sequence[Held], keys: Sequence[Key], first: int, end: int) -> bool:
+        """A request's columns from `first` on, before `end`, are complete. Where a page with the same contents is there already it takes
+        the place of the request's own. True: that happened, and `held.planned` says from which column on."""
+        replaced = False
+        for number, one in enumerate(held):
+            for column in range(max(first, one.first), end):
+                replaced |= self.label_page(number, one, column, keys[column])
+        return replaced
+
+    def label_page(self, group: int, held: Held, column: int, key: Key) -> bool:
+        """The same for one page."""
+        allocator, own = self.groups[group].allocator, held.pages[column - held.first]
+        page = allocator.label(own, key)
+        if page == own:
+            return False
+        allocator.share([page])
+        allocator.release([own])
+        held.pages[column - held.first] = page
+        held.planned = min(held.planned, column)
+        return True
+
+    def unlabel(self, held: Sequence[Held]) -> list[list[Key]]:
+        """What these pages hold is not to be relied on. → the keys that are not found any more, of each group."""
+        pairs = zip(self.groups, held, strict=False)  # a request without a seat holds none
+        return [group.allocator.unlabel(one.pages) for group, one in pairs]
+
+    def forget(self) -> None:
+        """Empty the cache. Requests keep what they hold."""
+        for group in self.groups:
+            group.allocator.forget()
 
     def has(self, held: Sequence[Held], tokens: int) -> bool:
         """Whether a request has the pages of all columns up to `tokens`, but for those that it has released."""
@@ -87,6 +193,10 @@ class PageGroups:
         """Pages of each group that a request lacks which computes `tokens` from `start` on."""
         pairs = zip(self.groups, held, strict=True)
         return [max(self._end(group.window, start, tokens, lookahead) - one.end, 0) for group, one in pairs]
+
+    def has_room(self, columns: int) -> bool:
+        """For so many more of one request."""
+        return all(group.window is not None or columns <= group.allocator.free_count for group in self.groups)
 
     def are_free(self, counts: Iterable[int]) -> bool:
         """So many pages of each group."""
@@ -104,16 +214,6 @@ class PageGroups:
                 group.allocator.release(one.pages[:passed])
                 one.first, one.pages = one.first + passed, one.pages[passed:]
 
-    def shareable(self, held: Sequence[Held], start: int, columns: int) -> list[Held] | None:
-        """The part of `held` that a request needs which starts to compute at `start`: up to `columns`. None: not all of it is there."""
-        shared = []
-        for group, one in zip(self.groups, held, strict=True):
-            low = self._low(group.window, start)
-            if one.first > low or one.end < columns:
-                return None
-            shared.append(Held(low, one.pages[low - one.first : columns - one.first]))
-        return shared
-
     def release(self, held: Sequence[Held]) -> None:
         for group, one in zip(self.groups, held, strict=False):  # a request without a seat holds none
             group.allocator.release(one.pages)
@@ -122,3 +222,13 @@ class PageGroups:
         """Raises PageError, see PageAllocator."""
         for i, group in enumerate(self.groups):
             group.allocator.check_integrity([held[i].pages for held in holders if held])
+
+
+def _prefix(found: Callable[[Key], bool], keys: Sequence[Key], end: int, known: int) -> int:
+    """How many of `keys[:end]` are there, from the first on. The page of one that is there implies those before it."""
+    column = min(known, end)
+    while column > 0 and not found(keys[column - 1]):
+        column -= 1
+    while column < end and found(keys[column]):
+        column += 1
+    return column

@@ -8,7 +8,7 @@ ConfigError of one line.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from types import NoneType
@@ -129,11 +129,13 @@ class Switch(argparse.BooleanOptionalAction):
         setattr(namespace, self.dest, option_string in self._on)
 
 
-def add_options(parser: argparse.ArgumentParser, sections: Sections = SECTIONS) -> None:
-    """One group per section. Values stay text; options that are not given are absent from the namespace."""
+def add_options(parser: argparse.ArgumentParser, sections: Sections = SECTIONS, only: Collection[str] | None = None) -> None:
+    """One group per section, of the fields in `only` where that is given. Values stay text; options that are not given are absent from
+    the namespace."""
     for section in sections:
+        options = [option for option in all_options({section: sections[section]}) if only is None or option.name in only]
         group = parser.add_argument_group(f"{section} options")
-        for option in all_options({section: sections[section]}):
+        for option in options:
             flags = [f"--{spelling}" for spelling in option.spellings]
             default = "" if option.default in (None, ()) else f" (default: {option.default})"
             text = (option.help + default).replace("%", "%%")

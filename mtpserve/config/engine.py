@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from mtpserve.config.kv_events import KVEventsConfig, parse
 from mtpserve.config.options import check, option
 from mtpserve.core.drafters import DRAFTERS
 
@@ -14,6 +15,7 @@ NEED_ALGORITHM = (
     "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
     "speculative_token_map", "speculative_synthetic_acceptance", "speculative_disable_by_batch_size",
 )  # fmt: skip
+LEAST_HOST_GIB, DISK_GIB = 0.25, 10.0  # for pages on their way to the disk; of the disk, unless the user says otherwise
 MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64-bit number
 
 
@@ -101,13 +103,53 @@ class CacheConfig:
         "keys and values: fp8_e4m3 (or fp8) takes half the memory and rounds to 3 bits of mantissa; auto stores them in --dtype",
         choices=("auto", "fp8_e4m3", "fp8", "bfloat16"),
     )
-    disable_radix_cache: bool = option(False, "no prefix cache: has no effect, there is none yet", "no-enable-prefix-caching")
+    disable_radix_cache: bool = option(
+        False, "no prefix cache: each request computes its whole prompt, each choice of n too", "no-enable-prefix-caching"
+    )
+    kv_offload_gib: float = option(
+        0.0, "host memory for pages that the KV pool had to give up, in GiB: they come back instead of being computed again",
+        "kv-offloading-size", "hicache-size",
+    )  # fmt: skip
+    kv_offload_dir: str | None = option(
+        None, "folder for pages on disk: they outlive the process, and engines on one machine share them (host memory: at least 0.25 GiB)"
+    )
+    kv_offload_dir_gib: float | None = option(None, "most that --kv-offload-dir may hold, in GiB (default: 10)")
+    kv_events_config: str | None = option(
+        None,
+        'events of the prefix cache for routers, with all tokens: JSON, as in vLLM; {"publisher": "zmq"} listens on tcp://127.0.0.1:5557, '
+        'with "endpoint": "tcp://*:5557" on all interfaces',
+    )
 
     def __post_init__(self) -> None:
         check(1 <= self.page_size <= 1024, "page_size", self.page_size, "in [1, 1024]")
         check(self.max_total_tokens is None or self.max_total_tokens >= 16, "max_total_tokens", self.max_total_tokens, "at least 16")
         fraction = self.mem_fraction_static
         check(fraction is None or 0 < fraction <= 1, "mem_fraction_static", fraction, "in (0, 1]")
+        host, disk = self.kv_offload_gib, self.kv_offload_dir_gib
+        check(0 <= host < 1 << 20, "kv_offload_gib", host, "at least 0")
+        check(host == 0 or not self.disable_radix_cache, "kv_offload_gib", host, "left out with --disable-radix-cache")
+        folder = self.kv_offload_dir
+        check(folder is None or not self.disable_radix_cache, "kv_offload_dir", folder, "left out with --disable-radix-cache")
+        check(disk is None or 0 < disk < 1 << 20, "kv_offload_dir_gib", disk, "more than 0")
+        check(disk is None or folder is not None, "kv_offload_dir_gib", disk, "given together with --kv-offload-dir")
+        events = self.kv_events_config
+        check(self.kv_events is None or not self.disable_radix_cache, "kv_events_config", events, "left out with --disable-radix-cache")
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory for pages; 0: there is no tier below the device."""
+        least = 0 if self.kv_offload_dir is None else LEAST_HOST_GIB
+        return int(max(self.kv_offload_gib, least) * (1 << 30))
+
+    @property
+    def disk_bytes(self) -> int:
+        return int((DISK_GIB if self.kv_offload_dir_gib is None else self.kv_offload_dir_gib) * (1 << 30))
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Raises ConfigError for text that means nothing. None: no events."""
+        events = None if self.kv_events_config is None else parse(self.kv_events_config)
+        return events if events is not None and events.on else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,10 +298,19 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = option(True, "compute prompts in chunks, together with decoding: always on", "enable-mixed-chunk")
     scheduling_policy: str = option(
         "fcfs",
-        "fcfs: requests are served in the order of arrival; priority: those with a lower `priority` first, and they are preempted last",
+        "fcfs: requests are served in the order of arrival; lpm: those with the longest prefix in the cache first, nobody waits for ever; "
+        "priority: those with a lower `priority` first, and they are preempted last",
         "schedule-policy",
-        choices=("fcfs", "priority"),
+        choices=("fcfs", "lpm", "priority"),
     )
+    schedule_conservativeness: float = option(
+        1.0,
+        "a request starts if pages for a tenth of what others may still produce stay free, times this; 0: as soon as it fits",
+    )
+    long_prefill_token_threshold: int | None = option(
+        None, "a prompt with more tokens to compute is long, and gets at most so many per step beside others (default: see docs/cache.md)"
+    )
+    max_long_partial_prefills: int = option(1, "long prompts that are computed at a time: short ones overtake the others")
     random_seed: int | None = option(None, "seed from which requests without one get theirs (default: random)")
     max_queued_requests: int | None = option(None, "requests that may wait; more are refused with 429", "max-num-queued-reqs")
     disable_cuda_graph: bool = option(False, "on a GPU: launch every kernel by itself instead of replaying captured steps", "enforce-eager")
@@ -276,6 +327,11 @@ class SchedulerConfig:
         check(self.chunked_prefill_size >= 1, "chunked_prefill_size", self.chunked_prefill_size, "at least 1")
         check(self.enable_chunked_prefill, "enable_chunked_prefill", False, "true: prompts are always computed in chunks")
         check(queued is None or queued >= 0, "max_queued_requests", queued, "at least 0")
+        threshold, longs = self.long_prefill_token_threshold, self.max_long_partial_prefills
+        check(threshold is None or threshold >= 1, "long_prefill_token_threshold", threshold, "at least 1")
+        check(longs >= 1, "max_long_partial_prefills", longs, "at least 1")
+        share = self.schedule_conservativeness
+        check(0 <= share <= 10, "schedule_conservativeness", share, "in [0, 10]")
         most = self.cuda_graph_max_bs
         check(most is None or 1 <= most <= 256, "cuda_graph_max_bs", most, "in [1, 256]")
         check(most is None or not self.disable_cuda_graph, "cuda_graph_max_bs", most, "left out together with --disable-cuda-graph")

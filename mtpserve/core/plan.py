@@ -8,6 +8,8 @@ its own results. As msgpack, a step that decodes a few requests is some dozens o
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from mtpserve.core.request import TokenLogprob
@@ -73,11 +75,38 @@ class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
     group: int = 0  # of pages: see core.arch.page_groups
 
 
+class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A page's contents on their way between two tiers. A block is a place for a page in host memory.
+
+    save     device → host, before this step and all after it write anything
+    load     host → device, beside the steps; none of them touches the page before it is told that the load has ended
+    spill    host → disk, beside the steps
+    fetch    disk → host, beside the steps
+    """
+
+    number: int
+    kind: Literal["save", "load", "spill", "fetch"]
+    group: int  # of pages
+    block: int
+    page: int = -1  # of the device's pool, to save and to load
+    key: bytes = b""  # of the page, to spill and to fetch
+
+
+class Transferred(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    transfer: Transfer
+    good: bool  # not so: a file is not there, is damaged, or could not be written
+    seconds: float
+    bytes: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Without spans: nothing but transfers can be done."""
+
     spans: list[SpanPlan]  # of different seats
     want: int  # how deep to draft for the next step
     admissions: list[Admission] = []  # each has a span in the same plan
     pages: list[NewPages] = []  # of seats that have a span in the same plan
+    transfers: list[Transfer] = []
 
 
 class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -97,3 +126,4 @@ class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     spans: list[SpanResult]  # in the order of the plan's spans
+    transferred: list[Transferred] = []  # transfers of any plan that have ended since the last result

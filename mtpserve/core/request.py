@@ -31,7 +31,7 @@ class Request:
     sampling: SamplingParams
     bad_words: list[list[int]] = field(default_factory=list)  # every spelling of sampling.bad_words
     prediction: list[int] = field(default_factory=list)  # sampling.speculation.prediction
-    same_prompt_as: str | None = None  # another request whose prompt is this one: its pages may be shared
+    salt: str = ""  # requests with different ones share no pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`, where the request wants them
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens, from the second on
     times: FirstTokenTimes | None = None  # with the first token
+    cached: int = 0  # with the first token: prompt tokens that were not computed for this request, but found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,19 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     pages_used: int = 0
+    pages_cached: int = 0  # that no request holds, with contents that the next one may find
     pages_total: int = 0
     steps_total: int = 0
     prompt_tokens_total: int = 0
+    cached_prompt_tokens_total: int = 0  # of these, found in the prefix cache
+    loaded_pages: dict[str, int] = field(default_factory=dict)  # pages that came back to the device, by the tier that had them
+    tier_pages: dict[str, int] = field(default_factory=dict)  # in use
+    tier_pages_total: dict[str, int] = field(default_factory=dict)
+    dropped_pages_total: int = 0  # pages that the device gave away and host memory had no place for
+    transfers_total: dict[str, int] = field(default_factory=dict)  # pages moved, by kind: save, load, spill, fetch
+    transfer_bytes_total: dict[str, int] = field(default_factory=dict)
+    transfer_seconds_total: dict[str, float] = field(default_factory=dict)  # of all of them together; several may be under way at once
+    failed_transfers_total: dict[str, int] = field(default_factory=dict)
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     failed_requests_total: int = 0

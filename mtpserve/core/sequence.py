@@ -45,7 +45,14 @@ class Sequence:
     bad_words: list[list[int]] = field(default_factory=list)
     prediction: list[int] = field(default_factory=list)  # what the output probably repeats
     prompt_scored: int = 0  # prompt tokens, from the second on, whose log-probabilities were reported
-    shares: Sequence | None = None  # another request with this very prompt, whose pages may be used
+    root: bytes | None = None  # what the key of its first page continues; None: it shares no pages
+    keys: list[bytes] = field(default_factory=list)  # of its whole pages, see cache/keys: of the prompt's, and of what was computed since
+    labelled: int = 0  # columns whose pages have got their keys
+    vouched: int = 0  # of these, columns that a token was sampled after: what they hold are numbers
+    matched: int = 0  # columns of `keys` that were found when somebody last looked
+    cached: int = 0  # prompt tokens that it had not to compute when it was first seated
+    overtaken: int = 0  # later requests that were seated before it
+    ran: bool = False  # it has had a seat
     depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
     reach: int = 0  # tokens after the last committed one that a step may write for it
     lookahead: int = 0  # tokens after those that the host knows for which pages are held: DraftSizes.lookahead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,17 +13,20 @@ from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.boundary import BoundaryRows, StoreBoundary
+from mtpserve.cache.disk import DiskPages
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.stores import Stores
-from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.config import CacheConfig, SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import LayerKind, page_groups
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import AttentionBackend, DraftModel, GrammarCompiler, LogitsProcessor, ModelRunner, Trunk
+from mtpserve.core.protocols import AttentionBackend, CacheObserver, DraftModel, GrammarCompiler, LogitsProcessor, ModelRunner, Trunk
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.tiers import Tiers
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
+from mtpserve.runtime.paging import Transfers, block_bytes, parts_of
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
@@ -35,6 +39,11 @@ from mtpserve.spec.propose import propose
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
 from mtpserve.spec.thresholds import Thresholds
+
+log = logging.getLogger(__name__)
+
+# On a CPU a step takes as long as it has rows: a long prompt gets a part of them. On a GPU few rows take as long as many.
+CPU_LONG = 8
 
 KERNELS: dict[str, dict[str, str]] = {
     "triton": {
@@ -82,6 +91,9 @@ class EngineOptions:
     recorder: Callable[[ModelRunner], ModelRunner] | None = None  # between engine and runner
     overlap: int = 0  # steps in flight while another is planned
     graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
+    fingerprint: bytes | None = b""  # of all that KV depends on besides tokens; None: no prefix cache
+    cache: CacheConfig = field(default_factory=CacheConfig)  # of its tiers below the device
+    observer: CacheObserver | None = None
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
     name: str = ""
     kernels: str = ""  # for people
@@ -110,6 +122,35 @@ def draft_passes(
     return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map), kernels.get("propose", propose))
 
 
+def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:
+    """None: plain torch."""
+    judge: Decide | None = kernels.get("decide")
+    return judge if options.rates is None else SyntheticAcceptance(judge or decide, options.rates, options.device)
+
+
+def make_tiers(
+    options: EngineOptions, stores: Stores, passes: DraftPasses | None, groups: PageGroups
+) -> tuple[Tiers | None, Transfers | None]:
+    """Those below the device, and what moves pages between them."""
+    cache, size = options.cache, options.cache.host_bytes
+    if not size:
+        return None, None
+    assert options.fingerprint is not None
+    if options.recorder is not None:
+        raise ConfigError("--record-steps must be left out with --kv-offload-gib and --kv-offload-dir: pages are not recorded")
+    boundary = None if passes is None else passes.boundary
+    parts = [parts_of(stores, group, boundary) for group in range(len(groups.groups))]
+    each = [block_bytes(own) for own in parts]
+    # As the device divides its pool: a window's pages are few.
+    whole = sum(bytes * group.allocator.num_pages for bytes, group in zip(each, groups.groups, strict=True))
+    blocks = [size * group.allocator.num_pages // whole for group in groups.groups]
+    if min(blocks) < 1:
+        raise ConfigError(f"--kv-offload-gib {size / 2**30:g} holds no page of {sum(each)} bytes")
+    disk = None if cache.kv_offload_dir is None else DiskPages(cache.kv_offload_dir, cache.disk_bytes, options.fingerprint)
+    log.info("pages below the device: %d in host memory (%.1f GiB), %s", sum(blocks), size / 2**30, cache.kv_offload_dir or "none on disk")
+    return Tiers(groups, blocks, disk), Transfers(parts, blocks, disk)
+
+
 def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
@@ -134,9 +175,6 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,
         options.overlap, SeatKernels(**{name: kernels[name] for name in SeatKernels._fields if name in kernels}),
     )  # fmt: skip
-    judge: Decide | None = kernels.get("decide")
-    if options.rates is not None:
-        judge = SyntheticAcceptance(judge or decide, options.rates, device)
     exact = spec.speculative_exact and not attention.exact
     step = Step(
         ExactModel(model) if exact else model,
@@ -146,16 +184,18 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         seats,
         thresholds=Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
         processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
-        decide=judge,
+        decide=judge_of(options, kernels),
     )
-    rules = LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device)
-    sampling = SeatSampling(sizes.seats, rules, device)
+    sampling = SeatSampling(sizes.seats, LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device)
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
-    runner: ModelRunner = Runner(step, sampling, options.graphs(step, sampling), overlapped=options.overlap > 0, grammars=grammars)
+    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size)
+    tiers, transfers = make_tiers(options, stores, passes, pages)
+    runner: ModelRunner = Runner(step, sampling, options.graphs(step, sampling), options.overlap > 0, grammars, transfers)
     return Engine(
         runner if options.recorder is None else options.recorder(runner),
         options.scheduler,
-        pages=PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size),
+        pages=pages,
+        tiers=tiers,
         max_running=sizes.seats,
         context_length=sizes.context,
         vocab=arch.vocab,
@@ -167,4 +207,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         lossy=spec.lossy,
         overlap=options.overlap,
         plain_above=spec.speculative_disable_by_batch_size,
+        fingerprint=options.fingerprint,
+        observer=options.observer,
+        long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if device.type == "cpu" else None,
     )

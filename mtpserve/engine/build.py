@@ -17,6 +17,8 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.compute import backend_of, described, kernels_of
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.fingerprint import fingerprint
+from mtpserve.engine.kv_events import KVEvents
 from mtpserve.engine.planning import load_model, overlap_of, plan, positions
 from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.engine.threads import bind
@@ -92,6 +94,8 @@ def log_rounding(methods: Methods) -> None:
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
     bind(config.cpu)
+    events = config.cache.kv_events
+    observer = None if events is None else KVEvents(events, config.cache.page_size)  # first: its port may be in use
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)
     dtype, device, kept, memory = planned.dtype, planned.device, planned.storage, planned.memory
@@ -123,6 +127,9 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             overlap=overlap_of(config, device),
             recorder=None if record is None else partial(recorder_of, record, header_of(config, planned)),
             graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
+            fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
+            cache=config.cache,
+            observer=observer,
             poison=poison,
             name=config.model.names[0],
             kernels=described(config, device),

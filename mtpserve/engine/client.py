@@ -33,6 +33,7 @@ from mtpserve.engine.messages import (
     Fatal,
     Ready,
     Rejected,
+    ResetCache,
     Shutdown,
     Start,
     Started,
@@ -203,6 +204,10 @@ class ProcessClient:
         if request_id in self._open:
             self._send(Abort(request_id))
             self._end(request_id, RequestFailed("the request was aborted"))
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that are submitted from now on find nothing that was computed before."""
+        self._send(ResetCache())
 
     def stats(self) -> EngineStats:
         return self._stats

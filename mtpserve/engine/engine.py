@@ -24,17 +24,20 @@ from random import Random, SystemRandom
 from time import perf_counter
 
 from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.keys import root
 from mtpserve.config import SchedulerConfig
 from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
-from mtpserve.core.protocols import Launched, ModelRunner
+from mtpserve.core.protocols import CacheObserver, Launched, ModelRunner
 from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.faults import is_fatal
 from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.line import ServiceOrder
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.stats import count
+from mtpserve.engine.tiers import Tiers
 from mtpserve.spec.counts import new_stats
 
 log = logging.getLogger(__name__)
@@ -45,7 +48,8 @@ class Engine:
 
     `want` is the number of drafts to propose in each step; it stays what it is, since a seed's text may depend on it. What comes of
     a step does not depend on `overlap`; with 0 its events come with the call that launched it. While more requests run than `plain_above`
-    no drafts are proposed: then a seed's text may depend on the load, though its law does not.
+    no drafts are proposed: then a seed's text may depend on the load, though its law does not. `fingerprint`: of all that KV depends on
+    besides tokens; None: no prefix cache. `long_rows`: of a long prompt in one step, beside other requests.
     """
 
     def __init__(
@@ -65,6 +69,10 @@ class Engine:
         lossy: bool = False,
         overlap: int = 0,
         plain_above: int | None = None,
+        fingerprint: bytes | None = b"",
+        tiers: Tiers | None = None,
+        observer: CacheObserver | None = None,
+        long_rows: int | None = None,
     ) -> None:
         sizes = runner.sizes
         if not 0 <= want <= sizes.depth:
@@ -87,10 +95,12 @@ class Engine:
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
         self._pages, self._budget, self._max_running = pages, budget, max_running
-        self._overlap, self._plain_above = overlap, plain_above
+        self._overlap, self._plain_above, self._fingerprint, self._tiers = overlap, plain_above, fingerprint, tiers
+        self._observer = observer
         self._in_flight: deque[tuple[Planned, Launched]] = deque()
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
+            service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers,
         )  # fmt: skip
         self._stats = new_stats(sizes.depth, pages.total)
 
@@ -100,14 +110,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.live or self._in_flight)
+        return bool(self._scheduler.live or self._in_flight or self._scheduler.moving)
 
     @property
     def stats(self) -> EngineStats:
         """The engine's own object, its gauges brought up to date."""
         self._stats.running = len(self._scheduler.running)
         self._stats.waiting = len(self._scheduler.waiting)
-        self._stats.pages_used = self._pages.used
+        self._stats.pages_used, self._stats.pages_cached = self._pages.used, self._pages.cached
+        if self._tiers is not None:
+            self._tiers.report(self._stats)
         self._stats.preemptions_total = self._scheduler.preemptions
         return self._stats
 
@@ -134,7 +146,7 @@ class Engine:
             seed,
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
-            shares=self._shared(request),
+            root=None if self._fingerprint is None else root(self._fingerprint, request.salt),
             depth=sampling.speculation.depth,
             arrived=perf_counter(),
         )
@@ -152,17 +164,31 @@ class Engine:
             raise InvalidRequest(f"{spec.kind} needs the model's tokenizer, which this engine was started without", spec.kind)
         self._grammars.prepare(spec)
 
-    def _shared(self, request: Request) -> Sequence | None:
-        """Another live request whose prompt is the same, as the front end says; believed after a look."""
-        other = None if request.same_prompt_as is None else self._scheduler.live.get(request.same_prompt_as)
-        return other if other is not None and other.tokens[: other.prompt_len] == request.prompt else None
-
     def abort(self, request_id: str) -> None:
         """End a request, at any time and without an event; its pages and seat are free at once. Unknown ids are ignored."""
         self._scheduler.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing that was computed before is found by later requests. Those that run go on."""
+        self._scheduler.forget()
+        self._publish()
+
+    def close(self) -> None:
+        """Nothing is called any more."""
+        if self._observer is not None:
+            self._observer.close()
+
     def step(self) -> list[TokenEvent]:
         """Launch a step for all that fits, and return what the steps that were booked meanwhile yielded. Idle: nothing happens."""
+        events = self._step()
+        self._publish()
+        return events
+
+    def _publish(self) -> None:
+        if self._observer is not None:
+            self._observer.publish()
+
+    def _step(self) -> list[TokenEvent]:
         if not self.has_work:
             return []
         events = self._book(leave=0) if self._in_flight and self._scheduler.must_wait() else []
@@ -170,10 +196,11 @@ class Engine:
         for admission in planned.plan.admissions:
             seq = self._scheduler.live[admission.id]
             seq.seated = perf_counter() if seq.seated is None else seq.seated
-        if planned.seqs:
+        going = bool(planned.seqs) or self._scheduler.moving or bool(planned.plan.transfers)
+        if going:
             events += self._launch(planned)
         # Nothing was launched: nothing but what is in flight can give more to do.
-        return events + self._book(leave=self._overlap if planned.seqs else max(len(self._in_flight) - 1, 0))
+        return events + self._book(leave=self._overlap if going else max(len(self._in_flight) - 1, 0))
 
     def try_out(self, compiles: bool = False) -> None:
         """Compute a few tokens, of which nothing remains. Raises LoadError where that fails: weights that are finite, each by itself, may
@@ -181,6 +208,8 @@ class Engine:
 
         `compiles`: kernels are compiled when they first meet a size. Then prompt chunks of all sizes and batches of all sizes are
         computed, in powers of two, so that the first real ones wait for no compiler."""
+        # No page of a trial is kept, in no tier, and none is found: each prompt is computed whole.
+        fingerprint, self._fingerprint = self._fingerprint, None
         self._try([1])
         if compiles:
             began = perf_counter()
@@ -190,6 +219,10 @@ class Engine:
             for requests in _ladder(self._max_running):
                 self._try([1] * requests, launched=True)
             log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
+        self._fingerprint = fingerprint
+        if self._observer is not None:
+            self._observer.cleared()  # whatever routers know of a predecessor
+            self._publish()
         self._stats = new_stats(self._runner.sizes.depth, self._pages.total)
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
@@ -219,7 +252,7 @@ class Engine:
         return 0 if crowded else self._want
 
     def _launch(self, planned: Planned) -> list[TokenEvent]:
-        self._stats.steps_total += 1
+        self._stats.steps_total += bool(planned.seqs)
         try:
             self._in_flight.append((planned, self._runner.launch(planned.plan)))
         except Exception as error:
@@ -294,5 +327,6 @@ def _event(outcome: Outcome) -> TokenEvent:
     if outcome.tokens and seq.output_len == len(outcome.tokens) and seq.seated is not None:
         times = FirstTokenTimes(seq.seated - seq.arrived, perf_counter() - seq.seated)
     return TokenEvent(
-        seq.id, outcome.tokens, outcome.accepted, outcome.proposal, seq.finish, seq.error, outcome.logprobs, outcome.prompt_logprobs, times
-    )
+        seq.id, outcome.tokens, outcome.accepted, outcome.proposal, seq.finish, seq.error, outcome.logprobs, outcome.prompt_logprobs, times,
+        0 if times is None else seq.cached,
+    )  # fmt: skip

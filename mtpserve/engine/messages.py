@@ -35,6 +35,10 @@ class Abort(Message, frozen=True):
     id: str
 
 
+class ResetCache(Message, frozen=True):
+    """Requests that are submitted after it find nothing in the prefix cache that was computed before."""
+
+
 class Shutdown(Message, frozen=True):
     """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its streams."""
 
@@ -76,7 +80,7 @@ class Fatal(Message, frozen=True):
         return {"config": ConfigError, "load": LoadError, "engine": EngineDead}[self.kind](self.message)
 
 
-Down = Start | Submit | Abort | Shutdown
+Down = Start | Submit | Abort | ResetCache | Shutdown
 Up = Started | Ready | Events | Rejected | Fatal
 
 INBOX = "requests"  # names of the two sockets in the private directory

@@ -38,6 +38,7 @@ from mtpserve.engine.messages import (
     Fatal,
     Ready,
     Rejected,
+    ResetCache,
     Shutdown,
     Start,
     Started,
@@ -72,6 +73,7 @@ class EngineLike(Protocol):
     def compile(self, spec: GrammarSpec | None) -> None: ...
     def add(self, request: Request, compiled: bool = False) -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
     def step(self) -> list[TokenEvent]: ...
     def check_integrity(self) -> None: ...
 
@@ -137,6 +139,8 @@ class Inbox:
                 if id in self.compiling:
                     self.compiling.pop(id)[1].cancel()
                 self.engine.abort(id)
+            case ResetCache():
+                self.engine.reset_prefix_cache()
             case Shutdown():
                 return False
         return True

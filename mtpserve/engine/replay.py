@@ -57,7 +57,7 @@ def config_of(header: Header, model: str | None) -> EngineConfig:
         model=replace(
             config.model, model=model or config.model.model, device=header.device, dtype=header.dtype, context_length=header.context
         ),
-        cache=replace(config.cache, max_total_tokens=header.pages * header.page_size, mem_fraction_static=None),
+        cache=replace(config.cache, max_total_tokens=header.pages * header.page_size, mem_fraction_static=None, kv_events_config=None),
         scheduler=replace(config.scheduler, max_running_requests=header.seats, record_steps=None),
     )
 

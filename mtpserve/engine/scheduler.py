@@ -18,19 +18,24 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence as Seq
-from operator import attrgetter
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.batch import Source
-from mtpserve.core.plan import Admission, NewPages, SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.plan import Admission, SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.protocols import CacheObserver
 from mtpserve.core.request import Finish, Proposal, TokenLogprob
-from mtpserve.core.sequence import Held, Sequence
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.line import LOOKS, RANK, UNLIMITED, Line, ServiceOrder
+from mtpserve.engine.prefixes import Prefixes
+from mtpserve.engine.spans import admission, chunk, decodes, ends, new_pages, next_span, prefill_end, to_compute, useful_drafts
 from mtpserve.engine.stopping import until_stop
+from mtpserve.engine.tiers import Tiers
 
-RANK = attrgetter("rank")
+MOST_EXPECTED = 4096  # tokens that a request is expected to produce at most, whatever its limit is
 SOURCES = tuple(source.name.lower() for source in Source)
 
 
@@ -53,15 +58,21 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class Scheduler:
-    """First come, first served: `running` and `waiting` are in the order of arrival, always, and of arrival within a priority where
-    requests have one. A seat, once given, is lost for want of pages alone.
+    """`running` and `waiting` are in the order of arrival, always, and of arrival within a priority where requests have one. A seat, once
+    given, is lost for want of pages alone.
 
     running | a b c d |  waiting | e f g |
-                    d ←──────── admission takes the first that waits, and skips none
-                    └─────────→ preemption takes the last that runs, and puts it in its place in line: the first, without priorities
+                    d ←──────── admission takes the first in the policy's order (engine/line) that may run now
+                    └─────────→ preemption takes the last that runs, and puts it in its place in line
+
+    A request that waits for its turn is passed over in two cases: another one is just computing pages that it can use, or as many long
+    prompts as may be computed together run already. It is not passed over for want of pages.
     """
 
-    def __init__(self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
+        service: ServiceOrder = UNLIMITED, observer: CacheObserver | None = None, tiers: Tiers | None = None,
+    ) -> None:  # fmt: skip
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
         self._pages = pages
@@ -69,11 +80,14 @@ class Scheduler:
         self._token_budget = token_budget
         self._max_drafts = max_drafts
         self._eos_ids = frozenset(eos_ids)
+        self._service = service
         self._free_seats = list(range(max_running))  # a heap
         self._turns: dict[str, int] = {}  # decoding requests → their place in the next step's budget
+        self._prefixes, self._tiers = Prefixes(pages, observer, tiers), tiers
+        self._gave_way = False  # long prompts had no rows in the last step, for short ones
         self.live: dict[str, Sequence] = {}
         self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self._line = Line(service.longest_prefix)
         self._arrivals = 0
         self.preemptions = 0
 
@@ -81,13 +95,23 @@ class Scheduler:
     def free_seats(self) -> int:
         return len(self._free_seats)
 
+    @property
+    def moving(self) -> bool:
+        """Pages are on their way between tiers."""
+        return self._tiers is not None and self._tiers.pending
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return self._line.seqs
+
     def add(self, seq: Sequence) -> None:
         """The caller has checked that without other requests there are pages for `max_len` tokens and the lookahead."""
         assert seq.id not in self.live
         self.live[seq.id] = seq
         seq.rank = (seq.sampling.priority, self._arrivals)
         self._arrivals += 1
-        insort(self.waiting, seq, key=RANK)
+        self._prefixes.add(seq)
+        self._line.add(seq)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a live request, also between plan and commit: the result of its span is then ignored. None: no such request."""
@@ -103,7 +127,7 @@ class Scheduler:
         ahead = [seq for seq in self.running if seq.in_flight]
         if not ahead:
             return False
-        missing = [lacking for seq in self.running if not _ends(seq) and (lacking := self._missing(seq))]
+        missing = [lacking for seq in self.running if not ends(seq) and (lacking := self._missing(seq))]
         too_few = bool(missing) and not self._pages.are_free(map(sum, zip(*missing, strict=True)))
         return too_few or any(seq.lockstep for seq in ahead)
 
@@ -113,28 +137,17 @@ class Scheduler:
         decoding = self._reserve()
         planned, left = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
-        prompts = deque(seq for seq in others if not _decodes(seq) and not _ends(seq))
-        admissions: list[Admission] = []
-        while left > 0:
-            if prompts:
-                seq = prompts.popleft()
-            elif (admitted := self._admit()) is not None:
-                seq = admitted
-                admissions.append(_admission(seq))
-            else:
-                break
-            span = _chunk(seq, left)
-            planned.append((seq, span))
-            left -= span.width
-        assert planned or not self.live or any(seq.in_flight for seq in self.running), "a plan without spans would repeat for ever"
+        prompts, admissions = self._prompts([seq for seq in others if not decodes(seq) and not ends(seq)], left)
+        planned += prompts
+        busy = self.moving or any(seq.in_flight for seq in self.running)
+        assert planned or not self.live or busy, "a plan without spans would repeat for ever"
         for seq, span in planned:
             seq.launched += span.length
             seq.ahead += span.samples
             seq.drafts = seq.proposals if span.drafts_next and want > 0 else 0
-        pages = [new for seq, _ in planned if seq.grown for new in _new_pages(seq)]
-        if self._pages.windowed:
-            self._leave([seq for seq, _ in planned])
-        return Planned(StepPlan([span for _, span in planned], want, admissions, pages), [seq for seq, _ in planned])
+        pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq)]
+        transfers = [] if self._tiers is None else self._tiers.take_outgoing()
+        return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers), [seq for seq, _ in planned])
 
     def _decoding(self, ready: list[Sequence]) -> tuple[list[tuple[Sequence, SpanPlan]], int]:
         """Spans with one token and all its drafts, and what is left of the budget. Who finds no room is first in the next step.
@@ -147,7 +160,7 @@ class Scheduler:
         spans: list[tuple[Sequence, SpanPlan]] = []
         late: list[str] = []
         for seq in ready:
-            span = _span(seq, 1, _useful_drafts(seq))
+            span = next_span(seq, 1, useful_drafts(seq))
             if span.width > left:
                 late.append(seq.id)
                 continue
@@ -156,73 +169,101 @@ class Scheduler:
         self._turns = {request_id: turn for turn, request_id in enumerate(late + [seq.id for seq, _ in spans])} if late else {}
         return spans, left
 
-    def _admit(self) -> Sequence | None:
-        """Seat the first that waits, with pages for all that it has to compute; None: it must wait on, and so must all after it."""
-        if not self.waiting or not self._free_seats:
+    def _prompts(self, running: Seq[Sequence], left: int) -> tuple[list[tuple[Sequence, SpanPlan]], list[Admission]]:
+        """Chunks of prompts, `left` rows in all: of those that run, then of those that are admitted, each in its order.
+
+        Short prompts come first, and in every other step long ones get no rows beside them. Then come a few long ones, each with a bounded
+        number of rows as long as others live. So steps stay short, and short prompts do not wait for the ends of long ones.
+        """
+        service, alone = self._service, len(self.live) == 1
+        long = [seq for seq in running if self._is_long(seq, seq.shared)]
+        short = [seq for seq in running if not self._is_long(seq, seq.shared)] if long else running
+        chosen, admitted = self._share(short, left - (left // 4 if long else 0), long=False)
+        if service.long_prompt is None or (chosen and not self._gave_way):
+            self._gave_way = True
+        else:
+            self._gave_way = False
+            left -= sum(rows for _, rows in chosen)
+            more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
+            chosen, admitted = chosen + more, admitted + others
+        return [(seq, chunk(seq, rows)) for seq, rows in chosen], [admission(seq) for seq in admitted]
+
+    def _share(
+        self, running: Seq[Sequence], left: int, long: bool, limit: int | None = None
+    ) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
+        """Prompts with their rows, `left` in all and `limit` of each, and those of them that were admitted just now."""
+        queue, chosen, admitted = deque(running), list[tuple[Sequence, int]](), list[Sequence]()
+        while left > 0 and not (long and len(chosen) == self._service.max_long):
+            seq = queue.popleft() if queue else self._admit(long)
+            if seq is None:
+                break
+            if len(chosen) >= len(running):
+                admitted.append(seq)
+            rows = min(prefill_end(seq) - seq.launched, left, left if limit is None else limit)
+            chosen.append((seq, rows))
+            left -= rows
+        return chosen, admitted
+
+    def _is_long(self, seq: Sequence, start: int) -> bool:
+        """A prompt that is computed from token `start` on. It stays long to its end."""
+        return self._service.long_prompt is not None and prefill_end(seq) - start > self._service.long_prompt
+
+    def _admit(self, long: bool) -> Sequence | None:
+        """Seat the next that waits, with pages for all that it has to compute. `long`: a long prompt may be next. None: nobody can be
+        seated."""
+        if not self._line.seqs or not self._free_seats:
             return None
-        seq = self.waiting[0]
-        shared = self._shareable(seq)
-        if shared is None:
-            return None
-        columns = shared[0].end if shared else 0
-        start = self._start(seq, columns)
-        # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has
-        # taken some: it cannot come back within the same plan, nor lack pages itself for the first span that decodes again.
-        held = self._pages.seat(shared, start, _to_compute(seq), seq.lookahead)
-        if held is None:
-            return None
-        seq.held, seq.grown, seq.shared = held, True, columns * self._pages.page_size
-        seq.computed = seq.launched = start
-        seq.seat = heapq.heappop(self._free_seats)
-        insort(self.running, self.waiting.pop(0), key=RANK)
-        return seq
+        for seq in islice(self._line.order(self._prefixes.expected), LOOKS):
+            columns = self._prefixes.columns(seq)
+            if columns is None:
+                continue
+            # The last token always is computed: what follows it is unknown.
+            start = min(columns * self._pages.page_size, prefill_end(seq) - 1)
+            if not long and self._is_long(seq, columns * self._pages.page_size):
+                continue
+            # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has
+            # taken some: it cannot come back within the same plan, nor lack pages itself for the first span that decodes again.
+            held = self._pages.seat(seq.keys[:columns], start, to_compute(seq), seq.lookahead, self._reserved())
+            if held is None:
+                return None
+            seq.held, seq.grown, seq.shared = held, True, columns * self._pages.page_size
+            seq.computed = seq.launched = start
+            if not seq.ran:
+                seq.cached, seq.ran = start, True
+            self._prefixes.seat(seq, columns)
+            seq.seat = heapq.heappop(self._free_seats)
+            self._line.seat(seq)
+            insort(self.running, seq, key=RANK)
+            return seq
+        return None
+
+    def _reserved(self) -> int:
+        """Pages that admission leaves for those that run."""
+        if self._service.reserved == 0 or not self.running:
+            return 0
+        tokens = sum(min(seq.room, MOST_EXPECTED) for seq in self.running)
+        return self._pages.columns(int(self._service.reserved * tokens))
 
     # ----------------------------------------------------------------------------------------------- pages
 
     def _missing(self, seq: Sequence) -> list[int]:
         """Pages of each group that a running request lacks for its next span; empty: it has them. A prompt lacks none but those of
         windows that move on: admission took the others."""
-        tokens = len(seq.tokens) + _useful_drafts(seq) if _decodes(seq) else _to_compute(seq)
+        tokens = len(seq.tokens) + useful_drafts(seq) if decodes(seq) else to_compute(seq)
         if self._pages.has(seq.held, tokens + seq.lookahead):
             return []
         return self._pages.missing(seq.held, seq.launched, tokens, seq.lookahead)
 
-    def _leave(self, seqs: Seq[Sequence]) -> None:
-        """Release the pages that the windows of these requests have left. Only steps after the one that was just planned write to them,
-        and the device works in their order. The end of a prompt is kept for those that wait to share it, for a chunk's length of tokens.
-        """
-        whole = {id(seq.shares): self._start(seq, seq.prompt_len // self._pages.page_size) for seq in self.waiting if seq.shares}
-        for seq in seqs:
-            first = max(whole.get(id(seq), seq.launched), seq.launched - self._token_budget)
-            self._pages.advance(seq.held, min(seq.launched, first))
-
-    def _start(self, seq: Sequence, columns: int) -> int:
-        """The first token that is computed where so many columns are shared. The last one always is: what follows it is unknown."""
-        return min(columns * self._pages.page_size, _end(seq) - 1)
-
-    def _shareable(self, seq: Sequence) -> list[Held] | None:
-        """Pages of another request with the same prompt that this one may read; None: they will be there in a few steps.
-
-        prompt     | page | page | page | pa        a page depends on the tokens up to its end alone
-        shared     | page | page | page |
-        """
-        other = seq.shares
-        if other is None or seq.sampling.prompt_logprobs is not None or self.live.get(other.id) is not other:
-            return []
-        whole = seq.prompt_len // self._pages.page_size
-        if other.seat is None or whole == 0:
-            return []
-        if other.computed < whole * self._pages.page_size:
-            return None
-        # Nothing is shared where the other's windows have left the prompt: then all of it is computed again.
-        return self._pages.shareable(other.held, self._start(seq, whole), whole) or []
-
     def _reserve(self) -> list[Sequence]:
         """Give every request the pages of its next span, in order → those that decode. Without windows prompt chunks need none:
         admission took theirs."""
-        decoding = [seq for seq in self.running if _decodes(seq)]
-        for seq in [seq for seq in self.running if not _ends(seq)] if self._pages.windowed else decoding:
+        decoding = [seq for seq in self.running if decodes(seq)]
+        for seq in [seq for seq in self.running if not ends(seq)] if self._pages.windowed else decoding:
             if seq.seat is not None:
+                if self._pages.windowed:
+                    # What its windows have left, and what others may find of that: pages get their keys when they are booked. The steps in
+                    # flight still read them; but only later ones write to them, and the device works in their order.
+                    self._pages.advance(seq.held, seq.launched if seq.root is None else seq.computed)
                 self._extend(seq)
         return [seq for seq in decoding if seq.seat is not None]
 
@@ -243,22 +284,29 @@ class Scheduler:
         self._unseat(seq)
         seq.computed = seq.launched = 0
         seq.drafts = 0
-        insort(self.waiting, seq, key=RANK)
+        self._line.add(seq)
         self.preemptions += 1
         return seq
 
-    def _unseat(self, seq: Sequence) -> None:
+    def _unseat(self, seq: Sequence, trusted: bool = True) -> None:
+        self._prefixes.leave(seq, trusted)
         self._pages.release(seq.held)
         seq.held = []
         if seq.seat is not None:
             heapq.heappush(self._free_seats, seq.seat)
             seq.seat = None
 
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._prefixes.forget(self.running)
+
     # ---------------------------------------------------------------------------------------------- commit
 
     def commit(self, planned: Planned, result: StepResult) -> list[Outcome]:
         """Book a step. Requests that got neither tokens nor an end have no outcome. Raises ValueError, and changes nothing, for
         a result that does not fit the plan."""
+        if self._tiers is not None:
+            self._tiers.book(result.transferred)
         spans = planned.plan.spans
         if len(result.spans) != len(spans):
             raise ValueError(f"{len(spans)} spans but {len(result.spans)} results")
@@ -296,6 +344,7 @@ class Scheduler:
         seq.tokens += kept
         scores = None if result.prompt_logprobs is None else result.prompt_logprobs[max(seq.prompt_scored - span.start, 0) :]
         seq.prompt_scored = max(seq.prompt_scored, min(span.start + span.length, seq.prompt_len - 1))
+        self._prefixes.book(seq)
         if finish is not None:
             self._end(seq, finish)
         assert finish is not None or seq.computed < len(seq.tokens) < seq.max_len
@@ -304,10 +353,10 @@ class Scheduler:
 
     def _end(self, seq: Sequence, finish: Finish, error: str | None = None) -> None:
         if seq.seat is None:
-            self.waiting = [other for other in self.waiting if other is not seq]
+            self._line.remove(seq)
         else:
             self.running = [other for other in self.running if other is not seq]
-        self._unseat(seq)
+        self._unseat(seq, trusted=finish is not Finish.ERROR)
         del self.live[seq.id]
         seq.drafts, seq.finish, seq.error = 0, finish, error
 
@@ -315,7 +364,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise unless pages, seats and queues agree; with no live request this means that every page and seat is free."""
-        self._pages.check_integrity([seq.held for seq in self.live.values()])
+        loading = [] if self._tiers is None else self._tiers.holders
+        self._pages.check_integrity([*(seq.held for seq in self.live.values()), *loading])
         seats = [seq.seat for seq in self.running if seq.seat is not None]
         if sorted(seats + self._free_seats) != list(range(self._max_running)) or len(seats) != len(self.running):
             raise RuntimeError(f"{len(self.running)} requests run in seats {sorted(seats)} while {sorted(self._free_seats)} are free")
@@ -332,65 +382,3 @@ class Scheduler:
         for seq in self.waiting:
             if seq.held or seq.seat is not None or seq.computed or seq.drafts:
                 raise RuntimeError(f"request {seq.id} waits but holds {seq.held} and seat {seq.seat}")
-
-
-def _decodes(seq: Sequence) -> bool:
-    """All but the last token is computed, and it can have more."""
-    expected = seq.expected
-    return seq.launched == expected - 1 and expected < seq.max_len
-
-
-def _ends(seq: Sequence) -> bool:
-    """What is in flight fills its last place."""
-    return seq.expected >= seq.max_len
-
-
-def _useful_drafts(seq: Sequence) -> int:
-    # With room for r tokens: r - 1 drafts and the target's own token fill it.
-    return min(seq.drafts, seq.max_len - seq.expected - 1)
-
-
-def _to_compute(seq: Sequence) -> int:
-    """Tokens that a request without a seat, or with a part of its prompt computed, comes to by its first verification."""
-    return min(len(seq.tokens) + seq.reach + 1, seq.max_len)
-
-
-def _span(seq: Sequence, length: int, drafts: int = 0) -> SpanPlan:
-    """The request's next rows."""
-    assert seq.seat is not None
-    end, expected = seq.launched + length, seq.expected
-    samples = end == expected
-    return SpanPlan(seq.seat, seq.launched, length, drafts, samples, samples or (expected > seq.prompt_len and end == expected - 1))
-
-
-def _chunk(seq: Sequence, budget: int) -> SpanPlan:
-    """The next committed tokens to compute.
-
-    fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
-    recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
-    """
-    return _span(seq, min(_end(seq) - seq.launched, budget))
-
-
-def _end(seq: Sequence) -> int:
-    """Up to where it is computed before it decodes."""
-    return len(seq.tokens) - (1 if seq.output_len > 0 else 0)
-
-
-def _admission(seq: Sequence) -> Admission:
-    assert seq.seat is not None
-    return Admission(
-        seq.seat, seq.id, list(seq.tokens), seq.prompt_len, seq.computed, seq.max_len, seq.seed, seq.sampling, seq.bad_words,
-        seq.prediction, seq.depth, seq.shared,
-    )  # fmt: skip
-
-
-def _new_pages(seq: Sequence) -> list[NewPages]:
-    """Those that no plan has named."""
-    assert seq.seat is not None
-    new, seq.grown = list[NewPages](), False
-    for group, held in enumerate(seq.held):
-        first, held.planned = max(held.planned, held.first), held.end
-        if first < held.end:
-            new.append(NewPages(seq.seat, first, held.pages[first - held.first :], group))
-    return new

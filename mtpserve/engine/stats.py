@@ -16,5 +16,6 @@ def count(stats: EngineStats, outcome: Outcome) -> None:
     stats.generation_tokens_total += len(outcome.tokens)
     if seq.output_len == len(outcome.tokens):
         stats.prompt_tokens_total += seq.prompt_len
+        stats.cached_prompt_tokens_total += seq.cached
     if outcome.proposal.tokens:
         count_verification(stats, outcome.proposal, outcome.accepted, len(outcome.tokens))

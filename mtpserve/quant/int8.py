@@ -32,7 +32,8 @@ class Int8:
             to.copy_(rounded)
             by.copy_(each)
             whole += float(wide.square().sum())
-            changed += float(wide.sub_(rounded * each.unsqueeze(1)).square_().sum())
+            # Not in place: numbers that are float32 already are the weight's own, and somebody else's as well where a head is copied.
+            changed += float((wide - rounded * each.unsqueeze(1)).square_().sum())
         self.errors.append((changed / max(whole, 1e-60)) ** 0.5)
         packed = self.kernels.pack_int8(weight, scale, cast("Tensor | None", module.bias))
         del module.weight

@@ -22,6 +22,7 @@ from mtpserve.core.protocols import GrammarCompiler
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
+from mtpserve.runtime.paging import Transfers
 from mtpserve.runtime.publish import Columns, prompt_logprobs, results
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import BatchRules
@@ -64,12 +65,14 @@ class LaunchedStep:
 
     parts: Seq[Part]
     refused: Seq[Span]
+    transfers: Transfers | None = None
 
     def result(self) -> StepResult:
         by_place = {place: SpanResult([], 0, 0, error=record.error) for place, _, record in self.refused}
         for part in self.parts:
             by_place |= {place: result for (place, _, _), result in zip(part.spans, part.read(), strict=True)}
-        return StepResult([by_place[place] for place in range(len(by_place))])
+        ended = [] if self.transfers is None else self.transfers.ended(idle=not by_place)
+        return StepResult([by_place[place] for place in range(len(by_place))], ended)
 
 
 class Runner:
@@ -80,8 +83,9 @@ class Runner:
 
     def __init__(
         self, step: Step, sampling: SeatSampling, graphs: StepGraphs | None = None, overlapped: bool = False,
-        grammars: GrammarCompiler | None = None,
+        grammars: GrammarCompiler | None = None, transfers: Transfers | None = None,
     ) -> None:  # fmt: skip
+        self.transfers = transfers
         self.step, self.sampling, self.graphs, self.overlapped, self.grammars = step, sampling, graphs, overlapped, grammars
         self.drafter, self.seats = step.drafter, step.seats
         self.records: dict[int, Record] = {}  # by seat
@@ -97,6 +101,9 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
+        if plan.transfers:
+            assert self.transfers is not None
+            self.transfers.start(plan.transfers)
         self.admit(plan)
         spans = [(place, span, self.records[span.seat]) for place, span in enumerate(plan.spans)]
         for _, _, record in spans:
@@ -114,7 +121,7 @@ class Runner:
                 parts.append(self.replay(replayed, plan.want, self.graphs))
         if spans:
             parts.append(self.run(spans, plan.want))
-        return LaunchedStep(parts, refused)
+        return LaunchedStep(parts, refused, self.transfers)
 
     def admit(self, plan: StepPlan) -> None:
         if not plan.admissions and not plan.pages:

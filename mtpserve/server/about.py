@@ -78,9 +78,14 @@ class InternalState(Rendered):
     running: int
     waiting: int
     pages_used: int
+    pages_cached: int
     pages_total: int
+    tier_pages: dict[str, int]
+    tier_pages_total: dict[str, int]
+    loaded_pages: dict[str, int]
     steps_total: int
     prompt_tokens_total: int
+    cached_prompt_tokens_total: int
     generation_tokens_total: int
 
 

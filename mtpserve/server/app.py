@@ -67,7 +67,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/detokenize", "/v1/detokenize"), detokenize, (Detokenized,)),
     ("POST", ("/parse_function_call",), parse_function_call, (ParsedCalls,)),
     ("POST", ("/separate_reasoning",), separate_reasoning, (SeparatedReasoning,)),
-    ("POST", ("/flush_cache",), flush_cache, (Flushed,)),
+    ("GET", ("/flush_cache",), flush_cache, (Flushed,)),  # SGLang takes both
+    ("POST", ("/flush_cache", "/reset_prefix_cache"), flush_cache, (Flushed,)),  # SGLang's name and vLLM's
     ("POST", ("/abort_request",), abort_request, (Aborted,)),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -41,6 +42,19 @@ class Strict(BaseModel):
         if log.isEnabledFor(logging.DEBUG) and (unknown := body.keys() - cls.model_fields.keys()):
             log.debug("%s: fields left out: %s", cls.__name__, ", ".join(ascii(name[:50]) for name in sorted(unknown)[:20]))
         return body
+
+
+class Salted(Strict):
+    """Whose pages a request may find in the prefix cache: those of requests with the same two values. `extra_key` is SGLang's."""
+
+    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    extra_key: Annotated[str, Field(max_length=512)] | None = None
+
+    @property
+    def salt(self) -> str:
+        """No two pairs give the same one: a gateway may set one of the values, and leave the other to its clients."""
+        given = (self.cache_salt, self.extra_key or None)
+        return json.dumps(given) if any(given) else ""
 
 
 SAID: set[str] = set()

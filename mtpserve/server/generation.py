@@ -84,11 +84,13 @@ class Choice:
     blocks: list[Block] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     reasoning_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
     finish: Finish | None = None
 
     def add(self, step: StepOutput) -> Added:
         """Pieces of one block that follow each other are one. An answer that was read has a block in the end, which may be empty."""
         self.tokens += step.tokens
+        self.cached_tokens += step.cached
         self.finish = step.finish
         if self.reader is None or not self.reader.parses:
             empty = self.reader is not None and step.finish is not None and not self.blocks
@@ -173,7 +175,7 @@ class Generation:
     def _added(self, index: int, steps: list[StepOutput]) -> Iterator[tuple[int, StepOutput, Added]]:
         for step in steps:
             if self.scores_only:
-                step = StepOutput("", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs)
+                step = StepOutput("", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs, cached=step.cached)
             yield index, step, self.choices[index].add(step)
 
     async def whole(self) -> None:
@@ -183,15 +185,11 @@ class Generation:
 
 
 def requests_of(
-    service: Service, spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, count: int, first: int = 0
-) -> list[Request]:
+    service: Service, spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, count: int, first: int = 0,
+    salt: str = "",
+) -> list[Request]:  # fmt: skip
     """For each choice of a prompt. Their ids are the client's, a dash, and the numbers from `first` on."""
-    requests: list[Request] = []
-    for choice in range(count):
-        same = requests[0].id if requests else None
-        own = service.for_choice(sampling, choice)
-        requests.append(request_of(spelling, f"{id}-{first + choice}", prompt, own, same_prompt_as=same))
-    return requests
+    return [request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt) for choice in range(count)]
 
 
 async def continued(service: Service, body: ChatRequest, id: str, arrival: float, at_most: int | None = None) -> Generation:
@@ -213,7 +211,7 @@ async def continued(service: Service, body: ChatRequest, id: str, arrival: float
     service.check_length(prompt, body.wanted_tokens, "messages")
     if at_most is not None:
         sampling = replace(sampling, max_tokens=min(at_most, service.client.card.context_length - len(prompt)))
-    requests = requests_of(service, spelling, id, prompt, sampling, body.choices)
+    requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
     choices = [Choice(service, request, OutputReader(plan, service.tokenizer, body.shows_reasoning)) for request in requests]
     return Generation(service, choices, arrival, body.timeout, bool(body.stream))
 

@@ -48,6 +48,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
     proposal: Proposal = Proposal()
     accepted: int = 0  # proposed tokens that the step accepted, before any stop string
+    cached: int = 0  # with the first token: of the prompt, found in the prefix cache
 
     @property
     def kept(self) -> list[int]:
@@ -270,7 +271,7 @@ class StepReader:
                 self.error = event.error or "the request was aborted"
                 break
             step = self._step(event)
-            self.clock.tokens(len(step.tokens), event.times)
+            self.clock.tokens(len(step.tokens), event.times, event.cached)
             self.started = self.started or bool(event.tokens)
             steps.append(step)
             if step.finish is not None:
@@ -287,7 +288,7 @@ class StepReader:
         tokens, logprobs = event.tokens, event.logprobs
         if used < len(tokens):
             tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
-        return StepOutput(text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted)
+        return StepOutput(text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted, event.cached)
 
     def aborted(self) -> StepOutput:
         """The client has ended the request by its id."""

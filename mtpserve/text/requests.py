@@ -30,8 +30,8 @@ def spelling_of(tokenizer: Tokenizer, sampling: SamplingParams) -> Spelling:
     )
 
 
-def request_of(spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, same_prompt_as: str | None = None) -> Request:
-    return Request(id, prompt, sampling, spelling.bad_words, spelling.prediction, same_prompt_as)
+def request_of(spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, salt: str = "") -> Request:
+    return Request(id, prompt, sampling, spelling.bad_words, spelling.prediction, salt)
 
 
 def check_text(text: str, field: str) -> None:

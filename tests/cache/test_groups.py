@@ -52,18 +52,53 @@ def test_what_is_shared_is_held_by_both() -> None:
     groups = made()
     first = groups.seat([], 0, 22, AHEAD)
     assert first is not None
+    keys = [bytes([column]) for column in range(5)]
+    assert not groups.label(first, keys, 0, 5)
     groups.advance(first, 16)
-    shared = groups.shareable(first, 20, 5)
-    assert shared is not None and [(each.first, len(each.pages)) for each in shared] == [(0, 5), (3, 2)]
-    second = groups.seat(shared, 20, 22, AHEAD)
-    assert second is not None and second[1].pages[:2] == first[1].pages[1:3]
+    assert groups.matched(keys) == groups.matched(keys, 3) == 5
+    second = groups.seat(keys, 20, 22, AHEAD)
+    assert second is not None and [each.first for each in second] == [0, 3]
+    assert second[0].pages[:5] == first[0].pages[:5] and second[1].pages[:2] == first[1].pages[1:3]
     groups.check_integrity([first, second])
     groups.advance(first, 40)
     groups.check_integrity([first, second])
-    assert groups.shareable(first, 20, 5) is None, "the window has left it"
     groups.release(second)
     with pytest.raises(PageError):
         groups.check_integrity([first, second])
+
+
+def test_a_prefix_ends_before_a_page_that_its_next_row_would_miss() -> None:
+    """Full attention needs all columns; a window of 6 tokens, in pages of 4, the last two or three."""
+    groups, keys = made(), [bytes([column]) for column in range(6)]
+    held = groups.seat([], 0, 24, AHEAD)
+    assert held is not None
+    groups.label(held, keys, 0, 6)
+    groups.release(held)
+    full, window = (group.allocator for group in groups.groups)
+    page = window.find(keys[3])
+    assert page is not None
+    window.share([page])
+    window.unlabel([page])
+    assert groups.matched(keys) == 6, "what follows column 5 does not see column 3"
+    assert groups.matched(keys[:5]) == 3, "what follows column 4 does"
+    page = full.find(keys[1])
+    assert page is not None
+    full.share([page])
+    full.unlabel([page])
+    assert groups.matched(keys) == 1
+    groups.forget()
+    assert groups.matched(keys) == 0 and groups.cached == 0
+
+
+def test_equal_pages_are_held_once() -> None:
+    groups, keys = made(), [b"0", b"1"]
+    one, other = groups.seat([], 0, 8, AHEAD), groups.seat([], 0, 8, AHEAD)
+    assert one is not None and other is not None
+    used = groups.used
+    assert not groups.label(one, keys, 0, 2)
+    assert groups.label(other, keys, 0, 2)
+    assert groups.used == used - 4 and [each.planned for each in other] == [0, 0]
+    groups.check_integrity([one, other])
 
 
 def test_how_much_one_request_may_have() -> None:

@@ -59,6 +59,31 @@ def test_sizes_are_checked(count: int) -> None:
         PageAllocator(1).allocate(-1)
 
 
+def test_what_has_a_key_is_found_until_its_page_is_needed() -> None:
+    evicted: list[tuple[int, bytes]] = []
+    pages = PageAllocator(4, lambda page, key: evicted.append((page, key)))
+    held = pages.allocate(3)
+    assert [pages.label(page, key) for page, key in zip(held, (b"a", b"b", b"c"), strict=True)] == held
+    pages.release(held)
+    assert (pages.free_count, pages.cached_count) == (4, 3)
+    assert pages.allocate(1) == [3] and evicted == [], "pages without a key first"
+    assert pages.allocate(1) == [2] and evicted == [(2, b"c")], "then the end of what was released"
+    assert [pages.find(key) for key in (b"a", b"b", b"c")] == [0, 1, None]
+    pages.share([0])
+    assert pages.free_count == 1
+    assert pages.allocate(1) == [1] and pages.find(b"a") == 0
+
+
+def test_the_first_page_with_a_key_keeps_it() -> None:
+    pages = PageAllocator(4)
+    first, second = pages.allocate(2)
+    assert (pages.label(first, b"a"), pages.label(second, b"a")) == (first, first)
+    pages.release([second])
+    assert pages.cached_count == 0
+    with pytest.raises(PageError, match="page 1 is given back 1 times"):
+        pages.label(second, b"b")
+
+
 def test_integrity_names_the_page() -> None:
     pages = PageAllocator(4)
     held = pages.allocate(2)
@@ -74,9 +99,14 @@ def test_integrity_names_the_page() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 5)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["allocate", "share", "release", "label", "find", "unlabel", "forget"]), st.integers(0, 5)), max_size=60
+    )
+)
 def test_any_history_adds_up(history: list[tuple[str, int]]) -> None:
-    pages = PageAllocator(12)
+    labelled: dict[int, bytes] = {}
+    pages = PageAllocator(12, lambda page, key: labelled.pop(page) == key or pytest.fail("another key"))
     holders: list[list[int]] = []
     for action, number in history:
         if action == "allocate" and number <= pages.free_count:
@@ -87,6 +117,22 @@ def test_any_history_adds_up(history: list[tuple[str, int]]) -> None:
             holders.append(list(held))
         elif action == "release" and holders:
             pages.release(holders.pop(number % len(holders)))
+        elif action == "label" and holders:
+            for page in set(holders[number % len(holders)]) - labelled.keys():
+                key = bytes([page, number])
+                labelled[page] = key
+                assert pages.label(page, key) == pages.find(key)
+        elif action == "find":
+            found = [page for key in range(12) if (page := pages.find(bytes([key, number]))) is not None]
+            assert pages.free_without(found) == pages.free_count - sum(all(page not in held for held in holders) for page in found)
+            pages.share(found)
+            holders.append(found)
+        elif action == "unlabel" and holders:
+            pages.unlabel(holders[number % len(holders)])
+            labelled = {page: key for page, key in labelled.items() if pages.find(key) == page}
+        elif action == "forget" and number == 0:
+            pages.forget()
+            labelled.clear()
         pages.check_integrity(holders)
     for held in holders:
         pages.release(held)

@@ -112,6 +112,8 @@ def test_unique_beginnings_count() -> None:
         (["-dp", "2"], ["--data-parallel-size", "got 2"]),
         (["--trust-remote-code"], ["code in a checkpoint is never run"]),
         (["--enable_priority_scheduling"], ["--scheduling-policy priority"]),
+        (["--enable-cache-report"], ["cached tokens counted", "leave it out"]),
+        (["--max-num-partial-prefills", "2"], ["--max-long-partial-prefills"]),
         (["--no-enable-chunked-prefill"], ["--enable-chunked-prefill must be true"]),
         (["--enable-auto-tool-choice"], ["--enable-auto-tool-choice", "--tool-call-parser"]),
         (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs must be a JSON object, got '[1]'"]),
@@ -212,12 +214,14 @@ def test_every_option_reaches_the_settings(one: Option) -> None:
     values: dict[str, object] = {"speculative_algorithm": "MTP"} if one.section == "spec" else {}
     value = {str: "1", int: 1, float: 0.5, bool: not one.default}[one.kind]
     given = {"context_length": 64, "max_total_tokens": 64, "metrics_compat": "vllm", "default_chat_template_kwargs": "{}"}
+    given |= {"kv_events_config": "{}"}
     value = one.choices[-1] if one.choices else given.get(one.name, value)
     if one.section == "parallel" or one.name == "enable_chunked_prefill":  # those have one value, and say so
         with pytest.raises(ConfigError, match=f"--{one.spellings[0]} must be"):
             settings({one.name: 2 if one.kind is int else False})
         return
     values |= {"tool_call_parser": "hermes"} if one.name == "enable_auto_tool_choice" else {}
+    values |= {"kv_offload_dir": "pages"} if one.name == "kv_offload_dir_gib" else {}
     value = ("a",) if one.many else value
     if one.name.startswith("ssl_"):  # those belong together
         values |= {"ssl_keyfile": "1", "ssl_certfile": "1"}

@@ -11,14 +11,14 @@ a schedule that verifies the same drafts at the same places gives the same text.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from mtpserve.core.batch import Source
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.plan import NOT_FINITE, Admission, SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.plan import NOT_FINITE, Admission, SpanPlan, SpanResult, StepPlan, StepResult, Transfer, Transferred
 
 
 def draw(*key: object, below: int) -> int:
@@ -61,6 +61,24 @@ class Given:
     pages: list[dict[int, int]]
 
 
+class FakeDisk:
+    """Of the tiers: engine.tiers.Disk, and what is in the files."""
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[int, bytes], list[int | None]] = {}
+        self.full = False
+        self.damaged: set[bytes] = set()  # files that cannot be read
+
+    def has(self, group: int, key: bytes) -> bool:
+        return (group, key) in self.files
+
+    def remove(self, group: int, key: bytes) -> None:
+        self.files.pop((group, key), None)
+
+    def clear(self) -> None:
+        self.files.clear()
+
+
 @dataclass(slots=True)
 class FakeStep:
     runner: FakeRunner
@@ -76,7 +94,7 @@ class FakeStep:
         for given, result in zip(self.given, self.made.spans, strict=True):
             given.seat.unread -= 1
             given.seat.seen += len(result.tokens)
-        return self.made
+        return StepResult(self.made.spans, self.runner.transferred(bool(self.given)))
 
 
 class FakeRunner:
@@ -106,21 +124,33 @@ class FakeRunner:
         self.raise_at: set[int] = set()  # steps that raise half-way
         self.fault: Exception = RuntimeError("the device is unwell")  # what they raise
         self.processors = False
+        self.disk = FakeDisk()
+        self.blocks: dict[tuple[int, int], list[int | None]] = {}  # of host memory
+        self.moving: list[Transfer] = []  # loads, spills and fetches that have not ended
+        self.patience = 2  # how many results a transfer takes
+        self.reads = 0
         self.queue: deque[Callable[[], object]] = deque()
         self.while_running: Callable[[], None] = lambda: None  # called in the middle of each step
 
     def launch(self, plan: StepPlan) -> FakeStep:
-        assert plan.spans and plan.want <= self.max_drafts
+        assert plan.want <= self.max_drafts
+        self._transfer(plan.transfers)
         for admission in plan.admissions:
-            assert admission.computed == 0 and admission.tokens and any(span.seat == admission.seat for span in plan.spans)
+            assert admission.tokens and any(span.seat == admission.seat for span in plan.spans)
+            # Found in the cache is what whole pages have; of these one token may be computed again, so that something is.
+            assert admission.shared % self.page_size == 0 and admission.computed in (admission.shared, admission.shared - 1)
             tables: list[dict[int, int]] = [{} for _ in self.windows]
-            self.seats[admission.seat] = Seat(admission, list(admission.tokens), pages=tables, seen=len(admission.tokens))
+            tokens = list(admission.tokens)
+            self.seats[admission.seat] = Seat(admission, tokens, admission.computed, pages=tables, seen=len(tokens))
         for new in plan.pages:
-            table = self.seats[new.seat].pages[new.group]
+            seat = self.seats[new.seat]
+            table = seat.pages[new.group]
             assert new.pages and any(span.seat == new.seat for span in plan.spans)
-            assert new.first == max(table) + 1 if table else self.windows[new.group] is not None or new.first == 0
+            # From the next column on, or earlier: what others have computed takes the place of its own.
+            assert new.first <= max(table) + 1 if table else self.windows[new.group] is not None or new.first == 0
+            fresh = [page for column, page in enumerate(new.pages, new.first) if self._is_own(seat, table.get(column), column)]
             table.update(enumerate(new.pages, new.first))
-            self.queue.append(partial(self._forget, new.group, new.pages))
+            self.queue.append(partial(self._forget, new.group, fresh))
         given = [Given(span, self.seats[span.seat], [dict(table) for table in self.seats[span.seat].pages]) for span in plan.spans]
         self._check_apart(given)
         self.steps.append([(each.seat.admission.id, each.span.start, each.span.length, each.span.drafts) for each in given])
@@ -131,6 +161,49 @@ class FakeRunner:
         raises = len(self.steps) in self.raise_at
         self.queue.append(lambda: self._execute(step, plan.want, raises))
         return step
+
+    def _transfer(self, transfers: Sequence[Transfer]) -> None:
+        """Nothing that is under way is where it will be before somebody is told that it is, and until then it must not change where it
+        was."""
+        for each in transfers:
+            if each.kind == "save":
+                self.queue.append(partial(self._save, each))
+            if each.kind == "load":
+                self.queue.append(partial(self._forget, each.group, [each.page]))
+            elif each.kind == "fetch":
+                self.queue.append(partial(self.blocks.pop, (each.group, each.block), None))
+            self.queue.append(partial(self.moving.append, each))
+
+    def _save(self, each: Transfer) -> None:
+        page = each.page * self.page_size
+        self.blocks[each.group, each.block] = self.kv[each.group][page : page + self.page_size]
+
+    def transferred(self, busy: bool) -> list[Transferred]:
+        """Those that end now, in an order of their own."""
+        self.reads += 1
+        if busy and draw("transfers", self.reads, below=self.patience + 1):
+            return []
+        count = len(self.moving) if busy else max(1, len(self.moving) // 2)
+        ended = sorted(self.moving, key=lambda each: draw(each.number, below=1000))[:count]
+        for each in ended:
+            self.moving.remove(each)
+        return [Transferred(each, self._end(each), 0.001, 100) for each in ended]
+
+    def _end(self, each: Transfer) -> bool:
+        block = each.group, each.block
+        if each.kind == "load":
+            content = self.blocks[block]
+            assert None not in content and -1 not in content, "a page that is not complete was kept"
+            self.kv[each.group][each.page * self.page_size : (each.page + 1) * self.page_size] = content
+        elif each.kind == "spill":
+            if self.disk.full:
+                return False
+            self.disk.files[each.group, each.key] = list(self.blocks[block])
+        elif each.kind == "fetch" and (each.key in self.disk.damaged or (each.group, each.key) not in self.disk.files):
+            return False
+        elif each.kind == "fetch":
+            self.blocks[block] = list(self.disk.files[each.group, each.key])
+        return True
 
     def run_until(self, step: FakeStep) -> None:
         while step.made is None and step.error is None:
@@ -146,10 +219,21 @@ class FakeRunner:
         self.while_running()
         step.made = StepResult(made)
 
+    def _is_own(self, seat: Seat, before: int | None, column: int) -> bool:
+        """Whether a page that a plan names is a new one, to which nothing was written yet."""
+        return before is None and column * self.page_size >= seat.admission.shared
+
     def _check_apart(self, given: list[Given]) -> None:
+        """A page to which a span may write is in no other's table."""
         for group, window in enumerate(self.windows):
-            pages = [page for each in given for column, page in each.pages[group].items() if column >= self._low(window, each.span.start)]
-            assert len(pages) == len(set(pages)), "a page has two holders"
+            tables = [
+                {column: page for column, page in each.pages[group].items() if column >= self._low(window, each.span.start)}
+                for each in given
+            ]
+            readers = Counter(page for table in tables for page in table.values())
+            for each, table in zip(given, tables, strict=True):
+                first = max(each.span.start, each.seat.admission.shared) // self.page_size
+                assert all(readers[page] == 1 for column, page in table.items() if column >= first), "a page has two holders"
         assert len({each.span.seat for each in given}) == len(given)
 
     def _check(self, given: Given) -> None:
@@ -200,7 +284,8 @@ class FakeRunner:
         start = seat.computed
         rows = seat.tokens[start : start + span.length] + proposed
         for i, token in enumerate(rows, start):
-            self._store(pages, i, token)
+            if i >= admission.shared:
+                self._store(pages, i, token)
         committed = self._verify(admission.seed, pages, start + span.length, proposed) if span.samples else []
         accepted = max(len(committed) - 1, 0)
         seat.computed = start + span.length + accepted

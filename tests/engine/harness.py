@@ -7,10 +7,12 @@ from typing import Any
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SchedulerConfig
+from mtpserve.core.protocols import CacheObserver
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.tiers import Tiers
 from tests.engine.fake_runner import FakeRunner, draw, greedy_text
 
 VOCAB = 50
@@ -48,15 +50,29 @@ class Bench:
         noisy: bool = False,
         overlap: int = 0,
         plain_above: int | None = None,
+        cache: bool = True,
+        observer: CacheObserver | None = None,
+        host: int | None = None,  # blocks of host memory; None: no tiers
+        disk: bool = False,
+        **scheduler: object,
     ) -> None:
+        scheduler = {"schedule_conservativeness": 0.0} | scheduler  # more is preempted, and tested
         counts = (pages,) if isinstance(pages, int) else pages
         self.runner = FakeRunner(
             max_drafts=drafts, num_pages=counts, windows=windows, page_size=page_size, accuracy=accuracy, noisy=noisy
         )  # fmt: skip
+        pages_of = PageGroups(windows, counts, page_size, budget)
         self.engine = Engine(
             self.runner,
-            SchedulerConfig(chunked_prefill_size=budget, max_queued_requests=queued, scheduling_policy=policy, random_seed=random_seed),
-            pages=PageGroups(windows, counts, page_size, budget),
+            SchedulerConfig(
+                chunked_prefill_size=budget,
+                max_queued_requests=queued,
+                scheduling_policy=policy,
+                random_seed=random_seed,
+                **scheduler,  # type: ignore[arg-type]
+            ),
+            pages=pages_of,
+            tiers=None if host is None else Tiers(pages_of, [host] * len(counts), self.runner.disk if disk else None),
             max_running=running,
             context_length=context,
             vocab=VOCAB,
@@ -65,14 +81,16 @@ class Bench:
             overlap=overlap,
             plain_above=plain_above,
             grammars=PreparedGrammars(Nothing()),
+            fingerprint=b"" if cache else None,
+            observer=observer,
         )
         self.overlap = overlap
         self.texts: dict[str, list[int]] = defaultdict(list)
         self.last: dict[str, TokenEvent] = {}
 
-    def add(self, name: str, prompt: list[int] | None = None, max_tokens: int | None = OUTPUT, **sampling: object) -> None:
+    def add(self, name: str, prompt: list[int] | None = None, max_tokens: int | None = OUTPUT, salt: str = "", **sampling: object) -> None:
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
-        self.engine.add(Request(name, PROMPTS[name] if prompt is None else prompt, params))
+        self.engine.add(Request(name, PROMPTS[name] if prompt is None else prompt, params, salt=salt))
 
     def step(self) -> list[TokenEvent]:
         events = self.engine.step()

@@ -83,7 +83,7 @@ def test_the_two_sample_test() -> None:
 
 
 def completion(*tokens: int) -> Completion:
-    return Completion("", list(tokens), "length", 1, 0, 0)
+    return Completion("", list(tokens), "length", prompt_tokens=1, cached_tokens=0, drafted=0, accepted=0)
 
 
 def test_divergences() -> None:

@@ -30,8 +30,8 @@ def cpu() -> None:
         pytest.skip(str(reason))
 
 
-def config(quantization: str = "auto", draft: str = "auto", drafts: int = 3, backend: str = "auto") -> EngineConfig:
-    model = ModelConfig(quantization=quantization, attention_backend=backend, device="cpu")
+def config(quantization: str = "auto", draft: str = "auto", drafts: int = 3, backend: str = "auto", dtype: str = "auto") -> EngineConfig:
+    model = ModelConfig(quantization=quantization, attention_backend=backend, device="cpu", dtype=dtype)
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts, speculative_draft_model_quantization=draft)
     return EngineConfig(model=model, cache=CacheConfig(max_total_tokens=2048), spec=spec)
 
@@ -54,14 +54,25 @@ def test_a_layer_is_off_by_what_rounding_explains(kernels: str, request: pytest.
     assert 0.001 < method.errors[0] < 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_weight_itself_stays_as_it_is(dtype: torch.dtype) -> None:
+    """It may be somebody else's too: a draft head is a copy of the trunk's."""
+    exact = torch.randn(64, 96).to(dtype)
+    layer = Linear(96, (64,), Int8(KERNELS.get("torch")()))
+    layer.weight.data = weight = exact.clone()
+    layer.finish_loading()
+    assert torch.equal(weight, exact)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("cpu")
-def test_drafting_in_int8_changes_no_text(caplog: pytest.LogCaptureFixture) -> None:
-    plain = run(build_engine(config(draft="none", drafts=0), poison=True), ASKED, GREEDY)
+def test_drafting_in_int8_changes_no_text(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    plain = run(build_engine(config(draft="none", drafts=0, dtype=dtype), poison=True), ASKED, GREEDY)
     with caplog.at_level(logging.INFO, "mtpserve.engine.build"):
-        drafting = build_engine(config(draft="int8"), poison=True)
+        drafting = build_engine(config(draft="int8", dtype=dtype), poison=True)
     assert "int8, the draft model: rounding changes the matrices by" in caplog.text
     assert run(drafting, ASKED, GREEDY) == plain
-    exactly = build_engine(config(draft="none"), poison=True)
+    exactly = build_engine(config(draft="none", dtype=dtype), poison=True)
     run(exactly, ASKED, GREEDY)
     lengths = [each.stats.accept_length() or 0 for each in (drafting, exactly)]
     assert lengths[0] > 0.8 * lengths[1] > 0.8

@@ -102,7 +102,7 @@ def asked(processors: bool) -> list[Request]:
         for i, (text, each) in enumerate(zip(texts, params, strict=True))
     ]
     twin = SamplingParams(**hot, seed=9)
-    return [*requests, Request("twin", texts[0], twin, same_prompt_as="0")]
+    return [*requests, Request("twin", texts[0], twin)]
 
 
 def events(engine: Engine, requests: Seq[Request], compiled: bool = False) -> dict[str, list[TokenEvent]]:

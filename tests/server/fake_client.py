@@ -49,5 +49,8 @@ class FakeClient:
             self.aborted.append(request_id)
             self.engine.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
     def stats(self) -> EngineStats:
         return self.engine.stats

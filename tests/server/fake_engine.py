@@ -30,6 +30,8 @@ class FakeEngine:
         self.stats.accept_lengths = [0, 0, 0]
         self.pause = pause
         self.live: dict[str, tuple[Request, int]] = {}
+        self.cache: set[int] = set()  # hashes of prompts up to the end of a page
+        self.found: dict[str, int] = {}  # tokens in it, for each live request
 
     @property
     def has_work(self) -> bool:
@@ -47,6 +49,8 @@ class FakeEngine:
         if request.sampling.seed == 429:
             raise QueueFull("the queue is full")
         self.stats.prompt_tokens_total += len(request.prompt)
+        self.found[request.id] = self._cached(request)
+        self.stats.cached_prompt_tokens_total += self.found[request.id]
         self.live[request.id] = (request, 0)
         self._gauge()
 
@@ -54,10 +58,27 @@ class FakeEngine:
         self.live.pop(request_id, None)
         self._gauge()
 
+    def close(self) -> None:
+        pass
+
+    def reset_prefix_cache(self) -> None:
+        self.cache.clear()
+        self._gauge()
+
     def step(self) -> list[TokenEvent]:
         time.sleep(self.pause)
         self.stats.steps_total += 1
         return [self._event(request, done) for request, done in list(self.live.values())]
+
+    def pretend_tiers(self) -> None:
+        """Statistics with tiers below the device: host memory, and a disk from which one page could not be read."""
+        stats = self.stats
+        stats.tier_pages, stats.tier_pages_total = {"host": 120}, {"host": 400}
+        stats.loaded_pages, stats.dropped_pages_total = {"host": 30, "disk": 10}, 5
+        stats.transfers_total = {"save": 150, "load": 40, "spill": 100, "fetch": 10}
+        stats.transfer_bytes_total = {"save": 15_000_000, "load": 4_000_000, "spill": 10_000_000, "fetch": 1_000_000}
+        stats.transfer_seconds_total = {"save": 0.0075, "load": 0.001, "spill": 0.02, "fetch": 0.004}
+        stats.failed_transfers_total = {"fetch": 1}
 
     def check_integrity(self) -> None:
         if self.stats.pages_used:
@@ -65,6 +86,14 @@ class FakeEngine:
 
     def _gauge(self) -> None:
         self.stats.running = self.stats.pages_used = len(self.live)
+        self.stats.pages_cached = len(self.cache)
+
+    def _cached(self, request: Request) -> int:
+        prompt, page = request.prompt, self.card.page_size
+        columns = {end: hash((request.salt, *prompt[:end])) for end in range(page, len(prompt) + 1, page)}
+        found = max((end for end, key in columns.items() if key in self.cache), default=0)
+        self.cache |= set(columns.values())
+        return min(found, len(prompt) - 1) if request.sampling.prompt_logprobs is None else 0
 
     def _event(self, request: Request, done: int) -> TokenEvent:
         seed = request.sampling.seed
@@ -87,7 +116,7 @@ class FakeEngine:
         top = request.sampling.prompt_logprobs
         first = [TokenLogprob(-1.0, 2, [(7, -0.1)][:top]) for _ in request.prompt[1:]] if top is not None and done == 0 else None
         times = FirstTokenTimes(0.25, 0.5) if done == 0 else None
-        return TokenEvent(request.id, tokens, accepted, proposal, finish, None, scores, first, times)
+        return TokenEvent(request.id, tokens, accepted, proposal, finish, None, scores, first, times, self.found.pop(request.id, 0))
 
     def _count(self, tokens: int) -> None:
         stats = self.stats

@@ -80,9 +80,10 @@ def test_keys_are_compared_whole_and_all_of_them(serving: Serving, monkeypatch: 
 
 def test_management_has_its_own_key(serving: Serving) -> None:
     http = serving(api_key=("user",), admin_api_key=("admin",))
-    assert send(http, "POST", "/flush_cache").status_code == 401
-    assert error(send(http, "POST", "/flush_cache", headers=bearer("user")), 403)["code"] == "admin_key_required"
-    assert send(http, "POST", "/flush_cache", headers=bearer("admin")).status_code == 200
+    for method, path in (("POST", "/flush_cache"), ("GET", "/flush_cache"), ("POST", "/reset_prefix_cache")):
+        assert send(http, method, path).status_code == 401
+        assert error(send(http, method, path, headers=bearer("user")), 403)["code"] == "admin_key_required"
+        assert send(http, method, path, headers=bearer("admin")).status_code == 200
     assert send(http, "POST", COMPLETIONS, json=HELLO, headers=bearer("admin")).status_code == 200
     only = serving(admin_api_key=("admin",))
     assert send(only, "POST", COMPLETIONS, json=HELLO).status_code == 200

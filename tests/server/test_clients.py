@@ -108,6 +108,7 @@ def test_anthropic(server: Running, anthropic: Path, tmp_path: Path) -> None:
         "streamed_call": ["bool"],
         "runner": ["tool_use", "tool_use"],
         "runner_sends_all": True,
+        "cached": [0, True],
         "parsed": "Form",
         "thinking": 8,
         "refused": True,

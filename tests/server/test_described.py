@@ -65,6 +65,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/parse_function_call", {"text": SAID, "tools": TOOLS}),
     ("/separate_reasoning", {"text": SAID}),
     ("/flush_cache", {}),
+    ("/reset_prefix_cache", {}),
     ("/abort_request", {"rid": "a"}),
 ]
 

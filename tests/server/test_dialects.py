@@ -22,11 +22,13 @@ KINDS = {
     "counter": """
         sglang:spec_verify_calls sglang:num_retracted_requests sglang:prompt_tokens sglang:generation_tokens sglang:num_requests
         sglang:num_so_requests sglang:num_aborted_requests vllm:prompt_tokens vllm:generation_tokens vllm:num_preemptions
+        sglang:cached_tokens vllm:prompt_tokens_cached vllm:prompt_tokens_by_source vllm:prefix_cache_queries vllm:prefix_cache_hits
         vllm:spec_decode_num_drafts vllm:spec_decode_num_draft_tokens vllm:spec_decode_num_accepted_tokens
         vllm:spec_decode_num_accepted_tokens_per_pos vllm:request_success""",
     "gauge": """
         sglang:num_running_reqs sglang:num_queue_reqs sglang:token_usage sglang:num_used_tokens sglang:kv_used_tokens
         sglang:kv_available_tokens sglang:max_total_num_tokens sglang:page_size sglang:num_pages sglang:context_len sglang:gen_throughput
+        sglang:kv_evictable_tokens sglang:cache_hit_rate
         sglang:spec_num_steps sglang:spec_accept_length sglang:spec_accept_rate vllm:num_requests_running vllm:num_requests_waiting
         vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc vllm:spec_decode_draft_acceptance_rate vllm:cache_config_info""",
     "histogram": """
@@ -35,7 +37,8 @@ KINDS = {
         vllm:time_to_first_token_seconds vllm:inter_token_latency_seconds vllm:request_time_per_output_token_seconds
         vllm:e2e_request_latency_seconds vllm:request_queue_time_seconds vllm:request_prefill_time_seconds vllm:request_decode_time_seconds
         vllm:request_inference_time_seconds vllm:request_prompt_tokens vllm:request_generation_tokens vllm:request_params_max_tokens
-        vllm:time_per_output_token_seconds vllm:request_max_num_generation_tokens""",
+        vllm:time_per_output_token_seconds vllm:request_max_num_generation_tokens vllm:request_prefill_kv_computed_tokens
+        sglang:uncached_prompt_tokens_histogram""",
 }
 
 
@@ -49,6 +52,7 @@ def scrape(tokenizer: Tokenizer, client: FakeClient, *dialects: str) -> str:
             await http.post("/v1/completions", json={"prompt": [5], "seed": 500})
             await http.post("/v1/completions", json={"prompt": [5], "seed": 429})
             client.engine.stats.running, client.engine.stats.pages_used = 3, 16
+            client.engine.stats.pages_cached = 8
             return (await http.get("/metrics")).text
 
     return asyncio.run(ask())
@@ -68,6 +72,33 @@ def test_names_and_types_of_both(tokenizer: Tokenizer, client: FakeClient) -> No
     text = scrape(tokenizer, client, "sglang", "vllm")
     kinds = {family.name: family.type for family in text_string_to_metric_families(text) if ":" in family.name}
     assert kinds == {name: kind for kind, names in KINDS.items() for name in names.split()}
+
+
+def test_tiers_below_the_device(tokenizer: Tokenizer, client: FakeClient) -> None:
+    """Only where there are any: HiCache's names, and those of vLLM's offloading."""
+    without = samples(scrape(tokenizer, client, "sglang", "vllm"))
+    client.engine.pretend_tiers()
+    values = samples(scrape(tokenizer, client, "sglang", "vllm"))
+
+    def labelled(name: str, own: str, labels: str = SGLANG) -> str:
+        return f"{name}{{" + ",".join(sorted([*labels[1:-1].split(","), own])) + "}"
+
+    expected = {
+        f"sglang:hicache_host_used_tokens{SGLANG}": 120 * 16,
+        f"sglang:hicache_host_total_tokens{SGLANG}": 400 * 16,
+        labelled("sglang:load_back_tokens_total", 'pool="kv"'): 40 * 16,
+        labelled("sglang:hicache_backup_tokens_total", 'pool="kv"'): 150 * 16,
+        labelled("sglang:hicache_dropped_tokens_total", 'pool="kv"'): 5 * 16,
+        f"sglang:load_back_bytes_total{SGLANG}": 4e6,
+        f"sglang:hicache_backup_bytes_total{SGLANG}": 15e6,
+        f"sglang:prefetched_tokens_total{SGLANG}": 10 * 16,
+        f"sglang:backuped_tokens_total{SGLANG}": 100 * 16,
+        labelled("vllm:kv_offload_total_bytes_total", 'transfer_type="GPU_to_CPU"', VLLM): 15e6,
+        labelled("vllm:kv_offload_total_bytes_total", 'transfer_type="CPU_to_GPU"', VLLM): 4e6,
+        labelled("vllm:kv_offload_total_time_total", 'transfer_type="GPU_to_CPU"', VLLM): 0.0075,
+        labelled("vllm:kv_offload_total_time_total", 'transfer_type="CPU_to_GPU"', VLLM): 0.001,
+    }
+    assert {name: value for name, value in values.items() if name not in without} == expected
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
@@ -141,7 +172,8 @@ def test_sglangs_values(tokenizer: Tokenizer, client: FakeClient) -> None:
         f"sglang:num_queue_reqs{SGLANG}": 0,
         f"sglang:token_usage{SGLANG}": 0.25,
         f"sglang:kv_used_tokens{SGLANG}": 256,
-        f"sglang:kv_available_tokens{SGLANG}": 768,
+        f"sglang:kv_evictable_tokens{SGLANG}": 128,
+        f"sglang:kv_available_tokens{SGLANG}": 640,
         f"sglang:max_total_num_tokens{SGLANG}": 1024,
         f"sglang:context_len{SGLANG}": 4096,
         f"sglang:num_so_requests_total{SGLANG}": 1,

@@ -71,6 +71,25 @@ def test_the_openai_client_streams_and_counts(server: Running) -> None:
     assert server.metric("spec_accepted_tokens_total") > 0
 
 
+def test_a_prompt_is_computed_once_for_each_salt(server: Running) -> None:
+    def ask(**fields: str) -> tuple[int, str]:
+        prompt = "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n        return file.readlines()\n\n\n" * 3
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 32, "temperature": 0} | fields
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        found, all_of_it = answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["usage"]["prompt_tokens"]
+        assert 0 <= found < all_of_it
+        return found, answer["choices"][0]["text"]
+
+    httpx.post(f"{server.url}/flush_cache")
+    none, text = ask()
+    found, same = ask()
+    assert none == 0 < found and text == same
+    assert server.metric("cached_prompt_tokens_total") >= found and server.metric("kv_pages_cached") > 0
+    assert ask(cache_salt="another") == (0, text) and ask(cache_salt="another") == (found, text)
+    assert httpx.post(f"{server.url}/flush_cache").json()["success"] is True
+    assert ask() == (0, text)
+
+
 def test_200_requests_of_which_a_third_leave(server: Running) -> None:
     """The engine checks its own accounting whenever it falls idle, and would have ended the server if anything did not add up."""
 

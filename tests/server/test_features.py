@@ -177,15 +177,12 @@ def test_a_prompt_keeps_its_last_tokens(http: httpx.AsyncClient, client: FakeCli
 def test_several_choices_share_a_prompt(http: httpx.AsyncClient, client: FakeClient) -> None:
     answer = asyncio.run(http.post(COMPLETIONS, json={"model": "fake", "prompt": ["a", "bc"], "n": 3, "max_tokens": 4, "seed": 5})).json()
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    by_id = {request.id: request for request in client.submitted}
-    assert len(by_id) == 6 and len({r.sampling.seed for r in client.submitted}) == 3
+    assert len({r.id for r in client.submitted}) == 6 and len({r.sampling.seed for r in client.submitted}) == 3
     seeds = [r.sampling.seed for r in client.submitted[:3]]
     assert seeds[0] == 5 and [r.sampling.seed for r in client.submitted] == seeds * 2
-    leaders = [r for r in client.submitted if r.same_prompt_as is None]
-    assert len(leaders) == 2
-    for request in client.submitted:
-        assert request.same_prompt_as is None or by_id[request.same_prompt_as].prompt == request.prompt
-    assert answer["usage"]["prompt_tokens"] == sum(len(r.prompt) for r in leaders) and answer["usage"]["completion_tokens"] == 24
+    prompts = [r.prompt for r in client.submitted]
+    assert prompts == [prompts[0]] * 3 + [prompts[3]] * 3 and prompts[0] != prompts[3]
+    assert answer["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[3]) and answer["usage"]["completion_tokens"] == 24
     client.submitted.clear()
     post(http, COMPLETIONS, n=3, seed=6)  # whoever counts seeds up gets no choice twice
     assert not {r.sampling.seed for r in client.submitted} & set(seeds)
@@ -195,9 +192,8 @@ def test_usage_counts_predictions_and_drafts(http: httpx.AsyncClient) -> None:
     usage = post(http, CHAT, max_tokens=4).json()["usage"]
     assert usage["speculative"] == {"steps": 2, "draft_tokens": 4, "accepted_tokens": 2}
     assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 2, "reasoning_tokens": 0}
-    chunks = events(post(http, CHAT, max_tokens=4, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))[
-        :-1
-    ]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(post(http, CHAT, max_tokens=4, cache_salt="another", stream=True, stream_options=options))[:-1]
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == sorted(chunk["usage"]["completion_tokens"] for chunk in chunks)
     assert chunks[-1]["usage"] == usage
 

@@ -56,6 +56,7 @@ def test_a_completion(http: httpx.AsyncClient, client: FakeClient, tokenizer: To
         "rejected_prediction_tokens": 5,
         "reasoning_tokens": 0,
     }
+    assert usage.pop("prompt_tokens_details") == {"cached_tokens": 0}
     assert usage == {"prompt_tokens": len(prompt), "completion_tokens": 9, "total_tokens": len(prompt) + 9}
 
 
@@ -72,7 +73,7 @@ def test_a_chat(http: httpx.AsyncClient, client: FakeClient, tokenizer: Tokenize
 @pytest.mark.parametrize("stop", [None, "P", "JKL"])
 def test_a_stream_adds_up_to_the_whole(http: httpx.AsyncClient, route: str, stop: str | None) -> None:
     async def both() -> tuple[httpx.Response, httpx.Response]:
-        options = {"stream": True, "stream_options": {"include_usage": True}}
+        options = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": "another"}
         return await http.post(route, json=body(route, stop=stop)), await http.post(route, json=body(route, stop=stop, **options))
 
     whole, stream = asyncio.run(both())

@@ -37,7 +37,9 @@ def test_a_message(http: httpx.AsyncClient, client: FakeClient, tokenizer: Token
     assert message["id"].startswith("msg_") and (message["type"], message["role"], message["model"]) == ("message", "assistant", "fake")
     assert message["content"] == [{"type": "text", "text": tokenizer.decode(IDS)}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
-    assert message["usage"] == {"input_tokens": len(prompt), "output_tokens": 5}
+    assert message["usage"] == {
+        "input_tokens": len(prompt), "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0, "output_tokens": 5,
+    }  # fmt: skip
     assert client.submitted[0].sampling.top_k == 3
     counted = send(http, "POST", f"{ROUTE}/count_tokens", json={"model": "fake", "system": system, "messages": USER})
     assert counted.json() == {"input_tokens": len(prompt)}

@@ -78,6 +78,35 @@ def test_counts(http: httpx.AsyncClient, client: FakeClient) -> None:
     assert {name: float(values[name]) for name in expected} == expected
 
 
+def values_of(text: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"^mtpserve_(kv_\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def test_tiers_below_the_device(http: httpx.AsyncClient, client: FakeClient) -> None:
+    client.engine.pretend_tiers()
+    values = values_of(scrape(http))
+    expected = {
+        'kv_tier_pages{tier="host"}': 400,
+        'kv_tier_pages_used{tier="host"}': 120,
+        'kv_loaded_pages_total{tier="host"}': 30,
+        'kv_loaded_pages_total{tier="disk"}': 10,
+        'kv_transfers_total{kind="save"}': 150,
+        'kv_transfers_total{kind="spill"}': 100,
+        'kv_transfer_bytes_total{kind="load"}': 4e6,
+        'kv_transfer_seconds_total{kind="fetch"}': 0.004,
+        'kv_failed_transfers_total{kind="fetch"}': 1,
+        'kv_failed_transfers_total{kind="save"}': 0,
+        "kv_dropped_pages_total": 5,
+    }
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_without_tiers_they_are_zeros(http: httpx.AsyncClient) -> None:
+    values = values_of(scrape(http))
+    of_tiers = {name: value for name, value in values.items() if re.search("tier|transfer|loaded|dropped", name)}
+    assert len(of_tiers) == 2 + 2 + 4 * 4 + 1 and not any(of_tiers.values())
+
+
 def test_the_linters_rules(http: httpx.AsyncClient) -> None:
     """What `promtool check metrics` looks at."""
     text = scrape(http, {"prompt": "a"})
@@ -122,7 +151,9 @@ def test_recent_rates_are_of_the_last_ten_seconds() -> None:
         rate = {100.5: 0, 101.0: 0}.get(now, 10)
         stats.generation_tokens_total = round(rate * (now - 100))
         stats.drafts_total, stats.draft_tokens_total, stats.accepted_tokens_total = (2, 6, 3) if now > 103 else (0, 0, 0)
+        stats.prompt_tokens_total, stats.cached_prompt_tokens_total = (8, 6) if now > 103 else (0, 0)
         seen.append(recent.rates(stats))
+    assert [rates.cached_share for rates in seen] == [None] * 3 + [0.75] * 4
     assert [rates.accept_length for rates in seen] == [None] * 3 + [2.5] * 4
     assert seen[-1].accept_rate == 0.5
     assert seen[2].tokens_per_second == 10
@@ -131,10 +162,15 @@ def test_recent_rates_are_of_the_last_ten_seconds() -> None:
 
 def test_the_log_line() -> None:
     before = EngineStats(generation_tokens_total=100, drafts_total=10, accepted_tokens_total=10, prompt_tokens_total=7)
-    now = EngineStats(3, 1, 16, 64, generation_tokens_total=300, drafts_total=60, accepted_tokens_total=90, prompt_tokens_total=17)
+    now = EngineStats(
+        running=3, waiting=1, pages_used=16, pages_total=64, generation_tokens_total=300, drafts_total=60, accepted_tokens_total=90,
+        prompt_tokens_total=17, cached_prompt_tokens_total=7,
+    )  # fmt: skip
     text = line(before, now, 2.0)
-    assert text == "running 3  waiting 1  pages 16/64 (25 %)  prompt 5.0 tok/s  generation 100.0 tok/s  accept length 2.60"
-    assert "accept" not in line(now, now, 2.0)
+    assert text == "running 3  waiting 1  pages 16/64 (25 %)  prompt 5.0 tok/s  cached 70 %  generation 100.0 tok/s  accept length 2.60"
+    now.tier_pages, now.tier_pages_total = {"host": 120}, {"host": 400}
+    assert line(before, now, 2.0) == text.replace("(25 %)", "(25 %)  host 120/400 pages")
+    assert "accept" not in line(now, now, 2.0) and "cached" not in line(now, now, 2.0)
 
 
 def test_synthetic_acceptance_is_said_everywhere(client: FakeClient, tokenizer: Tokenizer) -> None:

@@ -97,6 +97,25 @@ def test_stats_are_the_engines_own(http: httpx.AsyncClient, client: FakeClient) 
     assert set(re.findall(r"\b(?:now|then|stats)\.(\w+)", TEXT)) <= body["stats"].keys()
 
 
+def test_stats_have_the_tiers_below_the_device(http: httpx.AsyncClient, client: FakeClient) -> None:
+    assert get(http, "/stats").json()["tiers"] == {}
+    client.engine.pretend_tiers()
+    found = get(http, "/stats").json()["tiers"]
+    host = {"pages": 120, "pages_total": 400, "loaded_pages": 30, "write_gb_per_second": 2.0, "read_gb_per_second": 4.0}
+    disk = {"pages": None, "pages_total": None, "loaded_pages": 10, "write_gb_per_second": 0.5, "read_gb_per_second": 0.25}
+    assert found == {"host": host | {"failed_transfers": 0}, "disk": disk | {"failed_transfers": 1}}
+    # What the script takes from them is there.
+    assert set(re.findall(r"\btier\.(\w+)", TEXT)) == host.keys() | {"failed_transfers"}
+
+
+def test_before_anything_was_moved_host_memory_is_empty(http: httpx.AsyncClient, client: FakeClient) -> None:
+    client.engine.stats.tier_pages, client.engine.stats.tier_pages_total = {"host": 0}, {"host": 400}
+    ((name, tier),) = get(http, "/stats").json()["tiers"].items()
+    assert (name, tier["pages"], tier["loaded_pages"], tier["read_gb_per_second"]) == ("host", 0, 0, None)
+    state = get(http, "/server_info").json()["internal_states"][0]
+    assert (state["tier_pages"], state["tier_pages_total"], state["loaded_pages"]) == ({"host": 0}, {"host": 400}, {})
+
+
 def test_stats_say_what_is_wrong(http: httpx.AsyncClient, client: FakeClient) -> None:
     client.card = replace(client.card, lossy=True)
     client.dead = "the engine process was killed by SIGKILL"

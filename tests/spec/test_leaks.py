@@ -66,8 +66,8 @@ def test_aborted_requests_leave_nothing(monkeypatch: pytest.MonkeyPatch, rate: f
     while added < REQUESTS or engine.has_work:
         while added < REQUESTS and len(engine._scheduler.waiting) < 5:
             asked = request(added, dice)
-            for copy in range(min(dice.choice([1, 1, 3]), REQUESTS - added)):
-                engine.add(Request(str(added), asked.prompt, asked.sampling, same_prompt_as=None if copy == 0 else str(added - copy)))
+            for _ in range(min(dice.choice([1, 1, 3]), REQUESTS - added)):
+                engine.add(Request(str(added), asked.prompt, asked.sampling))
                 doomed.setdefault(step + dice.randrange(12), []).append((str(added), dice.random() < 0.5))
                 added += 1
         abort(inside=False, verified=set())

@@ -73,12 +73,9 @@ def spoken(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[int]
 def test_requests_with_one_prompt_share_its_whole_pages(family: str, length: int, spec: int | SpecConfig, temperature: float) -> None:
     model, prompt = tiny_model(family), tokens(length, seed=1)
 
-    def requests(shared: bool) -> list[Request]:
-        asked = [SamplingParams(max_tokens=20, temperature=temperature, seed=i) for i in range(3)]
-        return [Request(str(i), prompt, each, same_prompt_as="0" if shared and i else None) for i, each in enumerate(asked)]
-
+    requests = [Request(str(i), prompt, SamplingParams(max_tokens=20, temperature=temperature, seed=i)) for i in range(3)]
     engine = tiny_engine(model, spec, page_size=PAGE)
-    for request in requests(shared=True):
+    for request in requests:
         engine.add(request)
     while len(engine._scheduler.running) < 3:
         engine.step()
@@ -86,7 +83,7 @@ def test_requests_with_one_prompt_share_its_whole_pages(family: str, length: int
     assert all(other[: length // PAGE] == first[: length // PAGE] for other in others), "all whole pages of the prompt"
     assert all(set(other[length // PAGE :]).isdisjoint(first) for other in others)
     # Neither the texts nor what was drafted depends on who computed the prompt.
-    alone, shared = (spoken(tiny_engine(model, spec, page_size=PAGE), requests(each)) for each in (False, True))
+    alone, shared = (spoken(tiny_engine(model, spec, page_size=PAGE, fingerprint=each), requests) for each in (None, b""))
     assert shared == alone
 
 
@@ -95,14 +92,10 @@ def test_a_first_row_after_shared_pages_is_not_replayed(length: int) -> None:
     """A single row of a prompt, as a decoding step has it: but a captured step neither computes the draft model's row before it nor leaves
     a row unstored."""
     model, prompt = tiny_model(), tokens(length, seed=1)
-    asked = [SamplingParams(max_tokens=20, temperature=0.0) for _ in range(3)]
-
-    def requests(shared: bool) -> list[Request]:
-        return [Request(str(i), prompt, each, same_prompt_as="0" if shared and i else None) for i, each in enumerate(asked)]
-
+    requests = [Request(str(i), prompt, SamplingParams(max_tokens=20, temperature=0.0)) for i in range(3)]
     recorder = Again()
-    shared = spoken(tiny_engine(model, 3, page_size=PAGE, recorder=recorder), requests(True))
-    assert shared == spoken(tiny_engine(model, 3, page_size=PAGE), requests(False)) and recorder.replayed
+    shared = spoken(tiny_engine(model, 3, page_size=PAGE, recorder=recorder), requests)
+    assert shared == spoken(tiny_engine(model, 3, page_size=PAGE, fingerprint=None), requests) and recorder.replayed
 
 
 @pytest.mark.parametrize("spec", [3, TREE], ids=["chain", "tree"])
@@ -117,7 +110,7 @@ def test_a_shared_page_is_read_and_never_written(spec: int | SpecConfig, monkeyp
     embed = model.embed.forward
     monkeypatch.setattr(model.embed, "forward", lambda ids: 1.01 * embed(ids))
     for i in (1, 2):
-        engine.add(Request(str(i), prompt, SamplingParams(max_tokens=20, temperature=0.9, seed=i), same_prompt_as="0"))
+        engine.add(Request(str(i), prompt, SamplingParams(max_tokens=20, temperature=0.9, seed=i)))
     for _ in range(5):
         engine.step()
     assert len(engine._scheduler.running) == 3

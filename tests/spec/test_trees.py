@@ -152,7 +152,7 @@ def test_several_continuations_share_their_prompts_pages() -> None:
     for pages in (400, 30):
         engine = tiny_engine(model, 2, pages=pages, budget=16)
         for i, each in enumerate(params):
-            engine.add(Request(str(i), prompt, each, same_prompt_as=None if i == 0 else "0"))
+            engine.add(Request(str(i), prompt, each))
         texts: dict[str, list[int]] = {str(i): [] for i in range(4)}
         most = 0
         while engine.has_work:

@@ -84,7 +84,7 @@ def test_requests_with_one_prompt(model: DecoderModel, shape: int | SpecConfig, 
         engine = engine_with(model, shape, 80, seats=seats, overlap=overlap)
         tokens: list[list[int]] = [[] for _ in params]
         for i, each in enumerate(params):
-            engine.add(Request(str(i), prompt, each, same_prompt_as="0" if i else None))
+            engine.add(Request(str(i), prompt, each))
         while engine.has_work:
             for event in engine.step():
                 assert event.error is None

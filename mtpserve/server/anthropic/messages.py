@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -49,7 +49,12 @@ AnyBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(Rendered):
+    """A prompt has as many tokens as the first three together. Nothing is written to the cache on request: it keeps every prompt, with
+    `cache_control` or without."""
+
     input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
     output_tokens: int
 
 
@@ -122,7 +127,8 @@ class MessageAnswer:
 
     def object(self) -> MessageObject:
         choice = self.choice
-        usage = MessageUsage(len(choice.request.prompt), len(choice.tokens))
+        cached = choice.cached_tokens
+        usage = MessageUsage(len(choice.request.prompt) - cached, cached, 0, len(choice.tokens))
         blocks, matched = [shown(block) for block in choice.blocks], choice.matched
         stop = matched if isinstance(matched, str) else None
         return MessageObject(self.id, "message", "assistant", choice.service.model, blocks, self.stop_reason(stop), stop, usage)
@@ -139,13 +145,14 @@ class MessageAnswer:
 
     async def events(self) -> AsyncGenerator[list[MessageEvent], None]:
         """Anthropic's: the message opens, its blocks open and close one after the other, and it closes with what ended it."""
-        opening = [MessageEvent("message_start", message=self.object())]
+        start: MessageObject | None = self.object()
         async with contextlib.aclosing(self.generation.steps()) as batches:
             async for steps in batches:
                 grown = [event for _, _, added in steps for index, text in added for event in self.grown(index, text)]
+                opening = [] if start is None else [MessageEvent("message_start", message=self._begun(start))]
                 if events := [*opening, *grown]:
                     yield events
-                opening = []
+                start = None
         done = self.object()
         end = MessageDelta(stop_reason=done.stop_reason, stop_sequence=done.stop_sequence)
         yield [
@@ -153,6 +160,10 @@ class MessageAnswer:
             MessageEvent("message_delta", delta=end, usage=done.usage),
             MessageEvent("message_stop"),
         ]
+
+    def _begun(self, start: MessageObject) -> MessageObject:
+        """With what is known once the first token has come: how much of the prompt was cached."""
+        return structs.replace(start, usage=structs.replace(self.object().usage, output_tokens=0))
 
     def grown(self, index: int, text: str) -> Iterator[MessageEvent]:
         block = self.choice.blocks[index]

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # for load balancers
 OPEN = PROBES | {"/"}  # the page asks for the key, and sends it with what it asks
-MANAGEMENT = frozenset({"/abort_request", "/flush_cache"})
+MANAGEMENT = frozenset({"/abort_request", "/flush_cache", "/reset_prefix_cache"})
 QUIET = PROBES | {"/metrics", "/stats"}  # asked every few seconds: in the debug log alone
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_LOGGED = 200

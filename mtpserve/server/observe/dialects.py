@@ -1,7 +1,7 @@
 """The same facts under the names, types and labels of SGLang and vLLM, so that dashboards and clients made for them work here.
 
-What a peer exports and this server does not measure (prefix caches, CUDA graphs, several devices, …) is left out: a missing name is
-clearer than a zero. Buckets are the peers' too, since boards compute quantiles from them. As of SGLang
+What a peer exports and this server does not measure (a request's cached tokens by tier, CUDA graphs, several devices, …) is left out: a
+missing name is clearer than a zero. Buckets are the peers' too, since boards compute quantiles from them. As of SGLang
 0.5.23 and vLLM 0.32.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mtpserve.core.request import EngineStats
 from mtpserve.server.observe.observed import Observed, Observer, Row, Scrape
 
 SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
@@ -37,6 +38,7 @@ class SGLang(Observer):
         ("request_time_per_output_token_seconds", "A request's mean time per token.", SGLANG_TOKEN, lambda seen: seen.per_token),
         ("e2e_request_latency_seconds", "End-to-end latency.", SGLANG_REQUEST, lambda seen: seen.seconds),
         ("prompt_tokens_histogram", "Prompt tokens per request.", LENGTHS, lambda seen: len(seen.request.prompt)),
+        ("uncached_prompt_tokens_histogram", "Prompt tokens per request that were computed.", LENGTHS, lambda seen: seen.computed),
         ("generation_tokens_histogram", "Generated tokens per request.", LENGTHS, lambda seen: seen.tokens),
     )
 
@@ -45,6 +47,7 @@ class SGLang(Observer):
         super().__init__(registry, scrape, labels)
         streaming = ("true", "false")
         self._prompt = self.counter("prompt_tokens", "Prompt tokens of finished requests.", is_streaming=streaming)
+        self._cached = self.counter("cached_tokens", "Prompt tokens found in the prefix cache.", cache_source=("device",))
         self._generated = self.counter("generation_tokens", "Tokens generated for finished requests.", is_streaming=streaming)
         self._requests = self.counter("num_requests", "Finished requests.", is_streaming=streaming)
         self._structured = self.counter("num_so_requests", "Finished requests whose output had a grammar.")
@@ -55,7 +58,7 @@ class SGLang(Observer):
 
     def families(self, now: Scrape) -> Iterable[Metric]:
         stats, card, rates = now.stats, now.card, now.rates
-        used, total = stats.pages_used * card.page_size, stats.pages_total * card.page_size
+        used, cached, total = (pages * card.page_size for pages in (stats.pages_used, stats.pages_cached, stats.pages_total))
         counters: list[Row] = [
             ("spec_verify_calls", "Verifications.", stats.drafts_total),
             ("num_retracted_requests", "Requests that lost their pages and were computed again.", stats.preemptions_total),
@@ -66,17 +69,40 @@ class SGLang(Observer):
             ("token_usage", "Share of the KV pool in use.", now.page_share),
             ("num_used_tokens", "Tokens' places in use in the KV pool.", used),
             ("kv_used_tokens", "Tokens' places in use in the KV pool.", used),
-            ("kv_available_tokens", "Tokens' places free in the KV pool.", total - used),
+            ("kv_evictable_tokens", "Tokens' places in the KV pool that nobody uses, in the prefix cache.", cached),
+            ("kv_available_tokens", "Tokens' places in the KV pool that hold nothing.", total - used - cached),
             ("max_total_num_tokens", "Tokens that the KV pool holds.", total),
             ("page_size", "Tokens in a page.", card.page_size),
             ("num_pages", "Pages in the KV pool.", stats.pages_total),
             ("context_len", "Context length.", card.context_length),
+            ("cache_hit_rate", "Share of prompt tokens found in the prefix cache, lately.", rates.cached_share),
             ("gen_throughput", "Tokens generated per second, lately.", rates.tokens_per_second),
             ("spec_num_steps", "Depth of the drafts.", card.speculative_steps),
             ("spec_accept_length", "Tokens per verification, lately.", rates.accept_length),
             ("spec_accept_rate", "Accepted share of draft tokens, lately.", rates.accept_rate),
         ]
-        return self.rows(counters, gauges)
+        if stats.tier_pages_total:
+            host, most = (sum(pages.values()) * card.page_size for pages in (stats.tier_pages, stats.tier_pages_total))
+            gauges += [("hicache_host_used_tokens", "Tokens in host memory.", host), ("hicache_host_total_tokens", "Its capacity.", most)]
+            yield from self._of_tiers(stats, card.page_size)
+        yield from self.rows(counters, gauges)
+
+    def _of_tiers(self, stats: EngineStats, page_size: int) -> Iterable[Metric]:
+        """Host memory and disk, named as in HiCache. Only where they are on, as there."""
+        moved, size = stats.transfers_total, stats.transfer_bytes_total
+        for name, help, pages in (
+            ("load_back_tokens", "Tokens loaded from host memory to the device.", moved.get("load", 0)),
+            ("hicache_backup_tokens", "Tokens saved from the device to host memory.", moved.get("save", 0)),
+            ("hicache_dropped_tokens", "Tokens evicted for which host memory had no place.", stats.dropped_pages_total),
+        ):
+            yield self.family(CounterMetricFamily, name, help, [(["kv"], pages * page_size)], "pool")
+        counters: list[Row] = [
+            ("load_back_bytes", "Bytes loaded from host memory to the device.", size.get("load", 0)),
+            ("hicache_backup_bytes", "Bytes saved from the device to host memory.", size.get("save", 0)),
+            ("prefetched_tokens", "Tokens read from disk.", moved.get("fetch", 0) * page_size),
+            ("backuped_tokens", "Tokens written to disk.", moved.get("spill", 0) * page_size),
+        ]
+        yield from self.rows(counters, [])
 
     def end(self, seen: Observed) -> None:
         super().end(seen)
@@ -88,6 +114,7 @@ class SGLang(Observer):
             return
         streaming = str(seen.streaming).lower()
         self._prompt(streaming).inc(len(seen.request.prompt))
+        self._cached("device").inc(seen.cached)
         self._generated(streaming).inc(seen.tokens)
         self._requests(streaming).inc()
         if seen.request.sampling.grammar is not None:
@@ -104,6 +131,7 @@ class VLLM(Observer):
         ("e2e_request_latency_seconds", "End-to-end latency.", VLLM_REQUEST, lambda seen: seen.seconds),
         ("request_decode_time_seconds", "From the first token to the last.", VLLM_REQUEST, lambda seen: seen.decoding),
         ("request_prompt_tokens", "Prompt tokens per request.", LENGTHS, lambda seen: len(seen.request.prompt)),
+        ("request_prefill_kv_computed_tokens", "Prompt tokens per request that were computed.", LENGTHS, lambda seen: seen.computed),
         ("request_generation_tokens", "Generated tokens per request.", LENGTHS, lambda seen: seen.tokens),
         # Each choice is a request here.
         ("request_max_num_generation_tokens", "Generated tokens per choice.", LENGTHS, lambda seen: seen.tokens),
@@ -123,8 +151,12 @@ class VLLM(Observer):
     def families(self, now: Scrape) -> Iterable[Metric]:
         stats, card = now.stats, now.card
         drafted, accepted = stats.draft_tokens_total, stats.accepted_tokens_total
+        prompts, cached = stats.prompt_tokens_total, stats.cached_prompt_tokens_total
         counters: list[Row] = [
-            ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens_total),
+            ("prompt_tokens", "Prompt tokens processed.", prompts),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", cached),
+            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", prompts),
+            ("prefix_cache_hits", "Prompt tokens found there.", cached),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
             ("num_preemptions", "Preemptions.", stats.preemptions_total),
             ("spec_decode_num_drafts", "Verifications.", stats.drafts_total),
@@ -139,13 +171,26 @@ class VLLM(Observer):
             ("spec_decode_draft_acceptance_rate", "Accepted share of draft tokens.", accepted / drafted if drafted else None),
         ]
         yield from self.rows(counters, gauges)
+        sources = [(["local_compute"], prompts - cached), (["local_cache_hit"], cached)]
+        yield self.family(CounterMetricFamily, "prompt_tokens_by_source", "Prompt tokens by where their KV is from.", sources, "source")
         pages = [((str(card.page_size), str(stats.pages_total)), 1)]
         yield self.family(GaugeMetricFamily, "cache_config_info", "The KV pool.", pages, "block_size", "num_gpu_blocks")
+        if stats.tier_pages_total:
+            yield from self._of_tiers(stats)
         drafted_at = [position for position, count in enumerate(stats.draft_tokens_per_position, 1) if count > 0]
         deepest = max([card.speculative_steps, *drafted_at])  # a prediction or a grammar may reach deeper than the steps
         counts = [([str(position)], count) for position, count in enumerate(stats.accepted_tokens_per_position[:deepest])]
         help = "Accepted draft tokens by position, 0 first."
         yield self.family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", help, counts, "position")
+
+    def _of_tiers(self, stats: EngineStats) -> Iterable[Metric]:
+        """Only where they are on, as there; the disk's metrics have labels of classes there, and are left out."""
+        for name, what, moved in (
+            ("kv_offload_total_bytes", "Bytes", stats.transfer_bytes_total),
+            ("kv_offload_total_time", "Seconds", stats.transfer_seconds_total),
+        ):
+            ways = [(["GPU_to_CPU"], moved.get("save", 0)), (["CPU_to_GPU"], moved.get("load", 0))]
+            yield self.family(CounterMetricFamily, name, f"{what} of transfers to host memory and back.", ways, "transfer_type")
 
     def step(self, seconds: float, tokens: int) -> None:
         self._token.observe(seconds)

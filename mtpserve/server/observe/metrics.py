@@ -11,11 +11,13 @@ from itertools import accumulate
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mtpserve.core.protocols import EngineClient
+from mtpserve.core.request import EngineStats
 from mtpserve.server.observe.dialects import OBSERVERS
 from mtpserve.server.observe.observed import OUTCOMES, Observed, Observer, Recent, Row, Scrape
+from mtpserve.server.observe.tiers import KINDS, WAYS, by
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120, 300)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -65,6 +67,25 @@ class MTPServe(Observer):
             sources = [([source], count) for source, count in by_source.items()]
             help = f"Draft tokens {done}, by who proposed them."
             yield self.family(CounterMetricFamily, f"spec_{name}_tokens_by_source", help, sources, "source")
+        yield from self._of_tiers(stats)
+
+    def _of_tiers(self, stats: EngineStats) -> Iterable[Metric]:
+        """Below the device; zeros where there are none."""
+        for name, help, pages in (
+            ("kv_tier_pages", "Pages that a tier of the prefix cache below the device may hold.", stats.tier_pages_total),
+            ("kv_tier_pages_used", "Pages in that tier.", stats.tier_pages),
+        ):
+            yield self.family(GaugeMetricFamily, name, help, by(("host",), pages), "tier")
+        help = "Pages that came back to the device, by the tier that had them."
+        yield self.family(CounterMetricFamily, "kv_loaded_pages", help, by(tuple(WAYS), stats.loaded_pages), "tier")
+        ways = "save and load: to host memory and back, spill and fetch: to disk and back"
+        for name, help, counts in (
+            ("kv_transfers", f"Pages moved between tiers; {ways}.", stats.transfers_total),
+            ("kv_transfer_bytes", f"Bytes of these pages; {ways}.", stats.transfer_bytes_total),
+            ("kv_transfer_seconds", f"Seconds that they took, each by itself; {ways}.", stats.transfer_seconds_total),
+            ("kv_failed_transfers", f"Pages that could not be moved; {ways}.", stats.failed_transfers_total),
+        ):
+            yield self.family(CounterMetricFamily, name, help, by(KINDS, counts), "kind")
 
     def step(self, seconds: float, tokens: int) -> None:
         super().step(seconds, tokens)
@@ -86,7 +107,9 @@ def counters(now: Scrape) -> list[Row]:
     return [
         ("engine_steps", "Steps that the engine has run.", stats.steps_total),
         ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens_total),
+        ("cached_prompt_tokens", "Those of these prompt tokens that were in the prefix cache.", stats.cached_prompt_tokens_total),
         ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
+        ("kv_dropped_pages", "Pages that the device gave away and host memory had no place for.", stats.dropped_pages_total),
         ("preemptions", "Times that a running request lost its pages to another and was computed again.", stats.preemptions_total),
         ("failed_requests", "Requests that ended with an error in the engine.", stats.failed_requests_total),
         ("spec_drafts", "Verifications that had at least one draft token.", stats.drafts_total),
@@ -104,10 +127,12 @@ def gauges(now: Scrape) -> list[Row]:
         ("requests_waiting", "Requests that wait for the engine.", stats.waiting),
         ("kv_pages", "Pages in the KV pool.", stats.pages_total),
         ("kv_pages_used", "Pages of the KV pool in use.", stats.pages_used),
+        ("kv_pages_cached", "Free pages of the KV pool whose contents a request may find.", stats.pages_cached),
         ("kv_page_usage_ratio", "Share of the KV pool's pages in use, 0 to 1.", now.page_share),
         ("kv_page_tokens", "Tokens in one page.", card.page_size),
         ("context_tokens", "Tokens that prompt and output may have together.", card.context_length),
         ("generation_tokens_per_second", "Tokens generated per second, over the last 10 s.", rates.tokens_per_second),
+        ("recent_cached_prompt_ratio", "Share of prompt tokens found in the prefix cache, over the last 10 s.", rates.cached_share),
         ("spec_num_steps", "Depth of the drafts; 0: plain decoding.", card.speculative_steps),
         ("spec_lossy", "1 where acceptance thresholds below 1 change what the model would say.", float(card.lossy)),
         ("synthetic_acceptance", "1 where drafts are accepted by lot, to measure the engine.", bool(card.synthetic_acceptance)),

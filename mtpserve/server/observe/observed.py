@@ -34,12 +34,18 @@ class Observed:
     first_token: float | None = None  # from arrival
     decoding: float = 0.0  # from the first token to the last
     times: FirstTokenTimes | None = None
+    cached: int = 0  # prompt tokens that were found in the prefix cache
     outcome: str = "abort"
     seconds: float = 0.0  # from arrival to the end
 
     @property
     def finished(self) -> bool:
         return self.outcome in FINISHED
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that were not in the prefix cache."""
+        return len(self.request.prompt) - self.cached
 
     @property
     def per_token(self) -> float | None:
@@ -56,14 +62,14 @@ class RequestClock:
         self._arrival = arrival
         self._last = arrival
 
-    def tokens(self, count: int, times: FirstTokenTimes | None) -> None:
+    def tokens(self, count: int, times: FirstTokenTimes | None, cached: int = 0) -> None:
         if count == 0:
             return
         seen, now = self._seen, perf_counter()
         gap, self._last = now - self._last, now
         seen.tokens += count
         if seen.first_token is None:
-            seen.first_token, seen.times = gap, times
+            seen.first_token, seen.times, seen.cached = gap, times, cached
             for observer in self._observers:
                 observer.first_token(gap)
         else:
@@ -88,11 +94,19 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """`accept_…` are None until the first verification, and keep their values while nothing is verified."""
+    """`accept_…` are None until the first verification, and keep their values while nothing is verified; so does `cached_share`, of
+    prompt tokens."""
 
     tokens_per_second: float
     accept_length: float | None
     accept_rate: float | None
+    cached_share: float | None
+
+
+def cached_share(stats: EngineStats, before: EngineStats) -> float | None:
+    """Of the prompt tokens since `before`; None: there were none."""
+    prompts = stats.prompt_tokens_total - before.prompt_tokens_total
+    return (stats.cached_prompt_tokens_total - before.cached_prompt_tokens_total) / prompts if prompts else None
 
 
 class Recent:
@@ -109,6 +123,7 @@ class Recent:
         self._samples = deque([Snapshot(clock(), EngineStats())])
         self._length: float | None = None
         self._rate: float | None = None
+        self._cached: float | None = None
 
     def rates(self, stats: EngineStats) -> Rates:
         now = Snapshot(self._clock(), replace(stats))
@@ -120,8 +135,10 @@ class Recent:
             samples.append(now)
         length, rate = stats.accept_length(then.stats), stats.accept_rate(then.stats)
         self._length, self._rate = (self._length, self._rate) if length is None else (length, rate)
+        cached = cached_share(stats, then.stats)
+        self._cached = self._cached if cached is None else cached
         tokens, seconds = stats.generation_tokens_total - then.stats.generation_tokens_total, now.at - then.at
-        return Rates(tokens / seconds if seconds > 0 else 0.0, self._length, self._rate)
+        return Rates(tokens / seconds if seconds > 0 else 0.0, self._length, self._rate, self._cached)
 
 
 @dataclass(frozen=True, slots=True)

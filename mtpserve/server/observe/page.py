@@ -18,6 +18,7 @@ from starlette.responses import Response
 from mtpserve import __version__
 from mtpserve.core.request import EngineStats, ModelCard
 from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.observe.tiers import Tier, tiers
 
 if TYPE_CHECKING:
     from mtpserve.server.service import Service
@@ -35,6 +36,7 @@ class Stats(Rendered):
     context_length: int
     page_size: int
     stats: EngineStats
+    tiers: dict[str, Tier]  # of the prefix cache, below the device
 
 
 HTML = (Path(__file__).parent / "page.html").read_bytes()
@@ -74,7 +76,7 @@ def warnings(card: ModelCard) -> list[str]:
 async def stats(request: Request) -> Response:
     """The engine's counters and gauges."""
     service: Service = request.app.state.service
-    card = service.client.card
+    card, counted = service.client.card, service.client.stats()
     body = Stats(
         model=card.name,
         version=__version__,
@@ -84,6 +86,7 @@ async def stats(request: Request) -> Response:
         speculative_steps=card.speculative_steps,
         context_length=card.context_length,
         page_size=card.page_size,
-        stats=service.client.stats(),
+        stats=counted,
+        tiers=tiers(counted),
     )
     return JSON(body, headers={"Cache-Control": "no-store"})

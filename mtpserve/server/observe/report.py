@@ -8,6 +8,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from mtpserve.core.request import EngineStats
+from mtpserve.server.observe.observed import cached_share
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +19,13 @@ def line(before: EngineStats, now: EngineStats, seconds: float, synthetic: str |
     prompt = (now.prompt_tokens_total - before.prompt_tokens_total) / seconds
     share = 100 * now.pages_used / max(1, now.pages_total)
     text = f"running {now.running}  waiting {now.waiting}  pages {now.pages_used}/{now.pages_total} ({share:.0f} %)"
-    text += f"  prompt {prompt:.1f} tok/s  generation {tokens:.1f} tok/s"
+    for tier, most in now.tier_pages_total.items():
+        text += f"  {tier} {now.tier_pages.get(tier, 0)}/{most} pages"
+    text += f"  prompt {prompt:.1f} tok/s"
+    cached = cached_share(now, before)
+    if cached is not None:
+        text += f"  cached {100 * cached:.0f} %"
+    text += f"  generation {tokens:.1f} tok/s"
     length = now.accept_length(before)
     if length is not None:
         text += f"  accept length {length:.2f}"

@@ -183,15 +183,15 @@ class Answer:
         self.writers = [
             writer(index, choice, body, echo) for index, (choice, echo) in enumerate(zip(generation.choices, texts, strict=True))
         ]
-        prompts = [choice.request.prompt for choice in generation.choices[:: body.choices]]
-        self.usage = Usage(sum(map(len, prompts)), generation.choices)
+        self.usage = Usage(generation.choices, body.choices)
         created = int(time())  # a date, not a duration
         self._id: Fields = {"id": id, "created": created, "model": generation.service.model}
         self._head: Fields = self._id | {"object": writer.chunk_object}
         self._usage_in_every_chunk = body.usage_in_every_chunk
         self._no_usage = None if body.include_usage else UNSET
         # Where they are not in the choices.
-        self._prompt_ids: Fields = {"prompt_token_ids": prompts[0]} if body.return_token_ids and writer.one_prompt else {}
+        prompt = generation.choices[0].request.prompt
+        self._prompt_ids: Fields = {"prompt_token_ids": prompt} if body.return_token_ids and writer.one_prompt else {}
 
     def _add(self, index: int, step: StepOutput, added: Added) -> ChoiceWriter:
         self.usage.add(step)

@@ -8,7 +8,20 @@ from pydantic import ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import MAX_LOGPROBS, SamplingParams, Speculation
-from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, Effort, Label, Metadata, RequestId, Strict, Texts, Timeout, Tokens
+from mtpserve.server.body import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+    Effort,
+    Label,
+    Metadata,
+    RequestId,
+    Salted,
+    Strict,
+    Texts,
+    Timeout,
+    Tokens,
+)
 from mtpserve.server.constraints import NATIVE, constraint
 from mtpserve.server.conversation import Messages
 from mtpserve.server.fields import biases, custom, either, predicted, texts
@@ -30,8 +43,8 @@ class SpeculativeOptions(Strict):
     num_steps: int | None = None
 
 
-class SamplingFields(Strict):
-    """What every conversation may ask of sampling, in the words of both peers. None: not given."""
+class SamplingFields(Salted):
+    """What every conversation may ask of sampling and of the prefix cache, in the words of both peers. None: not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -87,8 +100,6 @@ class GenerationRequest(SamplingFields):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     metadata: Metadata | None = None
-    # Nothing to keep apart: only the choices of one request share pages.
-    cache_salt: Annotated[str, Field(min_length=1, max_length=512)] | None = None
 
     def check(self) -> None:
         if not 1 <= self.choices <= MAX_CHOICES:

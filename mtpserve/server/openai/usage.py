@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtpserve.core.request import Proposal
 from mtpserve.server.generation import Choice
@@ -12,6 +12,10 @@ from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 
 PREDICTION = "prediction"  # the source of drafts from the client's predicted output
+
+
+class PromptDetails(Rendered):
+    cached_tokens: int
 
 
 class TokenDetails(Rendered):
@@ -32,6 +36,7 @@ class UsageObject(Rendered):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
     completion_tokens_details: TokenDetails
     speculative: SpeculativeUsage
 
@@ -54,16 +59,24 @@ class TraceStep(Rendered):
 
 @dataclass(slots=True)
 class Usage:
-    """Of all choices together; a prompt counts once, however many continue it."""
+    """Of all choices together; a prompt counts once, however many continue it, with what its first choice found in the prefix cache."""
 
-    prompt_tokens: int
-    choices: list[Choice]
+    choices: list[Choice]  # each prompt's, one after the other
+    per_prompt: int
+    prompt_tokens: int = field(init=False)
     completion_tokens: int = 0
     steps: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     predicted: int = 0
     predicted_accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = sum(len(choice.request.prompt) for choice in self.firsts)
+
+    @property
+    def firsts(self) -> list[Choice]:
+        return self.choices[:: self.per_prompt]
 
     def add(self, step: StepOutput) -> None:
         self.completion_tokens += len(step.tokens)
@@ -85,6 +98,7 @@ class Usage:
             self.prompt_tokens,
             self.completion_tokens,
             self.prompt_tokens + self.completion_tokens,
+            PromptDetails(sum(choice.cached_tokens for choice in self.firsts)),
             TokenDetails(self.predicted_accepted, self.predicted - self.predicted_accepted, reasoning_tokens),
             SpeculativeUsage(self.steps, self.draft_tokens, self.accepted_tokens),
         )

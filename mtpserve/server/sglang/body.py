@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Strict, Texts, Timeout, Tokens
+from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Salted, Strict, Texts, Timeout, Tokens
 from mtpserve.server.constraints import constraint
 from mtpserve.server.fields import custom, either, texts
 
@@ -65,7 +65,7 @@ class NativeSampling(Strict):
         )
 
 
-class NativeRequest(Strict):
+class NativeRequest(Salted):
     """Exactly one of `text` and `input_ids`; a list of either is answered by a list."""
 
     column = "generate"

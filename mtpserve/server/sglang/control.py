@@ -51,9 +51,10 @@ async def health_generate(service: Served) -> Response:
 
 
 async def flush_cache(service: Served) -> Response:
-    """Always done: a request's pages are freed when it ends, and nothing is kept for the next one."""
+    """Later requests find nothing in the prefix cache that was computed before. Those that run go on: it is never refused."""
     service.check_alive()
-    return JSON(Flushed(True, "nothing is cached between requests"))
+    service.client.reset_prefix_cache()
+    return JSON(Flushed(True, "the prefix cache is empty"))
 
 
 async def abort_request(service: Served, body: AbortRequest) -> Response:

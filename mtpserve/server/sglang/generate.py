@@ -93,7 +93,7 @@ class NativeChoice:
             finish_reason=None if self.choice.finish is None else self._reason(self.choice.finish),
             prompt_tokens=len(self.choice.request.prompt),
             completion_tokens=len(self.choice.tokens),
-            cached_tokens=0,
+            cached_tokens=self.choice.cached_tokens,
             e2e_latency=perf_counter() - self.arrival,
         )
         self._add_speculation(meta)
@@ -166,7 +166,7 @@ async def choices_of(
         rid = body.rid[number] if isinstance(body.rid, list) else body.rid
         id = rid or uuid.uuid4().hex
         id = f"{id}-{number}" if rid is not None and body.listed and not isinstance(body.rid, list) else id
-        requests = requests_of(service, spelling, id, ids, one, body.choices)
+        requests = requests_of(service, spelling, id, ids, one, body.choices, salt=body.salt)
         choices += [NativeChoice(id, Choice(service, each), body, arrival) for each in requests]
     return choices
 

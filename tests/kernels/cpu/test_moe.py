@@ -114,7 +114,10 @@ def test_experts(
     experts = packed()
     actual = with_threads(1, lambda: mix_experts(x, weights, chosen, experts))
     tolerance = 1e-4 if dtype == weight_type == torch.float32 else 3e-2
-    torch.testing.assert_close(actual, reference.experts(x, weights, chosen, *matrices), rtol=tolerance, atol=tolerance)  # type: ignore[arg-type]
+    expected = reference.experts(x, weights, chosen, *matrices)  # type: ignore[arg-type]
+    # Units for bfloat16 round both factors, and small sums of large products are off as much as large ones.
+    scale = max(1.0, float(expected.abs().mean()))
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * scale)
     for threads in (2, 3):
         assert torch.equal(actual, with_threads(threads, lambda: mix_experts(x, weights, chosen, experts)))
     for first, end in ((0, 1), (rows // 2, rows // 2 + 1), (rows // 3, rows)):

@@ -54,7 +54,9 @@ choice: Any = {"type": "any", "disable_parallel_tool_use": True}
 runner = client.beta.messages.tool_runner(**GREEDY, max_tokens=60, messages=MESSAGES, tools=[look], max_iterations=2, tool_choice=choice)
 steps = list(runner)
 found["runner"] = [step.stop_reason for step in steps]
-found["runner_sends_all"] = steps[1].usage.input_tokens > steps[0].usage.input_tokens + 20
+whole = [step.usage.input_tokens + (step.usage.cache_read_input_tokens or 0) for step in steps]
+found["runner_sends_all"] = whole[1] > whole[0] + 20
+found["cached"] = [steps[1].usage.cache_creation_input_tokens, (steps[1].usage.cache_read_input_tokens or 0) > 0]
 found["parsed"] = type(client.messages.parse(**GREEDY, max_tokens=100, messages=MESSAGES, output_format=Form).parsed_output).__name__
 thinking = client.messages.create(**GREEDY, max_tokens=8, messages=MESSAGES, thinking={"type": "adaptive"})
 found["thinking"] = thinking.usage.output_tokens

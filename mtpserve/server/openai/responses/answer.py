@@ -99,7 +99,7 @@ class ResponseAnswer:
     def usage(self) -> objects.ResponseUsage:
         prompt, output = len(self.choice.request.prompt), len(self.choice.tokens)
         details = objects.OutputDetails(self.choice.reasoning_tokens)
-        return objects.ResponseUsage(prompt, objects.InputDetails(0), output, details, prompt + output)
+        return objects.ResponseUsage(prompt, objects.InputDetails(self.choice.cached_tokens), output, details, prompt + output)
 
 
 def spoken(choice: Choice) -> ChatMessage:

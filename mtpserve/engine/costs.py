@@ -1,0 +1,112 @@
+"""How long a step takes on a device that is not here: a roofline of three terms, to compare pools and policies, not to predict a machine.
+
+    seconds = overhead + max(weights / bandwidth, 2 · parameters · rows / flops)
+                       + max(KV read / bandwidth, attention's products / flops)
+
+Weights are read once per step and the KV of a request once for all of its rows, as kernels do that pack them. In a mixture of experts all
+experts are read, which is right from some hundred rows on and too much for a few; only the chosen ones compute. Products are in 16 bits
+whatever the weights are stored in. What proposes tokens for the next step reads one layer and the head in each of its passes. Nothing is
+lost to imbalance, padding or the host beyond `overhead`, so times are short: published decoding speeds of well-tuned engines are 65 to 80 %
+of such bounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mtpserve.core.arch import ModelArch
+
+DISK = 3e9  # bytes per second of files on an NVMe drive: what one writes for long, and less than it reads
+KERNELS = 10  # of one layer, dependent on each other: 6 where all that can be fused is, 12 in common engines
+
+
+class DeviceProfile(NamedTuple):
+    bandwidth: float  # bytes per second, sustained
+    flops: float  # per second, sustained, dense products of 16-bit numbers
+    gap: float  # seconds lost per dependent kernel
+    host: float  # bytes per second to and from pinned host memory
+
+
+# h200: a copy and a product of large matrices, as measured; the gap from published steps of graph-captured engines. b200: the data sheet
+# (8.0 TB/s, 2.25 PFLOP/s), of which the H200 reaches 0.9 and 0.8 of its own. mi300x: measured shares of its data sheet, 81 % of 5.3 TB/s
+# and 45 % of 1.31 PFLOP/s. cpu: two cores of a Zen 5, measured. host: PCIe 5.0 x16, 64 GB/s, of which copies reach 0.8; on a CPU a copy.
+PROFILES = {
+    "h200": DeviceProfile(4.3e12, 7.9e14, 2.2e-6, 5e10),
+    "b200": DeviceProfile(7.2e12, 1.8e15, 2.2e-6, 5e10),
+    "mi300x": DeviceProfile(4.3e12, 5.9e14, 2.5e-6, 5e10),
+    "cpu": DeviceProfile(45e9, 8e11, 6e-6, 1e10),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model the formula needs. The default is a dense one of 8 billion parameters: 32 layers of 4096, 8 KV heads of 128."""
+
+    layers: int = 32
+    parameters: int = 7_500_000_000  # that a row is multiplied with; the embedding is not
+    weight_bytes: int = 15_000_000_000  # read in a step
+    kv_bytes: int = 131_072  # of one token, in all layers
+    pair_flops: int = 524_288  # of one row with one token of its context, in all layers
+    pass_bytes: int = 1_486_000_000  # read by one pass that proposes tokens: one layer and the head
+    context: int = 131_072
+
+    @staticmethod
+    def of(arch: ModelArch, weight_size: float, kv_size: float) -> ModelShape:
+        """`weight_size`, `kv_size`: bytes of one number."""
+        size, head = arch.hidden, arch.vocab * arch.hidden
+        dense, moe, layers = 3 * size * arch.intermediate, arch.moe, arch.num_layers
+        kinds = [kind.kv for kind in arch.layers[:layers]]
+        used = stored = head + sum(_attention(arch, kv.heads, kv.key_dim, kv.value_dim) for kv in kinds)
+        if moe is None:
+            used, stored = used + layers * dense, stored + layers * dense
+        else:
+            expert, routed = 3 * size * moe.size, layers - moe.first_dense
+            always = moe.first_dense * dense + routed * (size * moe.experts + moe.shared * expert)
+            used, stored = used + always + routed * moe.top_k * expert, stored + always + routed * moe.experts * expert
+        return ModelShape(
+            layers,
+            used,
+            int(stored * weight_size),
+            int(sum(kind.kv.numbers for kind in arch.layers) * kv_size),
+            sum(2 * arch.heads * (kv.key_dim + kv.value_dim) for kv in kinds),
+            int((head + (stored - head) // layers) * weight_size),
+            arch.max_positions,
+        )
+
+
+def _attention(arch: ModelArch, kv_heads: int, key: int, value: int) -> int:
+    """Parameters of one layer's projections."""
+    if (mla := arch.mla) is None:
+        return arch.hidden * (arch.heads * key + kv_heads * (key + value) + arch.heads * value)
+    wide = arch.heads * (mla.nope + mla.rope)
+    query = arch.hidden * wide if mla.q_rank is None else mla.q_rank * (arch.hidden + wide)
+    latent = arch.hidden * (mla.kv_rank + mla.rope) + mla.kv_rank * arch.heads * (mla.nope + mla.value)
+    return query + latent + arch.heads * mla.value * arch.hidden
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """In seconds. The defaults suit tests: every step takes as long, whatever is in it."""
+
+    overhead: float = 0.01
+    weights: float = 0.0  # to read them
+    row: float = 0.0  # to multiply one with all weights
+    token: float = 0.0  # to read one token's KV
+    pair: float = 0.0  # attention of one row to one token
+
+    @staticmethod
+    def of(shape: ModelShape, device: DeviceProfile, passes: int = 0, overhead: float | None = None) -> StepCost:
+        """`passes`: over what proposes tokens, in each step. `overhead` replaces what the device's profile says."""
+        fixed = KERNELS * (shape.layers + passes) * device.gap if overhead is None else overhead
+        return StepCost(
+            fixed + passes * shape.pass_bytes / device.bandwidth,
+            shape.weight_bytes / device.bandwidth,
+            2 * shape.parameters / device.flops,
+            shape.kv_bytes / device.bandwidth,
+            shape.pair_flops / device.flops,
+        )
+
+    def seconds(self, rows: int, tokens: int, pairs: int) -> float:
+        """Of a step with so many rows whose requests have so many tokens; `pairs`: the sum over all rows of what each attends to."""
+        return self.overhead + max(self.weights, self.row * rows) + max(self.token * tokens, self.pair * pairs)

@@ -1,0 +1,49 @@
+"""What keys and values depend on besides tokens, as 16 bytes: pages of engines with equal fingerprints may be exchanged by their keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+
+from mtpserve.config import EngineConfig
+from mtpserve.engine.compute import described
+from mtpserve.engine.planning import Plan
+from mtpserve.weights.checkpoint import Checkpoint
+
+SAMPLE = 512  # bytes of each tensor that are read
+VERSION = b"mtpserve pages 1"  # of what a page holds, and in which order
+
+
+def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
+    """Of the model, its weights, the number formats, the kernels, and the layers that share a page."""
+    made = blake2b(VERSION, digest_size=16)
+    model, spec = planned.described, config.spec
+    facts = (
+        *(model.arch, model.dummy, planned.dtype, planned.storage, config.model.quantization, described(config, planned.device)),
+        *(config.cache.page_size, spec.parts, spec.exact),
+    )
+    made.update(repr(facts).encode())
+    for checkpoint in (model.checkpoint, model.nextn):
+        if checkpoint is not None:
+            for piece in _samples(checkpoint):
+                made.update(piece)
+    return made.digest()
+
+
+def _samples(checkpoint: Checkpoint) -> Iterable[bytes]:
+    """Each tensor's name and form, and some bytes from its middle: two trainings of one model differ in nearly all of them. Files that were
+    copied are the same."""
+    files: dict[Path, int] = {}
+    try:
+        for name, entry in sorted(checkpoint.tensors.items()):
+            if entry.file not in files:
+                files[entry.file] = os.open(entry.file, os.O_RDONLY)
+            header = 8 + int.from_bytes(os.pread(files[entry.file], 8, 0), "little")
+            middle = header + entry.start + max(entry.size - SAMPLE, 0) // 2
+            yield repr((name, entry.dtype, entry.shape)).encode()
+            yield os.pread(files[entry.file], min(SAMPLE, entry.size), middle)
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)

@@ -1,0 +1,136 @@
+"""What requests share: which pages of its prompt a request finds in the cache, and which pages of its own others may find.
+
+A page is found once its last token is booked, also while its request still runs. Pages that a running request is just computing, or that
+come from a tier below the device, are worth waiting for: `columns` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.keys import Key, extend
+from mtpserve.core.protocols import CacheObserver
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.tiers import Tiers
+
+
+class Prefixes:
+    def __init__(self, pages: PageGroups, observer: CacheObserver | None = None, tiers: Tiers | None = None) -> None:
+        self._pages, self._observer, self._tiers = pages, observer, tiers
+        pages.on_evict = self._evicted
+        if tiers is not None:
+            tiers.on_gone = self._gone
+        self._told: set[Key] = set()  # what observers take for there; kept with tiers alone
+        self._coming: dict[Key, str] = {}  # keys of pages that are being computed, and for which request
+
+    def add(self, seq: Sequence) -> None:
+        """A request arrives."""
+        self._extend(seq, seq.prompt_len)
+
+    def columns(self, seq: Sequence) -> int | None:
+        """Columns of a waiting request that are in the cache. None: it finds more in a few steps."""
+        if not _reads(seq):
+            return 0
+        columns = seq.matched = self._pages.matched(seq.keys)
+        if columns == len(seq.keys):
+            return columns
+        if seq.keys[columns] in self._coming:
+            return None
+        room = self._pages.has_room(self._pages.columns(len(seq.tokens) + seq.lookahead) - columns)
+        return None if self._tiers is not None and room and self._tiers.bring(seq.keys, columns) else columns
+
+    def expected(self, seq: Sequence) -> int:
+        """Roughly what `columns` says, without looking for each page again."""
+        seq.matched = self._pages.matched(seq.keys, seq.matched) if _reads(seq) else 0
+        return seq.matched
+
+    def seat(self, seq: Sequence, columns: int) -> None:
+        """A request starts after so many columns."""
+        self._tell_again(seq, columns)
+        seq.labelled = seq.vouched = columns
+        for key in seq.keys[columns:]:
+            self._coming.setdefault(key, seq.id)
+
+    def book(self, seq: Sequence) -> None:
+        """Tokens of a request were computed: others may find its whole pages."""
+        # Tokens after a stop are computed and dropped.
+        size = self._pages.page_size
+        columns = min(seq.computed, len(seq.tokens)) // size
+        if seq.root is None:
+            return
+        if columns > seq.labelled:
+            self._extend(seq, columns * size)
+            seq.grown |= self._pages.label(seq.held, seq.keys, seq.labelled, columns)
+            self._arrived(seq, seq.labelled, columns)
+            self._tell(seq, max(seq.labelled, seq.held[0].first), columns)
+            seq.labelled = columns
+        if seq.output_len > 0 and seq.vouched < seq.labelled:
+            if self._tiers is not None:
+                self._tiers.completed(seq.held, seq.keys, seq.vouched, seq.labelled)
+            seq.vouched = seq.labelled
+
+    def leave(self, seq: Sequence, trusted: bool = True) -> None:
+        """A request gives its pages back. Not `trusted`: its numbers may have been wrong long before they showed, and nobody finds them in
+        any tier; neither those that it had found itself, which may be why."""
+        self._arrived(seq, seq.labelled, len(seq.keys))
+        if trusted:
+            return
+        lost = self._pages.unlabel(seq.held)
+        if self._tiers is not None:
+            self._tiers.distrust(seq.keys)
+        for key in lost[0] if lost else []:
+            self._gone(key)
+
+    def forget(self, running: Iterable[Sequence]) -> None:
+        """Empty the cache. What requests hold is found again once they have computed another page."""
+        self._pages.forget()
+        if self._tiers is not None:
+            self._tiers.forget()
+        self._told.clear()
+        if self._observer is not None:
+            self._observer.cleared()
+        for seq in running:
+            seq.labelled = seq.vouched = 0
+
+    def _evicted(self, group: int, page: int, key: Key) -> None:
+        if self._tiers is not None:
+            self._tiers.evicted(group, page, key)
+        elif group == 0:
+            self._gone(key)
+
+    def _gone(self, key: Key) -> None:
+        """Observers are told of group 0, which has all columns if any group has."""
+        self._told.discard(key)
+        if self._observer is not None:
+            self._observer.removed([key], "device")
+
+    def _tell(self, seq: Sequence, first: int, end: int) -> None:
+        """Observers hear of these columns of a request: no pages that a window has passed, which are not found."""
+        size, parent = self._pages.page_size, seq.keys[first - 1] if first else None
+        if self._observer is not None and first < end:
+            self._observer.stored(seq.keys[first:end], parent, seq.tokens[first * size : end * size], "device")
+            if self._tiers is not None:
+                self._told.update(seq.keys[first:end])
+
+    def _tell_again(self, seq: Sequence, columns: int) -> None:
+        """Of pages that came back from the disk: observers took them for gone."""
+        if self._observer is not None and self._tiers is not None:
+            for column in self._pages.needed(columns)[0] if columns else ():
+                if seq.keys[column] not in self._told:
+                    self._tell(seq, column, column + 1)
+
+    def _extend(self, seq: Sequence, end: int) -> None:
+        if seq.root is not None:
+            extend(seq.keys, seq.root, seq.tokens, end, self._pages.page_size)
+
+    def _arrived(self, seq: Sequence, first: int, end: int) -> None:
+        """These columns of a request are there, or it will not compute them."""
+        for key in seq.keys[first:end]:
+            if self._coming.get(key) == seq.id:
+                del self._coming[key]
+
+
+def _reads(seq: Sequence) -> bool:
+    """Whether it may start after cached pages: where the prompt's log-probabilities are still to come, each of its rows is computed."""
+    return bool(seq.keys) and (seq.sampling.prompt_logprobs is None or seq.prompt_scored >= seq.prompt_len - 1)

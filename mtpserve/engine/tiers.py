@@ -1,0 +1,357 @@
+"""Pages that outlive the device's pool: which ones are in host memory or on disk, and which are on their way.
+
+    device ──save, before somebody else gets the page──→ host ──spill──→ disk          pages are found by key in all of them
+           ←──load, beside the steps────────────────────      ←─fetch──
+
+It counts; what moves the bytes is runtime/paging. With a disk, pages are written through as they become complete, a few with each step,
+so that what is often used outlives the process, too. In host memory the least recently used are dropped first.
+
+A request that finds pages below the device waits until they are loaded; others run meanwhile. The loading itself holds them, as a request
+would: afterwards they are cached as if they had just been used.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.keys import Key
+from mtpserve.core.plan import Transfer, Transferred
+from mtpserve.core.request import EngineStats
+from mtpserve.core.sequence import Held
+
+THROUGH = 8  # pages that a plan writes through to the disk
+WAITING = 4096  # pages that wait for it; of more the oldest are left to eviction
+MOST_BAD = 4096  # keys of damaged files that are remembered
+
+Kind = Literal["save", "load", "spill", "fetch"]
+
+
+class Disk(Protocol):
+    """The names of the files."""
+
+    def has(self, group: int, key: Key) -> bool: ...
+
+    def remove(self, group: int, key: Key) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class HostGroup:
+    """The blocks of one group of pages. A block is pinned while a transfer reads or writes it."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks: OrderedDict[Key, int] = OrderedDict()  # the least recently used first
+        self.free = list(range(blocks - 1, -1, -1))
+        self.pins = [0] * blocks
+
+    def take(self) -> tuple[int, Key | None] | None:
+        """A block for another page, and the key of the one that it held. None: all are pinned."""
+        if self.free:
+            return self.free.pop(), None
+        for key, block in self.blocks.items():
+            if not self.pins[block]:
+                del self.blocks[key]
+                return block, key
+        return None
+
+    def drop(self, key: Key) -> None:
+        """A block that is pinned is free once it is not any more."""
+        block = self.blocks.pop(key)
+        if not self.pins[block]:
+            self.free.append(block)
+
+
+@dataclass(slots=True)
+class Missing:
+    """A page that is loaded."""
+
+    group: int
+    column: int
+    key: Key
+    block: int
+    cold: bool  # it is on disk alone
+
+
+@dataclass(slots=True)
+class Loading:
+    """Pages on their way to the device, for all requests that wait for them."""
+
+    keys: Sequence[Key]
+    held: list[Held]  # of the device, with those that were there already
+    missing: list[Missing]
+    open: set[int]  # numbers of its transfers
+    fetched: bool = False
+    good: bool = True
+
+
+class Tiers:
+    """`blocks`: in host memory, of each group of `pages`."""
+
+    def __init__(self, pages: PageGroups, blocks: Sequence[int], disk: Disk | None = None) -> None:
+        self._pages, self._disk = pages, disk
+        # Called with the key of a page of group 0 that neither the device nor host memory has any more.
+        self.on_gone: Callable[[Key], None] = lambda key: None
+        self.host = [HostGroup(count) for count in blocks]
+        self.loadings: list[Loading] = []
+        self._outgoing: list[Transfer] = []
+        self._through: deque[tuple[int, int, Key]] = deque(maxlen=WAITING)
+        self._saving = 0
+        self._spilling: dict[int, tuple[int, Key]] = {}  # group and key by number
+        self._void: set[int] = set()  # numbers of spills that must not be found
+        self._bad: OrderedDict[tuple[int, Key], None] = OrderedDict()
+        self._numbers = 0
+        self.loaded: dict[str, int] = defaultdict(int)  # pages by the tier from which they came
+        self.moved: dict[str, int] = defaultdict(int)  # by kind of transfer, as are these
+        self.failed: dict[str, int] = defaultdict(int)
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.dropped = 0  # pages for which host memory had no place
+
+    @property
+    def pending(self) -> bool:
+        """Something has to be moved, or is under way."""
+        return bool(self._outgoing or self._through or self._saving or self._spilling or self.loadings)
+
+    @property
+    def holders(self) -> list[list[Held]]:
+        """Of the device's pages, besides requests."""
+        return [loading.held for loading in self.loadings]
+
+    def take_outgoing(self) -> list[Transfer]:
+        """What the next plan has to move."""
+        for _ in range(min(THROUGH, len(self._through))):
+            group, page, key = self._through.popleft()
+            # Another page may have the key by now, or none.
+            if self._pages.groups[group].allocator.find(key) == page and not self._save(group, page, key):
+                # All blocks are on their way to the disk.
+                self._through.appendleft((group, page, key))
+                break
+        made, self._outgoing = self._outgoing, []
+        return made
+
+    # ---------------------------------------------------------------------------------------------- downwards
+
+    def evicted(self, group: int, page: int, key: Key) -> None:
+        """The device gives this page to somebody else."""
+        if not self._save(group, page, key):
+            self.dropped += 1
+            self._left(group, key)
+
+    def completed(self, held: Sequence[Held], keys: Sequence[Key], first: int, end: int) -> None:
+        """A request's pages of these columns have got their keys."""
+        if self._disk is None:
+            return
+        for group, one in enumerate(held):
+            self._through += [(group, one.pages[column - one.first], keys[column]) for column in range(max(first, one.first), end)]
+
+    def forget(self) -> None:
+        """Empty them all. What is under way comes to nothing."""
+        for host in self.host:
+            for key in list(host.blocks):
+                host.drop(key)
+        for loading in self.loadings:
+            loading.good = False
+        self._through.clear()
+        self._void |= self._spilling.keys()
+        if self._disk is not None:
+            self._disk.clear()
+
+    def distrust(self, keys: Sequence[Key]) -> None:
+        """What these pages hold may not be numbers."""
+        wrong = set(keys)
+        for group, host in enumerate(self.host):
+            for key in wrong & host.blocks.keys():
+                host.drop(key)
+            if self._disk is not None:
+                for key in wrong:
+                    self._disk.remove(group, key)
+        self._void |= {number for number, (_, key) in self._spilling.items() if key in wrong}
+        for loading in self.loadings:
+            loading.good &= wrong.isdisjoint(loading.keys)
+
+    def _save(self, group: int, page: int, key: Key) -> bool:
+        host = self.host[group]
+        if key in host.blocks:
+            host.blocks.move_to_end(key)
+            return True
+        block = self._take(group)
+        if block is None:
+            return False
+        host.blocks[key] = block
+        host.pins[block] += 1
+        self._saving += 1
+        self._move("save", group, block, page, key)
+        if self._disk is not None and not self._disk.has(group, key):
+            host.pins[block] += 1
+            self._spilling[self._move("spill", group, block, key=key)] = group, key
+        return True
+
+    def _take(self, group: int) -> int | None:
+        taken = self.host[group].take()
+        if taken is None:
+            return None
+        block, key = taken
+        if key is not None:
+            self._left(group, key)
+        return block
+
+    def _left(self, group: int, key: Key) -> None:
+        if group == 0 and key not in self.host[0].blocks and not self._pages.found(0, key):
+            self.on_gone(key)
+
+    # ------------------------------------------------------------------------------------------------ upwards
+
+    def found(self, group: int, key: Key) -> bool:
+        """In any tier."""
+        if self._pages.found(group, key) or key in self.host[group].blocks:
+            return True
+        return self._disk is not None and (group, key) not in self._bad and self._disk.has(group, key)
+
+    def bring(self, keys: Sequence[Key], columns: int) -> bool:
+        """A request finds so many columns on the device, not all of them. True: more are on their way, for which it waits."""
+        if any(each.key == keys[columns] for loading in self.loadings for each in loading.missing):
+            return True
+        most = self._pages.matched(keys, found=self.found)
+        return most > columns and self._start(keys[:most])
+
+    def _start(self, keys: Sequence[Key]) -> bool:
+        """Load what the device lacks of these columns. False: there is no room."""
+        needed = self._pages.needed(len(keys))
+        wanted = [
+            (group, column) for group, columns in enumerate(needed) for column in columns if not self._pages.found(group, keys[column])
+        ]
+        missing = self._blocks(wanted, keys)
+        if missing is None:
+            return False
+        held = self._pages.gather(keys, needed)
+        if held is None:
+            self._unpin(missing)
+            return False
+        loading = Loading(keys, held, missing, set())
+        self.loadings.append(loading)
+        loading.open = {self._move("fetch", each.group, each.block, key=each.key) for each in missing if each.cold}
+        if not loading.open:
+            self._load(loading)
+        return True
+
+    def _blocks(self, wanted: Sequence[tuple[int, int]], keys: Sequence[Key]) -> list[Missing] | None:
+        """Pinned: those that hold the pages, and empty ones for those on disk. None: there are too few."""
+        missing = list[Missing]()
+        for group, column in wanted:
+            host, key = self.host[group], keys[column]
+            if (block := host.blocks.get(key)) is not None:
+                host.blocks.move_to_end(key)
+                host.pins[block] += 1
+                missing.append(Missing(group, column, key, block, cold=False))
+        known = {(each.group, each.column) for each in missing}
+        for group, column in wanted:
+            if (group, column) in known:
+                continue
+            taken = self._take(group)
+            if taken is None:
+                self._unpin(missing)
+                return None
+            self.host[group].pins[taken] += 1
+            missing.append(Missing(group, column, keys[column], taken, cold=True))
+        return missing
+
+    def _load(self, loading: Loading) -> None:
+        loading.fetched = True
+        for each in loading.missing:
+            one = loading.held[each.group]
+            loading.open.add(self._move("load", each.group, each.block, one.pages[each.column - one.first], each.key))
+
+    def _unpin(self, missing: Sequence[Missing]) -> None:
+        for each in missing:
+            self._release(each.group, each.key, each.block)
+
+    def _release(self, group: int, key: Key, block: int) -> None:
+        """A transfer has ended. A block that holds no page is free then."""
+        host = self.host[group]
+        host.pins[block] -= 1
+        if not host.pins[block] and host.blocks.get(key) != block:
+            host.free.append(block)
+
+    # ------------------------------------------------------------------------------------------------- booked
+
+    def book(self, ended: Sequence[Transferred]) -> None:
+        for each in ended:
+            moved = each.transfer
+            self.count(each)
+            if moved.kind == "save":
+                self._saving -= 1
+                if not each.good:
+                    self._avoid(moved)
+                self._release(moved.group, moved.key, moved.block)
+            elif moved.kind == "spill":
+                self._spilled(moved, each.good)
+            else:
+                loading = next(one for one in self.loadings if moved.number in one.open)
+                self._book_part(loading, moved, each.good)
+
+    def _spilled(self, moved: Transfer, good: bool) -> None:
+        self._release(moved.group, moved.key, moved.block)
+        del self._spilling[moved.number]
+        if moved.number in self._void and self._disk is not None:
+            self._void.discard(moved.number)
+            self._disk.remove(moved.group, moved.key)
+        elif good:
+            self._bad.pop((moved.group, moved.key), None)
+
+    def count(self, each: Transferred) -> None:
+        kind = each.transfer.kind
+        if not each.good:
+            self.failed[kind] += 1
+            return
+        self.moved[kind] += 1
+        self.bytes[kind] += each.bytes
+        self.seconds[kind] += each.seconds
+
+    def report(self, stats: EngineStats) -> None:
+        stats.loaded_pages, stats.dropped_pages_total = self.loaded, self.dropped
+        stats.tier_pages = {"host": sum(len(host.blocks) for host in self.host)}
+        stats.tier_pages_total = {"host": sum(len(host.pins) for host in self.host)}
+        stats.transfers_total, stats.failed_transfers_total = self.moved, self.failed
+        stats.transfer_bytes_total, stats.transfer_seconds_total = self.bytes, self.seconds
+
+    def _book_part(self, loading: Loading, moved: Transfer, good: bool) -> None:
+        loading.open.remove(moved.number)
+        if not good:
+            loading.good = False
+            self._avoid(moved)
+        if loading.open:
+            return
+        if loading.good and not loading.fetched:
+            self._load(loading)
+        else:
+            self._end(loading)
+
+    def _avoid(self, moved: Transfer) -> None:
+        """What this transfer could not read, or did not write, is not there from now on."""
+        host = self.host[moved.group]
+        if moved.kind == "fetch":
+            self._bad[moved.group, moved.key] = None
+            if len(self._bad) > MOST_BAD:
+                self._bad.popitem(last=False)
+        elif host.blocks.get(moved.key) == moved.block:
+            del host.blocks[moved.key]  # it is pinned until this is booked, and free then
+
+    def _end(self, loading: Loading) -> None:
+        self.loadings.remove(loading)
+        if loading.good:
+            for each in loading.missing:
+                self.loaded["disk" if each.cold else "host"] += 1
+                if each.cold:
+                    self.host[each.group].blocks.setdefault(each.key, each.block)
+                self._pages.label_page(each.group, loading.held[each.group], each.column, each.key)
+        self._unpin(loading.missing)
+        self._pages.release(loading.held)
+
+    def _move(self, kind: Kind, group: int, block: int, page: int = -1, key: Key = b"") -> int:
+        self._numbers += 1
+        self._outgoing.append(Transfer(self._numbers, kind, group, block, page, key))
+        return self._numbers

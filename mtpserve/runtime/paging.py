@@ -1,0 +1,223 @@
+"""What moves pages between the device's pool, host memory and the disk; which ones, engine/tiers says.
+
+A block of host memory holds one page of one group: what all layers with these pages stored for its tokens, side by side, and the boundary
+row (cache/boundary). So a page moves as one piece.
+
+    block    | store 0: keys of all layers | store 0: values | store 1: … | boundary row |
+
+A save is in time if it reads its page after the steps that were launched before it and before those after it write. A load may start
+once the steps that were launched before it have ended: its page may have been somebody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtpserve.cache.boundary import BoundaryRows
+from mtpserve.cache.disk import DiskPages
+from mtpserve.cache.stores import Stores
+from mtpserve.core.plan import Transfer, Transferred
+
+log = logging.getLogger(__name__)
+
+WORKERS = 4  # threads: checksums and files keep one each busy
+PATIENCE_S = 0.01  # how long a step that has nothing else to do waits for a transfer
+
+
+POLL_S = 0.0005
+
+
+def parts_of(stores: Stores, group: int, boundary: BoundaryRows | None) -> list[Tensor]:
+    """[layers, pages, bytes] views of all that is stored in the pages of one group. The boundary rows are group 0's."""
+    parts = [part for store in stores.stores if store.group == group for part in store.pool.parts]
+    views = [part.unflatten(1, (-1, stores.page_size)).flatten(2).view(torch.uint8) for part in parts]
+    return [*views, boundary.rows.unsqueeze(0).view(torch.uint8)] if group == 0 and boundary is not None else views
+
+
+def block_bytes(parts: Seq[Tensor]) -> int:
+    """Of one page."""
+    return sum(part.shape[0] * part.shape[2] for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """The pages of one group, and the blocks [blocks, bytes] uint8 of host memory for them."""
+
+    parts: Seq[Tensor]
+    blocks: Tensor
+
+    def pieces(self, page: int, block: int) -> list[tuple[Tensor, Tensor]]:
+        """Views [layers, bytes] of the device's page and of the block, part by part."""
+        pairs, start = list[tuple[Tensor, Tensor]](), 0
+        for part in self.parts:
+            layers, _, size = part.shape
+            pairs.append((part[:, page], self.blocks[block, start : start + layers * size].view(layers, size)))
+            start += layers * size
+        return pairs
+
+
+class Job(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> tuple[bool, float]:
+        """Whether it came to something, and the seconds that it took. Once it is done. Raises what the transfer raised."""
+        ...
+
+
+class Ended:
+    """It was done at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> tuple[bool, float]:
+        return True, self.seconds
+
+
+class CPUCopies:
+    """Saves at once, since the next step may write; loads in a thread."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+
+    def save(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
+        return [Ended(_timed(_copied, group, each.page, each.block, False)[1]) for each in pages]
+
+    def load(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
+        return [self._threads.submit(_timed, _copied, group, each.page, each.block, True) for each in pages]
+
+
+def _copied(group: GroupBlocks, page: int, block: int, up: bool) -> bool:
+    # By numpy: torch would start threads of its own beside those of the step.
+    for device, host in group.pieces(page, block):
+        target, source = (device, host) if up else (host, device)
+        np.copyto(target.numpy(), source.numpy())
+    return True
+
+
+def _timed(work: Callable[..., bool], *arguments: object) -> tuple[bool, float]:
+    began = perf_counter()
+    return work(*arguments), perf_counter() - began
+
+
+class CudaJob:
+    """Ends with what the stream has got so far."""
+
+    def __init__(self, began: torch.cuda.Event) -> None:
+        self._began, self._end = began, torch.cuda.Event(enable_timing=True)
+        self._end.record()
+
+    def done(self) -> bool:
+        return bool(self._end.query())
+
+    def result(self) -> tuple[bool, float]:
+        return True, self._began.elapsed_time(self._end) / 1000
+
+
+class CudaCopies:
+    """On a stream of their own. A page that is saved is copied on the device first, by the stream of the steps, so that these need not wait
+    for its way to the host."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def save(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
+        staged = [[(device.contiguous(), host) for device, host in group.pieces(each.page, each.block)] for each in pages]
+        return self._moved([[(host, copy) for copy, host in each] for each in staged])
+
+    def load(self, group: GroupBlocks, pages: Seq[Transfer]) -> list[Job]:
+        return self._moved([group.pieces(each.page, each.block) for each in pages])
+
+    def _moved(self, pages: Seq[Seq[tuple[Tensor, Tensor]]]) -> list[Job]:
+        """(target, source) of each page's parts."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        jobs = list[Job]()
+        with torch.cuda.stream(self._stream):
+            for pairs in pages:
+                began = torch.cuda.Event(enable_timing=True)
+                began.record()
+                for target, source in pairs:
+                    target.copy_(source, non_blocking=True)
+                    for tensor in (target, source):
+                        if tensor.is_cuda:
+                            tensor.record_stream(self._stream)
+                jobs.append(CudaJob(began))
+        return jobs
+
+
+class Transfers:
+    """`parts` of each group, and how many `blocks` of host memory it has."""
+
+    def __init__(self, parts: Seq[Seq[Tensor]], blocks: Seq[int], disk: DiskPages | None = None) -> None:
+        cuda = parts[0][0].is_cuda
+        self.groups = [
+            GroupBlocks(own, torch.empty(count, block_bytes(own), dtype=torch.uint8, pin_memory=cuda))
+            for own, count in zip(parts, blocks, strict=True)
+        ]
+        self._disk = disk
+        self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="pages")
+        self._copies = CudaCopies() if cuda else CPUCopies(self._threads)
+        self._moving: list[tuple[Transfer, Job]] = []
+        self._saving: dict[tuple[int, int], Job] = {}  # by group and block
+
+    def start(self, transfers: Seq[Transfer]) -> None:
+        """In the order of the device's work: after the steps that were launched, before those that will be."""
+        for number, group in enumerate(self.groups):
+            own = [each for each in transfers if each.group == number]
+            saves, loads = ([each for each in own if each.kind == kind] for kind in ("save", "load"))
+            saving = list(zip(saves, self._copies.save(group, saves), strict=True))
+            self._saving |= {(number, each.block): job for each, job in saving}
+            self._moving += [*saving, *zip(loads, self._copies.load(group, loads), strict=True)]
+            self._moving += [
+                (each, self._threads.submit(_timed, self._filed, each, self._saving.get((number, each.block))))
+                for each in own
+                if each.kind in ("spill", "fetch")
+            ]
+
+    def ended(self, idle: bool) -> list[Transferred]:
+        """Those that have ended since the last call. `idle`: there is nothing else to do, and one is worth waiting for."""
+        until = perf_counter() + PATIENCE_S
+        while idle and self._moving and not any(job.done() for _, job in self._moving) and perf_counter() < until:
+            time.sleep(POLL_S)
+        moving, over = list[tuple[Transfer, Job]](), list[tuple[Transfer, Job]]()
+        for each in self._moving:
+            (over if each[1].done() else moving).append(each)
+        self._moving = moving
+        for transfer, job in over:
+            if self._saving.get((transfer.group, transfer.block)) is job:
+                del self._saving[transfer.group, transfer.block]
+        return [self._outcome(*each) for each in over]
+
+    def _filed(self, transfer: Transfer, saving: Job | None) -> bool:
+        """Between a block and its file, in a thread."""
+        assert self._disk is not None
+        block = self.groups[transfer.group].blocks[transfer.block].numpy().data
+        if transfer.kind == "fetch":
+            return self._disk.read(transfer.group, transfer.key, block)
+        while saving is not None and not saving.done():
+            time.sleep(POLL_S)
+        return self._disk.write(transfer.group, transfer.key, block)
+
+    def _outcome(self, transfer: Transfer, job: Job) -> Transferred:
+        size = self.groups[transfer.group].blocks.shape[1]
+        try:
+            good, seconds = job.result()
+        except Exception:
+            log.exception("a page could not be moved: %s", transfer.kind)
+            good, seconds = False, 0.0
+        return Transferred(transfer, good, seconds, size)

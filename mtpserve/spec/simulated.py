@@ -1,0 +1,87 @@
+"""A device that computes nothing: it answers plans as one would whose text is known, and accepts drafts at random by a curve's rates.
+
+For simulations of the scheduler and the cache (engine/simulator.py). It sees plans alone, as a runner does, and answers at once what a
+device would have written by the time somebody reads it. Trees are accepted like chains of the same depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import TypeVar
+
+from mtpserve.config import SpecConfig
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.sequence import Sequence as Request
+from mtpserve.spec.curves import Curve, read_curve
+from mtpserve.spec.sizes import draft_sizes
+
+T = TypeVar("T")
+CURVE = "glm-5.2-mtp"  # unless the options name one
+OPTIONS = ("speculative_algorithm", "speculative_num_steps", "speculative_synthetic_acceptance")  # that matter here
+AFTER_THE_END = 0  # the token that follows a text
+
+
+def passes(spec: SpecConfig) -> int:
+    """Of a draft model, in each step: n-grams need none."""
+    return 0 if spec.drafter is None else spec.steps
+
+
+class Speaker:
+    """One seat: the text that its request is to get, and how far it has got."""
+
+    __slots__ = ("answer", "committed", "waiting")
+
+    def __init__(self, answer: Sequence[int], committed: int) -> None:
+        self.answer, self.committed, self.waiting = answer, committed, 0
+
+
+class SimulatedDevice:
+    """`answers`: the text of each request by its id; the caller adds and removes them. `rates`: of acceptance, depth by depth."""
+
+    def __init__(self, sizes: DraftSizes, rates: Sequence[float] = (), seed: int = 0) -> None:
+        self.sizes, self.want = sizes, sizes.steps
+        self.answers: dict[str, Sequence[int]] = {}
+        self._rates, self._random = rates, Random(seed)
+        self._seats: dict[int, Speaker] = {}
+
+    @classmethod
+    def of(cls, spec: SpecConfig, budget: int, seed: int = 0) -> SimulatedDevice:
+        """Raises ConfigError for a curve that cannot be read."""
+        curve: Curve = read_curve(spec.speculative_synthetic_acceptance or CURVE)
+        return cls(draft_sizes(spec, budget), curve.rates(spec.steps), seed)
+
+    def limited(self, scheduler: Callable[..., T]) -> Callable[..., T]:
+        """A scheduler's class, told how many drafts a request may bring to a step."""
+        return partial(scheduler, max_drafts=self.sizes.nodes)
+
+    def prepare(self, seq: Request, overlap: int) -> None:
+        """What the engine tells the scheduler about a request's drafts."""
+        seq.reach, seq.lookahead = self.sizes.reach(plain=True), self.sizes.lookahead(overlap, plain=True)
+        seq.proposals = self.sizes.proposals(self.want, plain=True)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        for each in plan.admissions:
+            self._seats[each.seat] = Speaker(self.answers[each.id], len(each.tokens) - each.prompt_len)
+        return StepResult([self._run(span) for span in plan.spans])
+
+    def _run(self, span: SpanPlan) -> SpanResult:
+        seat = self._seats[span.seat]
+        accepted, tokens = 0, []
+        if span.samples:
+            # The plan has a bound where a step is in flight, and no draft beyond the last token that the request may have.
+            accepted = self._accepted(min(seat.waiting, span.drafts))
+            end = seat.committed + accepted + 1
+            tokens = list(seat.answer[seat.committed : end])
+            tokens += [AFTER_THE_END] * (accepted + 1 - len(tokens))
+            seat.committed = end
+        seat.waiting = self.sizes.proposed if span.drafts_next else 0
+        return SpanResult(tokens, accepted, seat.waiting)
+
+    def _accepted(self, drafts: int) -> int:
+        for depth, rate in enumerate(self._rates[:drafts]):
+            if self._random.random() >= rate:
+                return depth
+        return min(drafts, len(self._rates))

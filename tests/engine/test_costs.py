@@ -1,0 +1,48 @@
+"""The cost model's counts, against published parameter counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, RopeArch
+from mtpserve.engine.costs import PROFILES, DeviceProfile, ModelShape, StepCost
+
+LLAMA_8B = ModelArch(
+    family="llama", layers=(Attention(KVLayout("gqa", 8, 128, 128)),) * 32, hidden=4096, vocab=128256, heads=32, head_dim=128,
+    intermediate=14336, rope=RopeArch(128, 5e5, False), norm_eps=1e-5, scale=0.1, max_positions=131072, tied_head=False, eos_ids=(1,),
+    dtype="bfloat16",
+)  # fmt: skip
+DEEPSEEK_V3 = ModelArch(
+    family="deepseek", layers=(Attention(KVLayout("mla", 1, 576, 512)),) * 61, hidden=7168, vocab=129280, heads=128, head_dim=192,
+    intermediate=18432, rope=RopeArch(64, 1e4, True), norm_eps=1e-6, scale=0.1, max_positions=163840, tied_head=False, eos_ids=(1,),
+    dtype="bfloat16", mla=MLAArch(1536, 512, 128, 64, 128), moe=MoEArch(256, 8, 2048, 1, 3, 8, 4, 2.5, True),
+)  # fmt: skip
+
+
+def test_the_default_shape_is_that_of_an_8b_model() -> None:
+    shape, default = ModelShape.of(LLAMA_8B, 2, 2), ModelShape()
+    # 8.03 billion with the embedding, which is not multiplied.
+    assert shape.parameters == pytest.approx(8.03e9 - 128256 * 4096, rel=0.001) == pytest.approx(default.parameters, rel=0.002)
+    assert (shape.layers, shape.kv_bytes, shape.pair_flops, shape.context) == (32, 131_072, 524_288, 131_072)
+    assert (default.layers, default.kv_bytes, default.pair_flops, default.context) == (32, 131_072, 524_288, 131_072)
+    assert shape.pass_bytes == pytest.approx(default.pass_bytes, rel=0.01)
+
+
+def test_a_mixture_of_experts_reads_all_and_computes_with_some() -> None:
+    shape = ModelShape.of(DEEPSEEK_V3, 1, 2)
+    embedding = 129280 * 7168
+    assert shape.weight_bytes == pytest.approx(671e9 - embedding, rel=0.002)
+    assert shape.parameters == pytest.approx(37e9 - embedding / 2, rel=0.03)  # 37 billion active, as published
+    assert shape.kv_bytes == 61 * 576 * 2
+
+
+def test_decoding_is_bound_by_weights_and_long_prompts_by_products() -> None:
+    cost = StepCost.of(ModelShape(), DeviceProfile(4e12, 8e14, 0.0, 5e10))
+    assert cost.seconds(1, 1, 1) == pytest.approx(15e9 / 4e12, rel=0.001)
+    assert cost.seconds(8192, 8192, 8192**2 // 2) == pytest.approx((2 * 7.5e9 * 8192 + 524_288 * 8192**2 / 2) / 8e14)
+
+
+def test_proposing_takes_a_layer_and_the_head_for_each_pass() -> None:
+    plain, deep = (StepCost.of(ModelShape(), PROFILES["h200"], passes, overhead=0.001) for passes in (0, 3))
+    assert plain.overhead == 0.001
+    assert deep.overhead - plain.overhead == pytest.approx(3 * 1.486e9 / 4.3e12)
