@@ -13,13 +13,14 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help install serve test check format sanitize bench snapshot clean
+.PHONY: help install serve test check format sanitize bench report snapshot clean
 
 help:
 	@echo "make serve     install, then serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
 	@echo "make test      install, then run the tests (PYTEST_ARGS adds options)"
 	@echo "make check     ruff, mypy, import-linter, clang-format, the house tests; compiles all kernels for all chips"
 	@echo "make bench     the benchmarks (BENCH_ARGS adds options)"
+	@echo "make report    all results of the benchmarks on one page, build/report/index.html"
 	@echo "make format    let ruff and clang-format format and fix"
 	@echo "make sanitize  the tests of the CPU's kernels with the address and undefined-behaviour sanitizers"
 	@echo "make snapshot  write the command line's and the package's surface into tests/house/cli_options.txt"
@@ -64,7 +65,10 @@ sanitize: install
 	$(BIN)/python -m tests.kernels.cpu.objects sanitized
 
 bench: install
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+	@set -e; for script in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+
+report: install
+	$(BIN)/python benchmarks/report.py
 
 snapshot: install
 	$(BIN)/python -m tests.house.surface

@@ -23,10 +23,13 @@ GROUPS = (1, 5, 32)
 
 def specs(exact: bool) -> dict[str, SpecConfig]:
     def tree(steps: int, topk: int, rows: int) -> SpecConfig:
-        return SpecConfig(speculative_algorithm="MTP", speculative_num_steps=steps, speculative_eagle_topk=topk,
+        return SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=steps, speculative_eagle_topk=topk,
                           speculative_num_draft_tokens=rows, speculative_exact=exact)  # fmt: skip
 
-    chains = {f"k = {k}": SpecConfig(speculative_algorithm="MTP", speculative_num_steps=k, speculative_exact=exact) for k in (1, 3, 7)}
+    chains = {
+        f"k = {k}": SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=k, speculative_exact=exact)
+        for k in (1, 3, 7)
+    }
     return (
         {"plain": SpecConfig(speculative_exact=exact)} | chains | {"tree 2, 2 deep, 4": tree(2, 2, 5), "tree 2, 3 deep, 6": tree(3, 2, 7)}
     )

@@ -80,7 +80,11 @@ def engine_of(directory: Path, arm: dict[str, Any], sizes: Sizes, curve: str | N
     spec = SpecConfig()
     if arm:
         spec = SpecConfig(
-            speculative_algorithm="MTP", speculative_synthetic_acceptance=curve, speculative_token_map=token_map, **arm
+            speculative_algorithm="MTP",
+            speculative_adaptive=False,
+            speculative_synthetic_acceptance=curve,
+            speculative_token_map=token_map,
+            **arm,
         )  # fmt: skip
     most, longest = max(sizes.batches), sizes.context + 8 * (sizes.steps + sizes.warm_up + sizes.profiled) + 64
     dummy = "dummy" if curve is not None else "auto"

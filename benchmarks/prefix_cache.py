@@ -50,7 +50,13 @@ CONFIG: dict[str, Any] = {
 
 
 def engine(directory: Path, **options: Any) -> Engine:
-    shared = {"load_format": "dummy", "speculative_algorithm": "NEXTN", "max_total_tokens": 90000, "random_seed": 0}
+    shared = {
+        "load_format": "dummy",
+        "speculative_algorithm": "NEXTN",
+        "speculative_adaptive": False,
+        "max_total_tokens": 90000,
+        "random_seed": 0,
+    }
     return LLM(str(directory), **(shared | options)).engine
 
 

@@ -17,12 +17,13 @@ TREES = ((2, 2), (4, 2), (4, 4), (8, 4))  # topk, nodes per level of depth
 def shapes() -> dict[str, SpecConfig]:
     specs = {}
     for depth in DEPTHS:
-        specs[f"chain {depth}"] = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth)
+        specs[f"chain {depth}"] = SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=depth)
         for topk, each in TREES:
             # The most nodes that the pool of such a tree can have.
             nodes = min(each * depth, 55, topk + (depth - 1) * topk * topk)
             spec = SpecConfig(
                 speculative_algorithm="MTP",
+                speculative_adaptive=False,
                 speculative_num_steps=depth,
                 speculative_eagle_topk=topk,
                 speculative_num_draft_tokens=nodes + 1,

@@ -161,7 +161,8 @@ def prove(
     without = {name: value for name, value in options.items() if not name.startswith("speculative_") or name == "speculative_exact"}
     if engine_config(options).spec.steps == 0:
         raise ConfigError("prove compares speculation with plain decoding: --speculative-num-steps must be at least 1")
-    with LLM(**options) as drafting:
+    # At a fixed depth, so that chains are sampled from q and verified by rejection for requests with a seed, too.
+    with LLM(**options | {"speculative_adaptive": False}) as drafting:
         spec, exact, texts = drafting.config.spec, is_exact(drafting.config), [drafting.tokenizer.encode(text) for text in prompts]
         work = Work(texts, features(drafting, texts[0]), tokens, draws)
         other = work.run(drafting, lambda done: progress("speculative", done, work.size))

@@ -86,6 +86,7 @@ def tiny_engine(
     seats: int = 16,
     eos: tuple[int, ...] = (),
     exact: bool = False,
+    adaptive: bool = False,
     processed_logprobs: bool = False,
     backend: str = "reference",
     recorder: Recorder | None = None,
@@ -99,7 +100,7 @@ def tiny_engine(
         model.to(device),
         EngineSizes(pages=[pages, window_pages][: len(page_groups(model.arch.layers))], page_size=page_size, seats=seats, context=CONTEXT),
         EngineOptions(
-            spec=replace(spec_of(drafts), speculative_exact=exact),
+            spec=replace(spec_of(drafts), speculative_exact=exact, speculative_adaptive=adaptive),
             scheduler=SchedulerConfig(chunked_prefill_size=budget, schedule_conservativeness=0.0),  # more is preempted, and tested
             sampling=SamplingConfig(logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs"),
             device=device,

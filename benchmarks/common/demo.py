@@ -20,7 +20,9 @@ PROMPT = 128
 
 
 def engine(drafts: int, dtype: str = "auto") -> Engine:
-    return engine_of(SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig(), dtype)
+    return engine_of(
+        SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=drafts) if drafts else SpecConfig(), dtype
+    )
 
 
 def engine_of(spec: SpecConfig, dtype: str = "auto") -> Engine:

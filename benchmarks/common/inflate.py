@@ -1,5 +1,9 @@
-"""Embeds a small checkpoint of MiMo's architecture in a larger one that computes the same function: the larger model's cost, the small
-one's text and acceptance. `python benchmarks/common/inflate.py SMALL OUT --shape 258m`.
+"""Embeds a small checkpoint in a larger one that computes the same function: the larger model's cost, the small one's text and acceptance.
+
+    python benchmarks/common/inflate.py SMALL OUT --shape 258m
+    python benchmarks/common/inflate.py mtpserve/demo OUT --layers 12 --hidden 1024 --heads 8 --experts 64 --experts-per-token 8
+
+For MiMo's and DeepSeek-V3's architecture, the MTP layers included; weights in float8 are to be expanded first.
 
 In the larger model everything that a small one does not have is either zero when it is computed or multiplied by zero, and nothing is
 left out by it: all weights are read, all products are made.
@@ -7,14 +11,24 @@ left out by it: all weights are read, all products are made.
     hidden state   [ the small one's | 0 … 0 ]   so what reads it may have any weights for the padding:     random
                                                  what writes it must write zeros there:                     zero rows
     a norm         the mean of squares is over n times as many numbers, so that the normed state is sqrt(n) times as large:
-                   the weight is divided by sqrt(n), exact for n a power of 4, and epsilon by n
+                   the weight is divided by sqrt(n), exact for n a power of 4 (otherwise it is stored in float32), and epsilon by n
     further heads, further inner rows, further layers
                    their values and their up projection read the padding alone, so that they are 0: queries, keys, gates, and
-                   what o_proj and down_proj multiply by these zeros, are random
+                   what o_proj and down_proj multiply by these zeros, are random. Values of latent attention have zero rows
     further tokens their rows of the head are means of two others, which never have the largest logit
 
+Dimensions of a head and the ranks of latent attention stay as they are: the latter's norms have an epsilon of their own, in no config.
+
+Experts are cloned. With r times the experts per token each expert has r clones that are always chosen together and share its weight: their
+logits are equal (what their rows of the router multiply in the padding is random), and either the weights are divided by their sum, or the
+factor for all of them is divided by r. Where the router first chooses among groups by their two best experts, each clone is in a copy of
+its group, and r times as many groups are chosen, so that a copy's two best are the group's. All experts beyond those are spare: clones
+with other rows of the router, and a bias with which they are never chosen. They take memory, and time where all experts are multiplied.
+In a further layer the router is random.
+
 Only zeros in the activations tell the two apart, which no dense product notices. Texts are equal where sums of equal numbers are, in
-whatever order: always in exact arithmetic, and in float32 but for ties within rounding.
+whatever order: always in exact arithmetic, and in float32 but for ties within rounding. On a CPU the draft head of a large model is int8
+by default, and a small one's is not: --speculative-draft-model-quantization none (or int8) makes the acceptance of both the same.
 """
 
 from __future__ import annotations
@@ -22,143 +36,199 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from dataclasses import astuple, dataclass
-from math import isqrt
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-STD = 0.02
-READS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # from the hidden state
-SILENT = ("v_proj", "up_proj")  # whatever the small model does not have of these is 0 when computed
-NORMS = ("input_layernorm", "post_attention_layernorm", "token_layernorm", "hidden_layernorm", "final_layernorm", "norm")
-Tensors = dict[str, Tensor]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from common.widened import EMBEDDING, Sizes, Widener
+from mtpserve.core.errors import LoadError
+from mtpserve.weights.checkpoint import INDEX, Checkpoint
+from mtpserve.weights.hf import read_config
+
+FAMILIES = "MiMoForCausalLM", "DeepseekV3ForCausalLM"
+FLOATS = "BF16", "F16", "F32"
+COPIED = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"
+SHARD = 4 << 30  # bytes of one file
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """What of a model can grow. The experts' numbers are 0 in a model without."""
+
     layers: int  # without the MTP layer
     hidden: int
     inner: int
     heads: int
     kv_heads: int
     vocab: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_inner: int = 0
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-        return cls(*(config[name] for name in names))
+        return cls(*(config.get(key) or (config["num_attention_heads"] if name == "kv_heads" else 0) for name, key in KEYS.items()))
 
 
+KEYS = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "inner": "intermediate_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "vocab": "vocab_size", "experts": "n_routed_experts", "experts_per_token": "num_experts_per_tok",
+    "expert_inner": "moe_intermediate_size",
+}  # fmt: skip
 SHAPES = {"258m": Shape(16, 1024, 2816, 16, 8, 27008), "500m": Shape(28, 1024, 3072, 16, 8, 65024)}
 
 
-class Inflater:
-    def __init__(self, small: Shape, large: Shape, head_dim: int, dtype: torch.dtype) -> None:
-        padding = large.hidden // small.hidden
-        self.scale = isqrt(padding)
-        if small.hidden * padding != large.hidden or self.scale**2 != padding or self.scale & (self.scale - 1):
-            raise SystemExit(f"hidden_size must be {small.hidden} times a power of 4, got {large.hidden}")
-        if any(b < a for a, b in zip(astuple(small), astuple(large), strict=True)):
-            raise SystemExit(f"every number of {large} must be at least that of {small}")
-        if large.heads * small.kv_heads != small.heads * large.kv_heads:
-            raise SystemExit(f"{large.heads} heads over {large.kv_heads} are not grouped as {small.heads} over {small.kv_heads}")
-        self.small, self.large, self.dtype = small, large, dtype
-        heads, kv = large.heads * head_dim, large.kv_heads * head_dim
-        self.shapes = {"q_proj": (heads, large.hidden), "k_proj": (kv, large.hidden), "v_proj": (kv, large.hidden)}
-        self.shapes |= {"o_proj": (large.hidden, heads), "down_proj": (large.hidden, large.inner)}
-        self.shapes |= dict.fromkeys(("gate_proj", "up_proj"), (large.inner, large.hidden))
-        self.generator = torch.Generator().manual_seed(0)
-
-    def random(self, *shape: int) -> Tensor:
-        return (torch.randn(shape, generator=self.generator) * STD).to(self.dtype)
-
-    def layer(self, tensors: Tensors, prefix: str) -> Tensors:
-        """A layer of which the small model has `tensors`, by their names after `prefix`: all of them, or none for a further layer."""
-        made = {}
-        for name, (rows, columns) in self.shapes.items():
-            full = f"{'mlp' if name in ('gate_proj', 'up_proj', 'down_proj') else 'self_attn'}.{name}"
-            # A further layer has no rows of the small one's, and reads the small one's hidden state like any other.
-            weight = tensors.get(f"{full}.weight", torch.empty(0, self.small.hidden if name in READS else 0, dtype=self.dtype))
-            made[f"{full}.weight"] = self.widened(weight, rows, columns, silent=name not in READS or name in SILENT)
-            if name in ("q_proj", "k_proj", "v_proj"):
-                bias = tensors.get(f"{full}.bias", torch.empty(0, dtype=self.dtype))
-                rest = rows - len(bias)
-                made[f"{full}.bias"] = torch.cat([bias, torch.zeros(rest, dtype=self.dtype) if name in SILENT else self.random(rest)])
-        for name in NORMS[:2]:
-            made[f"{name}.weight"] = self.norm(tensors.get(f"{name}.weight", torch.ones(self.small.hidden, dtype=self.dtype)))
-        return {prefix + name: tensor for name, tensor in made.items()}
-
-    def widened(self, weight: Tensor, rows: int, columns: int, silent: bool) -> Tensor:
-        """weight [r, c] → [rows, columns]. The columns after c multiply zeros. The rows after r give 0 where they are `silent`."""
-        r, c = weight.shape
-        out = self.random(rows, columns)
-        out[:r, :c] = weight
-        if silent:
-            out[r:, :c] = 0
-        return out
-
-    def norm(self, weight: Tensor) -> Tensor:
-        return torch.cat([weight, torch.ones(self.large.hidden - len(weight), dtype=self.dtype)]) / self.scale
-
-    def fusion(self, weight: Tensor) -> Tensor:
-        """[h, 2 h]: the hidden state's half and the embedding's are padded separately."""
-        return torch.cat([self.widened(half, self.large.hidden, self.large.hidden, silent=True) for half in weight.chunk(2, 1)], 1)
-
-    def ends(self, embedding: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        extra = self.large.vocab - len(head)
-        wide_embedding = self.random(self.large.vocab, self.large.hidden)
-        wide_embedding[:, self.small.hidden :] = 0
-        wide_embedding[: len(embedding), : self.small.hidden] = embedding
-        one = torch.randint(len(head), (extra,), generator=self.generator)
-        other = (one + torch.randint(1, len(head), (extra,), generator=self.generator)) % len(head)
-        means = ((head[one].float() + head[other].float()) / 2).to(self.dtype)
-        return wide_embedding, self.widened(torch.cat([head, means]), self.large.vocab, self.large.hidden, silent=False)
-
-    def all(self, tensors: Tensors) -> Tensors:
-        made: Tensors = {}
-        for i in range(self.large.layers):
-            made |= self.layer(under(tensors, f"model.layers.{i}."), f"model.layers.{i}.")
-        prefix = "model.mtp_layers.0."
-        own = under(tensors, prefix)
-        made |= self.layer(own, prefix)
-        made |= {f"{prefix}{name}.weight": self.norm(own[f"{name}.weight"]) for name in NORMS[2:5]}
-        made[f"{prefix}input_proj.weight"] = self.fusion(own["input_proj.weight"])
-        made["model.norm.weight"] = self.norm(tensors["model.norm.weight"])
-        embedding, head = self.ends(tensors["model.embed_tokens.weight"], tensors["lm_head.weight"])
-        return made | {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+def check(small: Shape, large: Shape, config: dict[str, Any]) -> None:
+    """One line for whatever cannot be."""
+    for each in fields(Shape):
+        least, got = getattr(small, each.name), getattr(large, each.name)
+        option = f"--{each.name.replace('_', '-')}"
+        if each.name.startswith("expert") and not small.experts and got:
+            raise SystemExit(f"{option} {got}: the model has no experts")
+        if got < least:
+            raise SystemExit(f"{option} must be at least the small model's {least}, got {got}")
+    if large == small:
+        raise SystemExit("nothing would be larger: give --layers, --hidden, --inner, --heads, --vocab, --experts or --shape")
+    if large.heads * small.kv_heads != small.heads * large.kv_heads:
+        raise SystemExit(
+            f"{large.heads} heads over {large.kv_heads} are not grouped as {small.heads} over {small.kv_heads}: see --kv-heads"
+        )
+    if small.experts:
+        check_experts(small, large, groups_of(config))
 
 
-def under(tensors: Tensors, prefix: str) -> Tensors:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def groups_of(config: dict[str, Any]) -> int:
+    """1 where the router chooses all groups."""
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    return int(groups) if chosen < groups else 1
+
+
+def check_experts(small: Shape, large: Shape, groups: int) -> None:
+    copies, rest = divmod(large.experts_per_token, small.experts_per_token)
+    if rest:
+        raise SystemExit(f"--experts-per-token must be a multiple of {small.experts_per_token}, got {large.experts_per_token}")
+    if large.experts < copies * small.experts:
+        raise SystemExit(f"--experts must be at least {copies * small.experts}, {copies} clones of each, got {large.experts}")
+    if large.experts % (groups * copies if groups > 1 else 1):
+        raise SystemExit(f"--experts must be a multiple of {groups * copies}, the number of groups, got {large.experts}")
+
+
+def enlarged(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """The large model's config."""
+    small = Shape.of(config)
+    made = config | {key: getattr(shape, name) for name, key in KEYS.items() if config.get(key) is not None}
+    made["rms_norm_eps"] = config.get("rms_norm_eps", 1e-6) * small.hidden / shape.hidden
+    if "kv_lora_rank" not in config:
+        made["head_dim"] = config.get("head_dim") or small.hidden // small.heads
+        if types := config.get("layer_types"):
+            made["layer_types"] = [*types, *["full_attention"] * (shape.layers - small.layers)]
+    dense = config.get("first_k_dense_replace") or 0
+    if small.experts and dense >= small.layers:  # the trunk has no experts, so further layers have none
+        made["first_k_dense_replace"] = dense + shape.layers - small.layers
+    if small.experts and (copies := shape.experts_per_token // small.experts_per_token) > 1:
+        if groups_of(config) > 1:
+            made |= {name: config[name] * copies for name in ("n_group", "topk_group")}
+        if not config.get("norm_topk_prob", True):
+            made["routed_scaling_factor"] = config.get("routed_scaling_factor", 1.0) / copies
+    if groups_of(config) == 1:
+        made |= {name: 1 for name in ("n_group", "topk_group") if name in config}
+    return made
+
+
+def opened(source: Path) -> tuple[dict[str, Any], Checkpoint]:
+    try:
+        config, checkpoint = read_config(source).values, Checkpoint.open(source)
+    except LoadError as error:
+        raise SystemExit(str(error)) from None
+    family = (config.get("architectures") or [None])[0]
+    if family not in FAMILIES:
+        raise SystemExit(f"{source}: {family} is not known how to enlarge: {', '.join(FAMILIES)}")
+    for name, entry in checkpoint.tensors.items():
+        if entry.dtype not in FLOATS:
+            raise SystemExit(f"{source}: {name} is stored as {entry.dtype}: expand it to one of {', '.join(FLOATS)} first")
+    return config, checkpoint
 
 
 def inflate(source: Path, out: Path, shape: Shape) -> int:
     """→ the number of parameters."""
-    config = json.loads((source / "config.json").read_text())
-    tensors = load_file(source / "model.safetensors")
-    inflater = Inflater(Shape.of(config), shape, config["head_dim"], tensors["lm_head.weight"].dtype)
-    made = inflater.all(tensors)
+    config, checkpoint = opened(source)
+    small = Shape.of(config)
+    check(small, shape, config)
+    made = enlarged(config, shape)
+    widener = Widener(Sizes.of(config), Sizes.of(made), list(checkpoint.tensors), checkpoint.tensor)
+    if not widener.exact and checkpoint.tensors[EMBEDDING].dtype != "F32":
+        print("the width is not a power of 4 times the small one's: norms are exact in float32 alone", file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
-    save_file(made, out / "model.safetensors")
-    config |= {
-        "num_hidden_layers": shape.layers, "hidden_size": shape.hidden, "intermediate_size": shape.inner,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
-        "rms_norm_eps": config["rms_norm_eps"] / inflater.scale**2,
-    }  # fmt: skip
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, out / name)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return sum(tensor.numel() for tensor in made.values())
+    if there := next(out.glob("model*.safetensors"), None):
+        raise SystemExit(f"{there} is there already")
+    parameters = write(out, widener.tensors())
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copy(source / name, out / name)
+    (out / "config.json").write_text(json.dumps(made, indent=2) + "\n")
+    return parameters
+
+
+def write(out: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
+    """One file, or several and their index. → the number of parameters."""
+    files: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    count = size = 0
+
+    def flush() -> None:
+        save_file(shard, out / f"part-{len(files)}.safetensors")
+        files.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        shard[name] = tensor.contiguous()
+        count, size = count + tensor.numel(), size + tensor.nbytes
+        if size >= SHARD * (len(files) + 1):
+            flush()
+    if shard:
+        flush()
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))] if len(files) > 1 else ["model.safetensors"]
+    for i, name in enumerate(names):
+        (out / f"part-{i}.safetensors").rename(out / name)
+    if len(files) > 1:
+        weight_map = {tensor: name for name, inside in zip(names, files, strict=True) for tensor in inside}
+        (out / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
+    return count
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("source", type=Path, metavar="SMALL")
+    made.add_argument("out", type=Path, metavar="OUT")
+    made.add_argument("--shape", choices=list(SHAPES), help="all numbers at once, for the model of trained.py")
+    for each in fields(Shape):
+        made.add_argument(f"--{each.name.replace('_', '-')}", type=int, metavar="N", help=f"{KEYS[each.name]} (default: SMALL's)")
+    return made
+
+
+def shape_of(args: argparse.Namespace, small: Shape) -> Shape:
+    given = {each.name: value for each in fields(Shape) if (value := getattr(args, each.name)) is not None}
+    if args.shape is not None:
+        if given:
+            raise SystemExit("--shape says everything: give it alone")
+        return SHAPES[args.shape]
+    shape = replace(small, **given)
+    if "heads" in given and "kv_heads" not in given:  # as many queries share a key as in the small model
+        shape = replace(shape, kv_heads=shape.heads * small.kv_heads // small.heads)
+    return shape
+
+
+def main() -> None:
+    args = parser().parse_args()
+    config, _ = opened(args.source)
+    print(f"{inflate(args.source, args.out, shape_of(args, Shape.of(config))) / 1e6:.1f} M parameters")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", choices=list(SHAPES), default="258m")
-    args = parser.parse_args()
-    print(f"{inflate(args.source, args.out, SHAPES[args.shape]) / 1e6:.1f} M parameters")
+    main()

@@ -17,7 +17,7 @@ COMMANDS = {
     "inspect": "print a checkpoint's architecture, weights and memory plan without loading it",
     "prove": "test that a model's output is that of plain decoding: greedy identity, and one test per sampling feature",
     "replay": "run the steps of a recording again and compare the results",
-    "bench": "simulate a trace: what hit rate and time to the first token it gets with a pool of some size",
+    "bench": "measure a running server under load, score a model twice, or simulate a prefix cache",
     "version": "print the version",
 }
 

@@ -168,6 +168,7 @@ class SpecConfig:
     speculative_num_draft_tokens: int | None = option(
         None, f"rows verified per request, at most {MAX_ROWS}: drafts + 1 (default: num-steps * topk + 1, for a chain always)"
     )
+    speculative_adaptive: bool = option(True, "draft as deep as pays at the time, from 0 to the depth given; off: always as deep as that")
     speculative_disable_by_batch_size: int | None = option(
         None, "do not draft while more requests run than this; sampled text may then depend on the load (default: always draft)",
         "max-concurrency",
@@ -259,6 +260,11 @@ class SpecConfig:
 
     def with_checkpoint(self, directory: str) -> SpecConfig:
         return replace(self, speculative_draft_model_path=directory)
+
+    @property
+    def adaptive(self) -> bool:
+        """Depths are chosen while serving. Not where the text depends on the drafts."""
+        return self.speculative_adaptive and self.steps > 0 and not self.lossy
 
     @property
     def topk(self) -> int:

@@ -102,10 +102,11 @@ class Logprobs:
 
 
 class Want(NamedTuple):
-    """How deep to draft for each request that may be drafted for."""
+    """How deep to draft for each request that may be drafted for, and how many drafts it may have."""
 
     each: Tensor  # [D] int64
     deepest: int  # no request wants more; 0: none wants any
+    most: Tensor  # [D] int64, how many drafts the algorithm may give each of them, in a chain or a tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,11 @@ class DraftSizes:
         steps that may be launched and not read yet."""
         return (2 + in_flight) * (self.reach(plain) + 1)
 
-    def proposals(self, want: int, plain: bool) -> int:
-        """The most drafts that a step may leave for the next one if it drafts to depth `want`."""
+    def proposals(self, want: int, plain: bool, most: int | None = None) -> int:
+        """The most drafts that a step may leave for the next one if it drafts to depth `want`, `most` of them by the algorithm."""
         if want == 0:
             return 0
         if not plain or self.always_free:
             return self.nodes
-        return self.proposed if self.trees else min(want, self.steps)
+        own = self.proposed if self.trees else min(want, self.steps)
+        return own if most is None else min(own, most)

@@ -33,6 +33,12 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prediction: list[int] = []  # what the output probably repeats
     depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
     shared: int = 0  # tokens in pages that another request has computed: one of them may be computed again, and is not stored
+    coupled: bool = False  # its drafts are coupled to the target's noise, so that a seed's text does not depend on how many there are
+
+    @property
+    def point_masses(self) -> bool:
+        """Its drafts are verified as such. Where they come from several sources, at most one knows the law that it drew from."""
+        return self.coupled or not self.plain
 
     @property
     def plain(self) -> bool:
@@ -59,6 +65,7 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # and for a preempted request that was recomputed up to its last token: it goes on with the very drafts that it had, so that
     # preemption does not change what a seed gives.
     drafts_next: bool
+    most: int | None = None  # drafts that the algorithm may then give it; None: as many as it has
 
     @property
     def width(self) -> int:

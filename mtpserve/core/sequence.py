@@ -53,16 +53,21 @@ class Sequence:
     cached: int = 0  # prompt tokens that it had not to compute when it was first seated
     overtaken: int = 0  # later requests that were seated before it
     ran: bool = False  # it has had a seat
+    coupled: bool = False  # as of core.plan.Admission
     depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
     reach: int = 0  # tokens after the last committed one that a step may write for it
     lookahead: int = 0  # tokens after those that the host knows for which pages are held: DraftSizes.lookahead
     lockstep: bool = False  # its next step cannot be launched before the last one is booked: the host has a say in it
     proposals: int = 0  # that a step may leave waiting for it, at most
+    mixed: bool = False  # some of them are not the algorithm's
+    most: int | None = None  # drafts that the algorithm may give it after its next span; None: as many as it has
     computed: int = 0
     shared: int = 0  # tokens in the pages that another request has computed; one of them may be computed again, and is not stored
     launched: int = 0  # `computed`, and the committed tokens of the spans in flight
     ahead: int = 0  # spans in flight that give tokens
     drafts: int = 0  # proposals that wait on the device to be verified by the next span; with spans in flight at most so many
+    factor: float = 1.0  # how much more often than others' its drafts are accepted: spec/survival
+    tried: int = 0  # the last trial of another depth that drafted for it: engine/policy
     held: list[Held] = field(default_factory=list)  # by group of pages; empty while it waits
     grown: bool = False  # it holds pages that no plan has named
     seat: int | None = None  # its row in the runner's tensors while it runs

@@ -156,20 +156,19 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     arch, spec, device = model.arch, options.spec, options.device
     kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.get(options.backend, {}).items()}
     draft_model = make_draft_model(spec, model)
-    own = arch.layers[: arch.num_layers]
-    layers = own if draft_model is None else (*own, *draft_model.layers)
+    layers = (*arch.layers[: arch.num_layers], *(() if draft_model is None else draft_model.layers))
     stores = Stores(
         layers, [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device, options.poison,
         kernels.get("compact", reference.compact), options.stored,
     )  # fmt: skip
     stores.clear_last()
-    trunk_stores = stores.part(slice(len(own)))
+    trunk_stores = stores.part(slice(arch.num_layers))
     attention = BACKENDS.get(options.backend)(trunk_stores, arch.heads, arch.scale)
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
     check(layers, attention, options.backend, drafts)
     passes = None
     if draft_model is not None:
-        passes = draft_passes(model, draft_model, stores.part(slice(len(own), None)), sizes, options, kernels)
+        passes = draft_passes(model, draft_model, stores.part(slice(arch.num_layers, None)), sizes, options, kernels)
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,
@@ -207,6 +206,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         lossy=spec.lossy,
         overlap=options.overlap,
         plain_above=spec.speculative_disable_by_batch_size,
+        adaptive=spec.adaptive,
         fingerprint=options.fingerprint,
         observer=options.observer,
         long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if device.type == "cpu" else None,

@@ -42,7 +42,8 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, runnin
     most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
     graphs = StepGraphs(step, sampling, CudaRecorder(), most)
     trees = config.spec.topk > 1 and config.spec.steps > 0
-    graphs.record_all(usual(step.drafter.coupled), trees, config.spec.speculative_disable_by_batch_size)
+    spec = config.spec
+    graphs.record_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive)
     return graphs
 
 

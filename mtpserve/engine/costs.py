@@ -28,10 +28,12 @@ class DeviceProfile(NamedTuple):
     host: float  # bytes per second to and from pinned host memory
 
 
+# h100: its memory as measured, products and gap as the h200's, which has the same processors.
 # h200: a copy and a product of large matrices, as measured; the gap from published steps of graph-captured engines. b200: the data sheet
 # (8.0 TB/s, 2.25 PFLOP/s), of which the H200 reaches 0.9 and 0.8 of its own. mi300x: measured shares of its data sheet, 81 % of 5.3 TB/s
 # and 45 % of 1.31 PFLOP/s. cpu: two cores of a Zen 5, measured. host: PCIe 5.0 x16, 64 GB/s, of which copies reach 0.8; on a CPU a copy.
 PROFILES = {
+    "h100": DeviceProfile(3.0e12, 7.9e14, 2.2e-6, 5e10),
     "h200": DeviceProfile(4.3e12, 7.9e14, 2.2e-6, 5e10),
     "b200": DeviceProfile(7.2e12, 1.8e15, 2.2e-6, 5e10),
     "mi300x": DeviceProfile(4.3e12, 5.9e14, 2.5e-6, 5e10),
@@ -49,6 +51,7 @@ class ModelShape:
     kv_bytes: int = 131_072  # of one token, in all layers
     pair_flops: int = 524_288  # of one row with one token of its context, in all layers
     pass_bytes: int = 1_486_000_000  # read by one pass that proposes tokens: one layer and the head
+    head_bytes: int = 1_050_000_000  # of the head alone
     context: int = 131_072
 
     @staticmethod
@@ -71,6 +74,7 @@ class ModelShape:
             int(sum(kind.kv.numbers for kind in arch.layers) * kv_size),
             sum(2 * arch.heads * (kv.key_dim + kv.value_dim) for kv in kinds),
             int((head + (stored - head) // layers) * weight_size),
+            int(head * weight_size),
             arch.max_positions,
         )
 
@@ -94,19 +98,25 @@ class StepCost:
     row: float = 0.0  # to multiply one with all weights
     token: float = 0.0  # to read one token's KV
     pair: float = 0.0  # attention of one row to one token
+    draft_pass: float = 0.0  # one over what proposes tokens, with its head
 
     @staticmethod
-    def of(shape: ModelShape, device: DeviceProfile, passes: int = 0, overhead: float | None = None) -> StepCost:
-        """`passes`: over what proposes tokens, in each step. `overhead` replaces what the device's profile says."""
-        fixed = KERNELS * (shape.layers + passes) * device.gap if overhead is None else overhead
+    def of(shape: ModelShape, device: DeviceProfile, drafts: bool = False, overhead: float | None = None) -> StepCost:
+        """`drafts`: there is a layer that proposes tokens; each step takes all of its rows through it. `overhead` replaces what the
+        device's profile says."""
+        fixed = KERNELS * (shape.layers + drafts) * device.gap if overhead is None else overhead
+        share = 1 + drafts * (shape.pass_bytes - shape.head_bytes) / (shape.weight_bytes - shape.head_bytes)
         return StepCost(
-            fixed + passes * shape.pass_bytes / device.bandwidth,
-            shape.weight_bytes / device.bandwidth,
-            2 * shape.parameters / device.flops,
+            fixed,
+            share * shape.weight_bytes / device.bandwidth,
+            share * 2 * shape.parameters / device.flops,
             shape.kv_bytes / device.bandwidth,
             shape.pair_flops / device.flops,
+            KERNELS * device.gap * (overhead is None) + shape.pass_bytes / device.bandwidth,
         )
 
-    def seconds(self, rows: int, tokens: int, pairs: int) -> float:
-        """Of a step with so many rows whose requests have so many tokens; `pairs`: the sum over all rows of what each attends to."""
-        return self.overhead + max(self.weights, self.row * rows) + max(self.token * tokens, self.pair * pairs)
+    def seconds(self, rows: int, tokens: int, pairs: int, passes: int = 0) -> float:
+        """Of a step with so many rows whose requests have so many tokens; `pairs`: the sum over all rows of what each attends to; `passes`:
+        over what proposes tokens."""
+        computed = max(self.weights, self.row * rows) + max(self.token * tokens, self.pair * pairs)
+        return self.overhead + computed + passes * self.draft_pass

@@ -35,12 +35,16 @@ from mtpserve.core.sequence import Sequence
 from mtpserve.engine.faults import is_fatal
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.line import ServiceOrder
+from mtpserve.engine.policy import DepthPolicy, work_of
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.stats import count
 from mtpserve.engine.tiers import Tiers
 from mtpserve.spec.counts import new_stats
 
 log = logging.getLogger(__name__)
+
+# At start, unless depths are fixed. More requests at once are not measured when the time is over.
+MEASURED_S, MEASURED_STEPS, MEASURED_TOKENS = 0.3, 6, 64
 
 
 class Engine:
@@ -69,6 +73,7 @@ class Engine:
         lossy: bool = False,
         overlap: int = 0,
         plain_above: int | None = None,
+        adaptive: bool = False,
         fingerprint: bytes | None = b"",
         tiers: Tiers | None = None,
         observer: CacheObserver | None = None,
@@ -91,13 +96,16 @@ class Engine:
         self._grammars = grammars
         self._runner = runner
         self._want = want
+        self._depths = DepthPolicy(sizes, want) if adaptive and want > 0 else None
+        self._seeded = config.random_seed is not None
+        self._booked = 0.0  # when the last step was
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
         self._pages, self._budget, self._max_running = pages, budget, max_running
         self._overlap, self._plain_above, self._fingerprint, self._tiers = overlap, plain_above, fingerprint, tiers
         self._observer = observer
-        self._in_flight: deque[tuple[Planned, Launched]] = deque()
+        self._in_flight: deque[tuple[Planned, Launched, float]] = deque()  # with the time at which it was planned
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
             service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers,
@@ -147,11 +155,13 @@ class Engine:
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
             root=None if self._fingerprint is None else root(self._fingerprint, request.salt),
+            coupled=self._depths is not None and (sampling.seed is not None or self._seeded),
             depth=sampling.speculation.depth,
             arrived=perf_counter(),
         )
         sizes, seq.lockstep = self._runner.sizes, self._runner.processors or sampling.grammar is not None
         seq.reach, seq.lookahead = sizes.reach(seq.plain), sizes.lookahead(self._overlap, seq.plain)
+        seq.mixed = not seq.plain or sizes.always_free
         seq.proposals = sizes.proposals(self._want if seq.depth is None else min(self._want, seq.depth), seq.plain)
         scheduler.add(seq)
 
@@ -192,13 +202,14 @@ class Engine:
         if not self.has_work:
             return []
         events = self._book(leave=0) if self._in_flight and self._scheduler.must_wait() else []
+        began = perf_counter()
         planned = self._scheduler.plan(self._wanted())
         for admission in planned.plan.admissions:
             seq = self._scheduler.live[admission.id]
             seq.seated = perf_counter() if seq.seated is None else seq.seated
         going = bool(planned.seqs) or self._scheduler.moving or bool(planned.plan.transfers)
         if going:
-            events += self._launch(planned)
+            events += self._launch(planned, began)
         # Nothing was launched: nothing but what is in flight can give more to do.
         return events + self._book(leave=self._overlap if going else max(len(self._in_flight) - 1, 0))
 
@@ -219,11 +230,34 @@ class Engine:
             for requests in _ladder(self._max_running):
                 self._try([1] * requests, launched=True)
             log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
+        self._measure()
         self._fingerprint = fingerprint
         if self._observer is not None:
             self._observer.cleared()  # whatever routers know of a predecessor
             self._publish()
         self._stats = new_stats(self._runner.sizes.depth, self._pages.total)
+
+    def _measure(self) -> None:
+        """What steps take with few and many requests, deep and not: the first choices of a depth are no guesses then."""
+        if self._depths is None:
+            return
+        began, length = perf_counter(), min(MEASURED_TOKENS, self.context_length - 1)
+        for requests in _ladder(self._max_running):
+            for depth in sorted({self._want, min(1, self._want), 0}, reverse=True):
+                self._depths.forced = depth
+                for number in range(requests):
+                    sampling = SamplingParams(max_tokens=length, min_tokens=length, temperature=0, seed=0)
+                    self.add(Request(f"measure {number}", [0], sampling))
+                for _ in range(MEASURED_STEPS):
+                    self.step()
+                for number in range(requests):
+                    self.abort(f"measure {number}")
+                while self.has_work:
+                    self.step()
+            if perf_counter() - began > MEASURED_S:
+                break
+        self._depths.forced = None
+        self._depths.forget()
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
         """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""
@@ -245,16 +279,20 @@ class Engine:
         """Of one step, before another is booked: what has ended must not seem to have ended earlier."""
         for outcome in outcomes:
             count(self._stats, outcome)
+            if self._depths is not None and outcome.proposal.tokens:
+                self._depths.verified(outcome.seq, len(outcome.proposal.tokens), outcome.proposal.path)
         return [_event(outcome) for outcome in outcomes]
 
     def _wanted(self) -> int:
         crowded = self._plain_above is not None and len(self._scheduler.running) > self._plain_above
+        if self._depths is not None and not crowded:
+            return self._depths.choose(self._scheduler.running)
         return 0 if crowded else self._want
 
-    def _launch(self, planned: Planned) -> list[TokenEvent]:
+    def _launch(self, planned: Planned, began: float) -> list[TokenEvent]:
         self._stats.steps_total += bool(planned.seqs)
         try:
-            self._in_flight.append((planned, self._runner.launch(planned.plan)))
+            self._in_flight.append((planned, self._runner.launch(planned.plan), began))
         except Exception as error:
             return self._failed(planned.seqs, error)
         return []
@@ -263,9 +301,14 @@ class Engine:
         """The oldest steps, until no more than `leave` are in flight."""
         events: list[TokenEvent] = []
         while len(self._in_flight) > leave:
-            planned, launched = self._in_flight.popleft()
+            planned, launched, began = self._in_flight.popleft()
             try:
-                events += self._report(self._scheduler.commit(planned, launched.result()))
+                result = launched.result()
+                # While steps follow each other, each takes from the end of the last one to its own.
+                began, self._booked = max(began, self._booked), perf_counter()
+                if self._depths is not None and planned.seqs:
+                    self._depths.took(work_of(planned.plan), self._booked - began)
+                events += self._report(self._scheduler.commit(planned, result))
             except Exception as error:
                 events += self._failed(planned.seqs, error)
         return events

@@ -31,7 +31,7 @@ from mtpserve.core.request import Finish, Proposal, TokenLogprob
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.line import LOOKS, RANK, UNLIMITED, Line, ServiceOrder
 from mtpserve.engine.prefixes import Prefixes
-from mtpserve.engine.spans import admission, chunk, decodes, ends, new_pages, next_span, prefill_end, to_compute, useful_drafts
+from mtpserve.engine.spans import admission, chunk, decodes, ends, new_pages, next_span, prefill_end, proposals, to_compute, useful_drafts
 from mtpserve.engine.stopping import until_stop
 from mtpserve.engine.tiers import Tiers
 
@@ -144,7 +144,7 @@ class Scheduler:
         for seq, span in planned:
             seq.launched += span.length
             seq.ahead += span.samples
-            seq.drafts = seq.proposals if span.drafts_next and want > 0 else 0
+            seq.drafts = proposals(seq) if span.drafts_next and want > 0 else 0
         pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq)]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
         return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers), [seq for seq, _ in planned])

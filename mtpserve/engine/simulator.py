@@ -27,6 +27,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.costs import StepCost
 from mtpserve.engine.line import ServiceOrder
+from mtpserve.engine.policy import DepthPolicy, work_of
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
 from mtpserve.engine.tiers import Tiers
@@ -91,12 +92,12 @@ class Simulation:
 
     def __init__(
         self, scheduler: Scheduler, pages: PageGroups, device: SimulatedDevice, cost: StepCost = SAME, *, overlap: int = 0,
-        context: int = 1 << 30, cached: bool = True, transfers: SimulatedTransfers | None = None,
+        context: int = 1 << 30, cached: bool = True, transfers: SimulatedTransfers | None = None, policy: DepthPolicy | None = None,
         watch: Callable[[Planned], None] = lambda planned: None,
     ) -> None:  # fmt: skip
         self.scheduler, self.pages, self.now, self.result = scheduler, pages, 0.0, Simulated(seats=scheduler.free_seats)
         self._device, self._cost, self._overlap, self._cached, self._watch = device, cost, overlap, cached, watch
-        self._transfers = transfers
+        self._transfers, self._policy = transfers, policy
         self._longest = min(context, pages.capacity(device.sizes.lookahead(overlap)))
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._numbers = count()
@@ -186,7 +187,7 @@ class Simulation:
         """As Engine.step."""
         if self._in_flight and self.scheduler.must_wait():
             self._book(leave=0)
-        planned = self.scheduler.plan(self._device.want)
+        planned = self.scheduler.plan(self._device.want if self._policy is None else self._policy.choose(self.scheduler.running))
         self._watch(planned)
         going = bool(planned.seqs) or self.scheduler.moving or bool(planned.plan.transfers)
         if going:
@@ -202,6 +203,8 @@ class Simulation:
             if not planned.seqs:
                 began = max(began, self._transfers.next_end or 0.0)
         self._free_at = began + seconds
+        if self._policy is not None and planned.seqs:
+            self._policy.took(work_of(planned.plan), seconds)
         self._in_flight.append((planned, self._device.launch(planned.plan), self._free_at))
         self.result.steps += bool(planned.seqs)
         self.result.rows += rows
@@ -214,7 +217,7 @@ class Simulation:
             rows += width
             tokens += span.start + width
             pairs += width * span.start + width * width // 2
-        return rows, self._cost.seconds(rows, tokens, pairs)
+        return rows, self._cost.seconds(rows, tokens, pairs, work_of(plan).passes)
 
     def _book(self, leave: int) -> None:
         while len(self._in_flight) > leave:
@@ -227,6 +230,8 @@ class Simulation:
 
     def _yielded(self, outcome: Outcome) -> None:
         seq, result = outcome.seq, self.result
+        if self._policy is not None and outcome.proposal.tokens:
+            self._policy.verified(seq, len(outcome.proposal.tokens), outcome.proposal.path)
         live = self._live[seq.id]
         result.output_tokens += len(outcome.tokens)
         result.seconds = self.now
@@ -275,5 +280,6 @@ def simulation_of(
     if cached and below is not None and below.host > 0:
         disk = None if below.disk is None else SimulatedDisk(below.disk)
         tiers, transfers = Tiers(pages, [below.host], disk), SimulatedTransfers(below.times, disk)
+    policy = DepthPolicy(device.sizes, config.spec.steps) if config.spec.adaptive else None
     made = device.limited(Scheduler)(pages, max_running=seats, token_budget=budget, eos_ids=(), service=service, tiers=tiers)
-    return Simulation(made, pages, device, cost, overlap=overlap, context=context, cached=cached, transfers=transfers)
+    return Simulation(made, pages, device, cost, overlap=overlap, context=context, cached=cached, transfers=transfers, policy=policy)

@@ -22,6 +22,11 @@ def useful_drafts(seq: Sequence) -> int:
     return min(seq.drafts, seq.max_len - seq.expected - 1)
 
 
+def proposals(seq: Sequence) -> int:
+    """Drafts that a step may leave for it, at most."""
+    return seq.proposals if seq.most is None or seq.mixed else min(seq.proposals, seq.most)
+
+
 def to_compute(seq: Sequence) -> int:
     """Tokens that a request without a seat, or with a part of its prompt computed, comes to by its first verification."""
     return min(len(seq.tokens) + seq.reach + 1, seq.max_len)
@@ -32,7 +37,8 @@ def next_span(seq: Sequence, length: int, drafts: int = 0) -> SpanPlan:
     assert seq.seat is not None
     end, expected = seq.launched + length, seq.expected
     samples = end == expected
-    return SpanPlan(seq.seat, seq.launched, length, drafts, samples, samples or (expected > seq.prompt_len and end == expected - 1))
+    drafts_next = samples or (expected > seq.prompt_len and end == expected - 1)
+    return SpanPlan(seq.seat, seq.launched, length, drafts, samples, drafts_next, seq.most if drafts_next else None)
 
 
 def chunk(seq: Sequence, rows: int) -> SpanPlan:
@@ -53,7 +59,7 @@ def admission(seq: Sequence) -> Admission:
     assert seq.seat is not None
     return Admission(
         seq.seat, seq.id, list(seq.tokens), seq.prompt_len, seq.computed, seq.max_len, seq.seed, seq.sampling, seq.bad_words,
-        seq.prediction, seq.depth, seq.shared,
+        seq.prediction, seq.depth, seq.shared, seq.coupled,
     )  # fmt: skip
 
 

@@ -75,8 +75,7 @@ def integers(record: Record, eos_ids: Collection[int]) -> list[int]:
     return [
         *(len(given.tokens), given.computed, given.prompt_len, given.max_len, 0),
         *(max(params.top_k, 0), given.seed),
-        # Its proposals come from several sources, of which at most one knows the distribution that it drew from.
-        int(not given.plain),
+        int(given.point_masses),
         params.min_tokens,
         *[*ends, *[-1] * STOPS][:STOPS],
     ]

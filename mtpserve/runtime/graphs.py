@@ -1,8 +1,8 @@
 """Decoding steps that are captured once and replayed: one launch on the host instead of hundreds.
 
 A graph is a whole step (forward, accept, compact, absorb, draft) for a padded number of requests, each with as many rows as the engine
-verifies. It is fed with seats and wanted depths; everything else it reads from the seats on the device. The seat that belongs to no
-request pads it.
+verifies. It is fed with seats, wanted depths and numbers of drafts; everything else it reads from the seats on the device. The seat that
+belongs to no request pads it.
 
     requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    fewer drafts are masked
 
@@ -31,6 +31,7 @@ from mtpserve.runtime.transfer import write
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+DEPTHS = (1, 3)  # of chains, in addition to the engine's own depth
 WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in a capture
 LOG_EVERY = 10  # captures at start
 
@@ -106,7 +107,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    given: Tensor  # [2, requests]: seats, wanted depths
+    given: Tensor  # [3, requests]: seats, wanted depths, most drafts
     rows: Rows  # its tensors are read by every replay
     outcome: GraphOutput
     again: Callable[[], object]
@@ -128,41 +129,53 @@ def usual(coupled: bool) -> list[Asked]:
 
 
 class StepGraphs:
-    """`most` requests in one graph, at most. There are two widths: the engine's own, a token and all drafts of a request, and a
-    single row for steps that neither verify nor draft. Steps between the two are masked: near the end of its text a request has fewer
-    drafts for a step or two, which is not worth a capture."""
+    """`most` requests in one graph, at most. The widths are the engine's own, a token and all drafts of a request, those of a few less
+    deep chains, and a single row for steps that neither verify nor draft. Steps between them are masked: near the end of its text a
+    request has fewer drafts for a step or two, which is not worth a capture."""
 
     def __init__(self, step: Step, sampling: SeatSampling, recorder: Recorder, most: int) -> None:
         self.step, self.sampling, self.recorder, self.most = step, sampling, recorder, most
         self.drafts = step.drafter.sizes.proposals(step.drafter.sizes.depth, plain=True)
+        self.depths = sorted({depth for depth in DEPTHS if depth < self.drafts} | {self.drafts})
         self.recorded: dict[Key, Recorded | None] = {}  # None: cannot be captured
 
-    def replay(self, seats: Seq[int], wanted: Seq[int], drafts: int, asked: Asked, trees: bool) -> GraphOutput | None:
-        """`drafts` of the widest span. What it gives is overwritten by the next replay, on the device and in its order. None: such a
-        step cannot be captured, and nothing was done."""
-        key = self.key(len(seats), drafts, max(wanted) > 0, asked, trees)
+    def replay(
+        self, seats: Seq[int], wanted: Seq[int], most: Seq[int], drafts: int, want: int, asked: Asked, trees: bool
+    ) -> GraphOutput | None:
+        """`drafts` of the widest span; `want`: how deep the step drafts. What it gives is overwritten by the next replay, on the device and
+        in its order. None: such a step cannot be captured, and nothing was done."""
+        key = self.key(len(seats), drafts, want if any(wanted) else 0, asked, trees)
         recorded = self.recorded[key] if key in self.recorded else self.record(key)
         if recorded is None:
             return None
         padding = key.requests - len(seats)
-        write(recorded.given, [[*seats, *[self.step.seats.padding] * padding], [*wanted, *[0] * padding]])
+        given = ([*seats, *[self.step.seats.padding] * padding], [*wanted, *[0] * padding], [*most, *[0] * padding])
+        write(recorded.given, given)
         recorded.again()
         return recorded.outcome
 
-    def key(self, requests: int, drafts: int, any_wanted: bool, asked: Asked, trees: bool) -> Key:
+    def key(self, requests: int, drafts: int, deepest: int, asked: Asked, trees: bool) -> Key:
         assert drafts <= self.drafts
         size = next(tier for tier in tiers(self.most) if tier >= requests)
-        if drafts == 0 and not any_wanted:
+        if drafts == 0 and deepest == 0:
             return Key(size, 1, 0, False, asked.rounded())
-        return Key(size, self.drafts + 1, self.step.drafter.sizes.depth, trees, asked.rounded())
+        sizes = self.step.drafter.sizes
+        if sizes.trees or sizes.always_free:
+            return Key(size, self.drafts + 1, sizes.depth, trees, asked.rounded())
+        # The step in which the depth changes is as wide as the deeper one.
+        depth = next(depth for depth in self.depths if depth >= max(drafts, deepest))
+        return Key(size, depth + 1, depth, trees, asked.rounded())
 
-    def record_all(self, asked: Seq[Asked], trees: bool, plain_above: int | None = None) -> None:
+    def record_all(self, asked: Seq[Asked], trees: bool, plain_above: int | None = None, adaptive: bool = False) -> None:
         """Every tier, the largest first: the memory of the others fits into its own. `plain_above`: with more requests than that the
-        engine drafts nothing."""
+        engine drafts nothing. `adaptive`: it drafts as deep as it thinks best."""
         sizes = tiers(self.most)[::-1]
-        keys = [self.key(size, self.drafts, self.drafts > 0, each, trees) for size in sizes for each in asked]
+        depths = self.depths[::-1] if adaptive and self.drafts else [self.drafts]
+        keys = [self.key(size, depth, depth, each, trees) for size in sizes for depth in depths for each in asked]
+        if adaptive and self.drafts:
+            plain_above = 0
         if plain_above is not None:
-            keys += [self.key(size, 0, False, each, False) for size in sizes if size > plain_above for each in asked]
+            keys += [self.key(size, 0, 0, each, False) for size in sizes if size > plain_above for each in asked]
         keys = list(dict.fromkeys(keys))
         for number, key in enumerate(keys, 1):
             self.record(key)
@@ -172,13 +185,13 @@ class StepGraphs:
     @torch.inference_mode()
     def record(self, key: Key) -> Recorded | None:
         step, device = self.step, self.step.seats.device
-        given = torch.zeros(2, key.requests, dtype=torch.int64, device=device)
+        given = torch.zeros(3, key.requests, dtype=torch.int64, device=device)
         given[0] = step.seats.padding
-        seat_ids, each = given.unbind(0)
+        seat_ids, each, most = given.unbind(0)
         layout = row_layout.__wrapped__(
             ((1, key.width - 1, True),) * key.requests, device, step.drafter.sizes.depth if step.drafter.sizes.branching else None
         )  # not from the cache, which forgets
-        rows = Rows(layout, seat_ids, None, Want(each, key.deepest), key.trees, BatchSampler(self.sampling, key.asked))
+        rows = Rows(layout, seat_ids, None, Want(each, key.deepest, most), key.trees, BatchSampler(self.sampling, key.asked))
 
         def body() -> GraphOutput:
             computed = step.forward(rows)

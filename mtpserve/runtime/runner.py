@@ -161,26 +161,27 @@ class Runner:
         scored = {r: downloads(scores) for r, scores in prompt_logprobs(plans, records, computed.hidden, self.step.model).items()}
         drafts = self.step.propose(rows, computed)
         count, trees = (None, False) if drafts is None else (drafts.count, drafts.tree is not None)
-        waiting = self.note([record for plan, record in zip(plans, records, strict=True) if plan.drafts_next], want, count, trees)
+        drafted = [(plan, record) for plan, record in zip(plans, records, strict=True) if plan.drafts_next]
+        waiting = self.note(drafted, want, count, trees)
         return Part(spans, computed.columns, table, waiting, logprobs, scored)
 
     def rows(self, plans: Seq[SpanPlan], records: Seq[Record], want: int) -> Rows:
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
-        wanted = [records[r].wanted(want) for r in drafting]
+        wanted, most = [records[r].wanted(want) for r in drafting], [self.most(plans[r]) for r in drafting]
         hosts = [plan.seat for plan in plans]
         groups = self.sampling.rules.groups(records)
         more = [] if groups is None else groups.lists
         resumed, unstored = after_others(plans, records, self.drafter.lag)
-        known = tuple(hosts), tuple(drafting), tuple(wanted), tuple(resumed), tuple(unstored)
+        known = tuple(hosts), tuple(drafting), tuple(wanted), tuple(most), tuple(resumed), tuple(unstored)
         inputs = staged([*known, *more], self.seats.device) if more else kept(known, self.seats.device)
-        seat_ids, draft_spans, each, resumed_spans, unstored_spans, *lists = inputs
+        seat_ids, draft_spans, each, most_each, resumed_spans, unstored_spans, *lists = inputs
         rules = None if groups is None else BatchRules(self.sampling.rules, records, groups, lists)
         layout = tuple((plan.length, plan.drafts, plan.samples) for plan in plans)
         return Rows(
             row_layout(layout, self.seats.device, self.sizes.depth if self.sizes.branching else None),
             seat_ids,
             None if len(drafting) == len(plans) else draft_spans,
-            Want(each, max(wanted, default=0)),
+            Want(each, max(wanted, default=0), most_each),
             not self.seats.branching.isdisjoint(hosts),
             BatchSampler(self.sampling, self.asked(records), rules),
             resumed_spans if resumed else None,
@@ -197,20 +198,30 @@ class Runner:
     def replay(self, spans: Seq[Span], want: int, graphs: StepGraphs) -> Part:
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
+        most = [self.most(plan) for plan in plans]
         trees = not self.seats.branching.isdisjoint(hosts)
-        outcome = graphs.replay(hosts, wanted, max(plan.drafts for plan in plans), self.asked(records), trees)
+        outcome = graphs.replay(hosts, wanted, most, max(plan.drafts for plan in plans), want, self.asked(records), trees)
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
             return self.run(spans, want)
-        return Part(spans, outcome.columns, Download(outcome.table), self.note(records, want, outcome.count, outcome.trees))
+        return Part(
+            spans,
+            outcome.columns,
+            Download(outcome.table),
+            self.note(list(zip(plans, records, strict=True)), want, outcome.count, outcome.trees),
+        )
 
-    def note(self, records: Seq[Record], want: int, count: Tensor | None, trees: bool) -> Download | Seq[int]:
+    def most(self, plan: SpanPlan) -> int:
+        """Drafts that the algorithm may give a request after this span."""
+        return self.sizes.proposed if plan.most is None else min(plan.most, self.sizes.proposed)
+
+    def note(self, drafted: Seq[tuple[SpanPlan, Record]], want: int, count: Tensor | None, trees: bool) -> Download | Seq[int]:
         """What is known on the host about the drafts that now wait. `count` [requests, and padding], None where nothing was drafted."""
         if count is None:
-            return [0] * len(records)
-        self.seats.branch([record.seat for record in records], trees)
+            return [0] * len(drafted)
+        self.seats.branch([record.seat for _, record in drafted], trees)
         if self.overlapped:
-            return [self.sizes.proposals(record.wanted(want), record.plain) for record in records]
+            return [self.sizes.proposals(record.wanted(want), record.plain, plan.most) for plan, record in drafted]
         return Download(count)
 
 

@@ -46,7 +46,7 @@ class Asked:
             largest_k=max((p.top_k for p in params), default=0),
             any_top_p=any(p.top_p < 1 for p in params),
             any_min_p=any(p.min_p > 0 for p in params),
-            any_coupled=not all(record.plain for record in records),
+            any_coupled=any(record.admission.point_masses for record in records),
             all_coupled=coupled,
             top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
         )

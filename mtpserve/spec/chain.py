@@ -31,7 +31,7 @@ class ChainDrafter:
         if steps == 0:
             return None
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
-        path, count = length.new_zeros(len(length), 0), torch.zeros_like(length)  # of the drafts so far: for rules
+        path, drafted = length.new_zeros(len(length), 0), torch.zeros_like(length)  # so far: for rules
         tokens, probs = list[Tensor](), list[Tensor]()
         for step in range(steps):
             if step:
@@ -39,10 +39,11 @@ class ChainDrafter:
                 rows = self.passes.rows(batch, seat_ids, tokens[-1], index, index)
                 state = self.passes.step(rows, state.features)
                 if sampler.has_rules:
-                    path, count = torch.stack(tokens, 1), count + 1
-            logits, columns = self.passes.logits(state.head, batch, seat_ids, path, count)
+                    path, drafted = torch.stack(tokens, 1), drafted + 1
+            logits, columns = self.passes.logits(state.head, batch, seat_ids, path, drafted)
             token, q = self.passes.propose(logits, seat_ids, length + step, sampler)
             if q is not None:
                 probs.append(q)
             tokens.append(token if columns is None else columns[token])
-        return Drafts(torch.stack(tokens, 1), want.each.clamp(max=steps), torch.stack(probs, 1) if probs else None)
+        count = torch.minimum(want.each, want.most).clamp(max=steps)
+        return Drafts(torch.stack(tokens, 1), count, torch.stack(probs, 1) if probs else None)

@@ -44,7 +44,7 @@ class SimulatedDevice:
     def __init__(self, sizes: DraftSizes, rates: Sequence[float] = (), seed: int = 0) -> None:
         self.sizes, self.want = sizes, sizes.steps
         self.answers: dict[str, Sequence[int]] = {}
-        self._rates, self._random = rates, Random(seed)
+        self.rates, self._random = rates, Random(seed)
         self._seats: dict[int, Speaker] = {}
 
     @classmethod
@@ -65,23 +65,25 @@ class SimulatedDevice:
     def launch(self, plan: StepPlan) -> StepResult:
         for each in plan.admissions:
             self._seats[each.seat] = Speaker(self.answers[each.id], len(each.tokens) - each.prompt_len)
-        return StepResult([self._run(span) for span in plan.spans])
+        return StepResult([self._run(span, plan.want) for span in plan.spans])
 
-    def _run(self, span: SpanPlan) -> SpanResult:
+    def _run(self, span: SpanPlan, want: int) -> SpanResult:
         seat = self._seats[span.seat]
-        accepted, tokens = 0, []
+        accepted, tokens, drafts = 0, [], 0
         if span.samples:
             # The plan has a bound where a step is in flight, and no draft beyond the last token that the request may have.
-            accepted = self._accepted(min(seat.waiting, span.drafts))
+            drafts = min(seat.waiting, span.drafts)
+            accepted = self._accepted(drafts)
             end = seat.committed + accepted + 1
             tokens = list(seat.answer[seat.committed : end])
             tokens += [AFTER_THE_END] * (accepted + 1 - len(tokens))
             seat.committed = end
-        seat.waiting = self.sizes.proposed if span.drafts_next else 0
-        return SpanResult(tokens, accepted, seat.waiting)
+        seat.waiting = self.sizes.proposals(want, True, span.most) if span.drafts_next else 0
+        chain = list(range(drafts))
+        return SpanResult(tokens, accepted, seat.waiting, chain, chain, [0] * drafts, list(range(1, accepted + 1)))
 
     def _accepted(self, drafts: int) -> int:
-        for depth, rate in enumerate(self._rates[:drafts]):
+        for depth, rate in enumerate(self.rates[:drafts]):
             if self._random.random() >= rate:
                 return depth
-        return min(drafts, len(self._rates))
+        return min(drafts, len(self.rates))

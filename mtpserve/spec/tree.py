@@ -71,7 +71,7 @@ class TreeDrafter:
             fed, state = self.feed(batch, seat_ids, length, frontier, step)
             pool, frontier = self.grow(batch, seat_ids, length, fed, state, step, sum(part.tokens.shape[1] for part in pools))
             pools.append(pool)
-        return choose(pools, want.each, self.sizes.proposed)
+        return choose(pools, want, self.sizes.proposed)
 
     def feed(self, batch: Batch, seat_ids: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
         """One pass of the layer over the frontier's nodes. → the same nodes with their own bits set, and the output."""
@@ -133,19 +133,17 @@ class Pool:
     parents: Tensor  # [D, n] places in the pool of all depths, -1 for the root
 
 
-def choose(pools: list[Pool], want: Tensor, nodes: int) -> Drafts:
-    """The best `nodes` candidates of all depths, none deeper than `want` [D], as a tree."""
+def choose(pools: list[Pool], want: Want, nodes: int) -> Drafts:
+    """The best `nodes` candidates of all depths, fewer and not as deep where `want` says so, as a tree. The best is node 1."""
     tokens, scores, parents = (torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents"))
     depth = torch.cat([tokens.new_full((pool.tokens.shape[1],), d) for d, pool in enumerate(pools, 1)])
-    scores = scores.masked_fill(depth > want.unsqueeze(1), LEAST)
+    scores = scores.masked_fill(depth > want.each.unsqueeze(1), LEAST)
+    # A parent scores more than its children, so that it comes before them.
     best = scores.topk(min(nodes, scores.shape[1]), -1)
-    good = best.values > LEAST / 2
-    # In the pool's order parents come before their children; places without a proposal are sorted to the end.
-    order = torch.where(good, best.indices, scores.shape[1]).sort(-1)
-    count = good.sum(1)
-    taken = order.values.clamp(max=scores.shape[1] - 1)
-    real = torch.arange(taken.shape[1], device=taken.device) < count.unsqueeze(1)
+    taken = best.indices
     number = torch.arange(1, taken.shape[1] + 1, device=taken.device)
+    real = (best.values > LEAST / 2) & (number <= want.most.unsqueeze(1))
+    count = real.sum(1)
     node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)  # place in the pool → node; the root, node 0, is at the last place
     node_of = node_of.scatter(1, torch.where(real, taken, scores.shape[1]), torch.where(real, number, 0))
     above = parents.gather(1, taken)

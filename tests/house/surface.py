@@ -9,6 +9,7 @@ import argparse
 from importlib import import_module
 
 import mtpserve
+from mtpserve.cli.bench import BENCHMARKS
 from mtpserve.cli.main import COMMANDS
 from tests.house.tree import ROOT
 
@@ -20,13 +21,18 @@ def option(action: argparse.Action) -> str:
     return f"  {names} {action.metavar}" if action.metavar and action.option_strings else f"  {names}"
 
 
+def options(module: str) -> list[str]:
+    return [option(action) for action in import_module(module).parser()._actions]
+
+
 def surface() -> str:
     lines = ["mtpserve.__all__", *(f"  {name}" for name in mtpserve.__all__)]
     for command in COMMANDS:
         lines += ["", f"mtpserve {command}"]
         if command != "version":
-            parser = import_module(f"mtpserve.cli.{command}").parser()
-            lines += [option(action) for action in parser._actions]
+            lines += options(f"mtpserve.cli.{command}") if command != "bench" else [f"  {name}" for name in BENCHMARKS]
+    for name, place in BENCHMARKS.items():
+        lines += ["", f"mtpserve bench {name}", *options(place.split(":")[0])]
     return "\n".join(lines) + "\n"
 
 

@@ -71,7 +71,14 @@ class Harness:
         ends = [self.computed[i] + rows[i] == len(self.prompts[i]) for i in running]
         layout = tuple((rows[i] - count, count, end and not count) for i, count, end in zip(running, proposed, ends, strict=True))
         sampler = BatchSampler(self.sampling, Asked.of([self.records[i] for i in running], False))
-        given = Rows(row_layout(layout, CPU), torch.tensor(running), None, Want(torch.zeros(len(running)), 0), False, sampler)
+        given = Rows(
+            row_layout(layout, CPU),
+            torch.tensor(running),
+            None,
+            Want(torch.zeros(len(running)), 0, torch.zeros(len(running))),
+            False,
+            sampler,
+        )
         batch = build(given, self.seats)
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), Features())
         by_span = iter(self.model.logits(hidden.head).split([rows[i] for i in running]))

@@ -157,15 +157,25 @@ def test_a_step_is_as_wide_as_the_engine_drafts(steps: int) -> None:
     """k + 1 rows, not the next power of two; fewer drafts, as near the end of a text, are masked and need no graph of their own."""
     graphs = graphs_of(tiny_engine(tiny_model(), chain(steps), recorder=Again()))
     for drafts in range(1, steps + 1):
-        assert graphs.key(3, drafts, True, GREEDY, False).width == steps + 1
-    assert graphs.key(3, 0, True, GREEDY, False) == graphs.key(3, steps, False, GREEDY, False) == graphs.key(4, steps, True, GREEDY, False)
-    plain = graphs.key(3, 0, False, GREEDY, False)
+        assert graphs.key(3, drafts, steps, GREEDY, False).width == steps + 1
+    whole = graphs.key(4, steps, steps, GREEDY, False)
+    assert graphs.key(3, 0, steps, GREEDY, False) == graphs.key(3, steps, 0, GREEDY, False) == whole
+    plain = graphs.key(3, 0, 0, GREEDY, False)
     assert (plain.width, plain.deepest) == (1, 0)
+
+
+def test_chains_that_are_less_deep_have_a_few_widths_of_their_own() -> None:
+    graphs = graphs_of(tiny_engine(tiny_model(), chain(7), recorder=Again()))
+    assert [graphs.key(3, depth, depth, GREEDY, False).width for depth in range(1, 8)] == [2, 4, 4, 8, 8, 8, 8]
+    # The step in which the depth changes verifies what the last one left, and drafts what the next one verifies.
+    assert graphs.key(3, 3, 1, GREEDY, False) == graphs.key(3, 1, 3, GREEDY, False) == graphs.key(3, 3, 3, GREEDY, False)
+    graphs.record_all([GREEDY], False, adaptive=True)
+    assert {(key.requests, key.deepest) for key in graphs.recorded} == {(size, depth) for size in tiers(16) for depth in (0, 1, 3, 7)}
 
 
 def test_a_tree_is_as_wide_as_its_nodes() -> None:
     graphs = graphs_of(tiny_engine(tiny_model(), TREE, recorder=Again()))
-    assert graphs.key(3, 2, True, GREEDY, True).width == TREE.nodes + 1 == 8
+    assert graphs.key(3, 2, TREE.steps, GREEDY, True).width == TREE.nodes + 1 == 8
 
 
 @pytest.mark.parametrize(("most", "above", "expected"), [(16, None, 10), (16, 2, 16), (3, None, 6)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.batch import Tree
+from mtpserve.core.batch import Tree, Want
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.layers.decoder import DecoderModel
@@ -184,14 +184,15 @@ def test_the_best_of_the_pool_form_a_tree() -> None:
         Pool(torch.randint(50, (200, 3)), first, torch.full((200, 3), -1)),
         Pool(torch.randint(50, (200, 9)), second, torch.arange(3).repeat_interleave(3).expand(200, 9)),
     ]
-    drafts = choose(pools, torch.tensor([2, 1] * 100), 6)
+    most = torch.randint(1, 9, (200,), generator=generator)
+    drafts = choose(pools, Want(torch.tensor([2, 1] * 100), 2, most), 6)
     assert drafts.tree is not None
     for r in range(200):
         count, parents = int(drafts.count[r]), drafts.tree.parents[r].tolist()
-        assert count == (6 if r % 2 == 0 else 3) and all(parent <= node for node, parent in enumerate(parents[:count]))
+        assert count == min(6 if r % 2 == 0 else 3, most[r]) and all(parent <= node for node, parent in enumerate(parents[:count]))
         scores = torch.cat([first[r], second[r]]) if r % 2 == 0 else first[r]
         tokens = torch.cat([pools[0].tokens[r], pools[1].tokens[r]])
-        best = scores.topk(count).indices.sort().values
+        best = scores.topk(count).indices
         assert drafts.tokens[r, :count].tolist() == tokens[best].tolist()
 
 

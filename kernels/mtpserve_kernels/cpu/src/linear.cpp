@@ -176,7 +176,7 @@ template <class Method, class From> void quantize(const From* from, typename Met
     Method::store(to + k, whole);
   });
   scale = most / 127 + sum(poison);
-  offset = Method::OFFSET * int32_t(sum(total));
+  offset = scale == scale ? Method::OFFSET * int32_t(sum(total)) : 0;
 }
 
 // These rows as the method multiplies them: the tensor itself where the type is right, otherwise a copy.

@@ -1,0 +1,196 @@
+"""How deep each request drafts next, so that as many tokens as possible are committed in a second.
+
+    what steps cost (engine/step_times) ─┐
+                                         ├─→ choose ─→ the step's depth, and how many drafts each request may have
+    what is accepted (spec/survival) ────┘
+
+For each depth the drafts of all requests compete for the step's rows: the likeliest come first, as long as the whole batch gets more
+tokens per second by them,
+
+    tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes)
+
+The depth changes only for a gain of 2 %. What is not drafted is not learned, so that now and then a step tries another depth: for 0.5 %
+of the time, or for nothing where what it drafted was worth its time. So drafting comes back when the text changes.
+
+Texts do not depend on any of this: greedy text never depends on drafts, the law of a sampled text does not, and a request with a seed gets
+drafts that are coupled to the target's noise (spec/accept), by which its text is that of plain decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from typing import NamedTuple
+
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import StepPlan
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.step_times import StepTimes, StepWork
+from mtpserve.spec.survival import Survival
+
+GAIN = 0.02  # by which another depth must be better
+EVERY = 8  # steps between two choices for the same requests
+STEPS = 20  # of a request's factor: requests with nearly the same are one kind
+TRIALS = 0.005  # of the time
+SAVED = 20.0  # seconds of work from which a share is saved for trials, at most
+POINTS = 12  # numbers of drafts of the whole batch that are compared for each depth
+TRIED = 8  # requests that a trial drafts for
+FRESH = 2000  # steps after which a time is measured again
+CLOSE = 0.8  # times of depths that are expected to give less than this share of the best are not measured
+
+
+class DepthChoice(NamedTuple):
+    depth: int
+    most: list[int]  # drafts of each request
+    value: float  # tokens per second
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    drafted = sum(span.drafts_next for span in plan.spans)
+    rows, context = sum(span.width for span in plan.spans), sum(span.start + span.width for span in plan.spans)
+    return StepWork(drafted, rows, plan.want if drafted else 0, context)
+
+
+class DepthPolicy:
+    """`deepest`: no request drafts deeper; it may be changed at any time."""
+
+    def __init__(self, sizes: DraftSizes, deepest: int) -> None:
+        self.sizes, self.deepest, self.adaptive = sizes, deepest, True
+        self.times, self.survival = StepTimes(), Survival(sizes.proposed, sizes.trees)
+        self.depth, self.value = deepest, 0.0  # of the last choice
+        self.changes = self.trials = 0
+        self.forced: int | None = None  # while step times are measured at start
+        self._saved = 0.0  # seconds that may be spent on trials
+        self._count, self._age = -1, 0  # requests of the last choice, and the steps since
+        self._rest = 0  # steps without a trial that are left
+        self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many tokens the usual drafts would have given
+
+    # ------------------------------------------------------------------------------------------------- choice
+
+    def choose(self, seqs: Seq[Sequence]) -> int:
+        """The depth of the next step's drafts; each request is told how many it may have."""
+        if self.forced is not None or not self.adaptive or not seqs:
+            for seq in seqs:
+                seq.most = None
+            return min(self.deepest, self.sizes.depth) if self.forced is None else self.forced
+        self._age, self._rest = self._age + 1, self._rest - 1
+        if self._count == len(seqs) and self._age < EVERY:
+            return self.depth
+        self._decide(seqs)
+        tried = self._tried(seqs)
+        return self.depth if tried is None else tried
+
+    def _decide(self, seqs: Seq[Sequence]) -> None:
+        best = max((self._best(seqs, depth) for depth in self._depths()), key=lambda choice: choice.value)
+        if best.depth != self.depth:
+            kept = self._best(seqs, min(self.depth, self.deepest))
+            if best.value <= kept.value * (1 + GAIN):
+                best = kept
+            else:
+                self.changes += 1
+        self.depth, self.value, self._count, self._age = best.depth, best.value, len(seqs), 0
+        for seq, most in zip(seqs, best.most, strict=True):
+            seq.most = most
+
+    def _depths(self) -> Seq[int]:
+        # A tree is grown to its whole depth or not at all: fewer nodes are those with the best scores.
+        return (0, self.deepest) if self.sizes.trees and self.deepest > 0 else range(self.deepest + 1)
+
+    def _best(self, seqs: Seq[Sequence], depth: int) -> DepthChoice:
+        """The best numbers of drafts for a step of this depth."""
+        ranks = self._ranks(depth)
+        kinds = dict[tuple[int, int], list[int]]()
+        for i, seq in enumerate(seqs):
+            kinds.setdefault((round(seq.factor * STEPS), _limit(seq, ranks)), []).append(i)
+        nodes = [
+            (chance, i) for (factor, limit), own in kinds.items() for chance in self.survival.chances(factor / STEPS, limit) for i in own
+        ]
+        nodes.sort(reverse=True)
+        gained = [0.0, *accumulate(chance for chance, _ in nodes)]
+        step = max(len(nodes) // POINTS, 1)
+        counts = sorted({*range(0, len(nodes) + 1, step), len(nodes)} if depth else {0})
+        context = sum(len(seq.tokens) for seq in seqs)
+        value, count = max((self._value(len(seqs), count, depth, context, gained[count]), count) for count in counts)
+        most = [0] * len(seqs)
+        for _, i in nodes[:count]:
+            most[i] += 1
+        return DepthChoice(depth, most, value)
+
+    def _ranks(self, depth: int) -> int:
+        return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
+
+    def _value(self, requests: int, drafts: int, depth: int, context: int, gained: float) -> float:
+        seconds = self.times.seconds(StepWork(requests, requests + drafts, depth, context))
+        # Before anything was measured all depths cost the same.
+        return (requests + gained) / (seconds or 1.0)
+
+    # ------------------------------------------------------------------------------------------------- trials
+
+    def _tried(self, seqs: Seq[Sequence]) -> int | None:
+        """The depth of a trial, where one is due."""
+        depth = self._candidate(seqs) if self._rest <= 0 else None
+        if depth is None:
+            return None
+        tried = seqs if depth < self.depth else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
+        cost = self._cost(seqs, depth, len(tried))
+        if cost > self._saved:
+            return None
+        self._saved -= max(cost, 0.0)
+        self.trials += 1
+        if depth > self.depth:
+            self._trying |= {seq.id: sum(self.survival.chances(seq.factor, seq.most or 0)) for seq in tried}
+        for seq in tried:
+            seq.most, seq.tried = self._ranks(depth), self.trials
+        self._age, self._rest = EVERY, EVERY  # the numbers of drafts are chosen anew
+        return depth
+
+    def _candidate(self, seqs: Seq[Sequence]) -> int | None:
+        """The whole depth, to learn what is accepted; in every other trial a depth whose time is not known."""
+        others = [depth for depth in self._depths() if depth != self.depth]
+        if not others:
+            return None
+        if self.trials % 2 or self.depth == self.deepest:
+            context, count = sum(len(seq.tokens) for seq in seqs), len(seqs)
+            unknown = []
+            for depth in others:
+                age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, context))
+                if (age is None or age > FRESH) and (value := self._best(seqs, depth).value) > CLOSE * self.value:
+                    unknown.append((value, depth))
+            if unknown:
+                return max(unknown)[1]
+        return None if self.depth == self.deepest else self.deepest
+
+    def _cost(self, seqs: Seq[Sequence], depth: int, tried: int) -> float:
+        """Seconds that a trial takes longer than the step in its place, or that its missing drafts would have saved."""
+        count, context = len(seqs), sum(len(seq.tokens) for seq in seqs)
+        usual = self.times.seconds(StepWork(count, count + sum(seq.most or 0 for seq in seqs), self.depth, context))
+        if depth < self.depth:
+            return usual * max(1 - self._best(seqs, depth).value / max(self.value, 1e-9), 0.0)
+        rows = count + tried * self._ranks(depth) + sum(seq.most or 0 for seq in seqs[tried:])
+        return self.times.seconds(StepWork(count, rows, depth, context)) - usual
+
+    # ------------------------------------------------------------------------------------------- what is learned
+
+    def took(self, work: StepWork, seconds: float) -> None:
+        """A step took so long."""
+        self.times.observe(work, seconds)
+        self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
+
+    def verified(self, seq: Sequence, drafts: int, path: Seq[int]) -> None:
+        """What came of a request's drafts: the nodes that were accepted, from 1 on."""
+        drafts = min(drafts, self.sizes.proposed)
+        accepted = [node for node in path if node <= drafts]
+        self.survival.observe(drafts, accepted)
+        seq.factor = self.survival.follow(seq.factor, drafts, len(accepted))
+        usual = self._trying.pop(seq.id, None)
+        if usual is not None and self.value > 0:
+            self._saved = min(max(self._saved + (len(accepted) - usual) / self.value, 0.0), TRIALS * SAVED)
+
+    def forget(self) -> None:
+        """What was accepted is void; what steps take is not."""
+        self.survival, self._saved = Survival(self.sizes.proposed, self.sizes.trees), 0.0
+        self._trying.clear()
+
+
+def _limit(seq: Sequence, ranks: int) -> int:
+    return ranks if seq.depth is None else min(ranks, seq.depth)

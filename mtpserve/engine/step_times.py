@@ -1,0 +1,124 @@
+"""How long the engine's steps take on this machine, learned from the steps that it computes.
+
+Steps that are alike (rows, passes, requests) share a cell with their last durations; the median is its time. Between the cells, and
+where nothing was measured yet, a formula with non-negative coefficients is fitted to them:
+
+    seconds = c0 + c1 · min(rows, 8) + c2 · rows + c3 · (rows above 16) + c4 · (rows above 64) + c5 · (rows above 256)
+                 + c6 · passes + c7 · passes · requests + c8 · tokens of context
+
+The first term is what weights cost to read, the next ones what rows cost to multiply: concave on a CPU, flat and then rising on a GPU. By
+what a cell differs from the formula, steps like its own are expected to differ, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import log2, pow
+from statistics import median
+from typing import NamedTuple
+
+KEPT = 15  # durations of each cell
+REFIT = 128  # observations between two fits, and fewer at the beginning
+SWEEPS = 40  # of coordinate descent in each
+EXACT = 8  # numbers up to this are cells of their own; larger ones share one with those that differ by less than a seventh
+BENDS = (16, 64, 256)  # rows from which on more may cost more
+TERMS = 9
+FULL = 1.0  # durations after which a cell counts for half against the formula
+
+
+class StepWork(NamedTuple):
+    """What is in a step."""
+
+    requests: int  # that decode
+    rows: int  # of the trunk, those of prompts too
+    passes: int  # after the trunk's
+    context: int  # tokens of all requests
+
+
+class CellKey(NamedTuple):
+    requests: int
+    rows: int
+    passes: int
+
+
+@dataclass(slots=True)
+class Cell:
+    terms: list[float]  # means of its steps'
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    seen: int = 0
+    last: int = 0  # number of the step that was the last
+
+    @property
+    def time(self) -> float:
+        return median(self.seconds)
+
+
+def bucket(number: int) -> int:
+    return number if number <= EXACT else EXACT + round(5 * log2(number / EXACT))
+
+
+def key_of(work: StepWork) -> CellKey:
+    return CellKey(bucket(work.requests), bucket(work.rows), work.passes)
+
+
+def terms_of(work: StepWork) -> list[float]:
+    requests, rows, passes, context = work
+    convex = (max(rows - bend, 0) for bend in BENDS)
+    return [1.0, min(rows, EXACT), rows, *convex, passes, passes * requests, context / 1000]
+
+
+class StepTimes:
+    def __init__(self) -> None:
+        self.cells: dict[CellKey, Cell] = {}
+        self.coefficients = [0.0] * TERMS
+        self.observed = 0
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step took so long."""
+        terms = terms_of(work)
+        cell = self.cells.setdefault(key_of(work), Cell(terms))
+        cell.seconds.append(seconds)
+        cell.seen += 1
+        cell.last = self.observed
+        share = 1 / min(cell.seen, KEPT)
+        cell.terms = [old + share * (new - old) for old, new in zip(cell.terms, terms, strict=True)]
+        self.observed += 1
+        if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64):
+            self.fit()
+
+    def seconds(self, work: StepWork) -> float:
+        """Expected; 0 before anything was fitted."""
+        expected = self._formula(terms_of(work))
+        cell = self.cells.get(key_of(work))
+        if cell is None or (usual := self._formula(cell.terms)) <= 0:
+            return expected
+        return expected * pow(cell.time / usual, cell.seen / (cell.seen + FULL))
+
+    def age(self, work: StepWork) -> int | None:
+        """Observations since a step like it; None: there was none."""
+        cell = self.cells.get(key_of(work))
+        return None if cell is None else self.observed - cell.last
+
+    def _formula(self, terms: list[float]) -> float:
+        return sum(c * t for c, t in zip(self.coefficients, terms, strict=True))
+
+    def fit(self) -> None:
+        """Least squares of relative errors over the cells, each coefficient at least 0, by coordinate descent."""
+        normal = [[0.0] * TERMS for _ in range(TERMS)]
+        right = [0.0] * TERMS
+        for cell in self.cells.values():
+            time = cell.time
+            weight = min(cell.seen, KEPT) / max(time, 1e-9) ** 2
+            for i, a in enumerate(cell.terms):
+                if a:
+                    right[i] += weight * a * time
+                    row = normal[i]
+                    for j, b in enumerate(cell.terms):
+                        row[j] += weight * a * b
+        found = self.coefficients
+        for _ in range(SWEEPS):
+            for i in range(TERMS):
+                if normal[i][i] > 0:
+                    rest = right[i] - sum(normal[i][j] * found[j] for j in range(TERMS) if j != i)
+                    found[i] = max(rest / normal[i][i], 0.0)

@@ -1,0 +1,67 @@
+"""How likely drafts are accepted, learned from verifications.
+
+Drafts are counted by their rank: of a chain the depth, of a tree the place in the order of scores (spec/tree), so that the first n drafts
+are what a proposal of n would have been.
+
+    chain    chance(j) = rate(1) · … · rate(j)       rate(j): acceptance of depth j where depth j - 1 was accepted
+    tree     chance(j) = rate(j)                     rate(j): how often node j is on the path that is accepted
+
+A request whose drafts are accepted more or less often than others' has a factor for all rates, which follows what comes of its own drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import pow
+
+PRIOR, STRENGTH = 0.8, 4.0  # the rate of a depth before anything was seen, as so many verifications
+KEEP = 1 - 1 / 300  # of what was counted, with each further verification of the rank
+HIGHEST = 0.98  # of a rate
+RATE, BACK = 0.07, 0.995  # how fast a request's factor follows its drafts, and returns to 1
+LOWEST_FACTOR, HIGHEST_FACTOR = 0.2, 1.6
+
+
+class Survival:
+    """`ranks`: drafts of one request, at most."""
+
+    def __init__(self, ranks: int, trees: bool = False) -> None:
+        self.ranks, self.trees = ranks, trees
+        self.rates = [pow(PRIOR, rank) if trees else PRIOR for rank in range(1, ranks + 1)]
+        self._hits, self._trials = [STRENGTH * rate for rate in self.rates], [STRENGTH] * ranks
+
+    def observe(self, drafts: int, accepted: Sequence[int]) -> None:
+        """One verification of `drafts` drafts: the ranks that were accepted, from 1 on."""
+        known = min(drafts, self.ranks)
+        # Of a chain, what follows the first draft that was rejected says nothing.
+        for i in range(known if self.trees else min(known, len(accepted) + 1)):
+            self._hits[i] = self._hits[i] * KEEP + (i + 1 in accepted)
+            self._trials[i] = self._trials[i] * KEEP + 1
+            self.rates[i] = self._hits[i] / self._trials[i]
+
+    def chances(self, factor: float, most: int) -> list[float]:
+        """Of each of the first `most` ranks to be accepted. Of a tree, each is a mean over its neighbours where that makes them fall."""
+        if self.trees:
+            return falling([min(rate * factor, HIGHEST) for rate in self.rates[:most]])
+        chances, chance = list[float](), 1.0
+        for rate in self.rates[:most]:
+            chance *= min(rate * factor, HIGHEST)
+            chances.append(chance)
+        return chances
+
+    def follow(self, factor: float, drafts: int, accepted: int) -> float:
+        """A request's factor after one of its verifications."""
+        expected = sum(self.chances(factor, drafts))
+        moved = pow(factor, BACK) * (1 + RATE * (accepted - expected) / (1 + expected))
+        return min(max(moved, LOWEST_FACTOR), HIGHEST_FACTOR)
+
+
+def falling(numbers: Sequence[float]) -> list[float]:
+    """The nearest numbers that never rise: those that do are replaced by their mean."""
+    blocks = list[tuple[float, int]]()  # sums, of so many
+    for number in numbers:
+        total, count = number, 1
+        while blocks and blocks[-1][0] * count < total * blocks[-1][1]:
+            before, size = blocks.pop()
+            total, count = total + before, count + size
+        blocks.append((total, count))
+    return [total / count for total, count in blocks for _ in range(count)]

@@ -1,0 +1,162 @@
+"""The depths that the policy chooses: on simulated devices, where what steps cost and what is accepted are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from typing import NamedTuple
+
+import pytest
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.config import SpecConfig
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.costs import PROFILES, ModelShape, StepCost
+from mtpserve.engine.policy import EVERY, DepthPolicy
+from mtpserve.engine.scheduler import Planned, Scheduler
+from mtpserve.engine.simulator import Simulation
+from mtpserve.engine.step_times import StepWork
+from mtpserve.engine.traces import TraceConversation, TraceTurn
+from mtpserve.spec.simulated import SimulatedDevice
+from mtpserve.spec.sizes import draft_sizes
+
+DEEP, BUDGET, PROMPT = 3, 2048, 8
+# Of a model that has 60 layers, as those have that come with a layer for drafting.
+SHAPE = ModelShape(layers=60, weight_bytes=30_000_000_000, parameters=15_000_000_000)
+NEVER, UNTRAINED, FAIR, DEMO = (0.01, 0.01, 0.01), (0.05, 0.05, 0.05), (0.4, 0.4, 0.4), (0.8, 0.75, 0.7)
+
+
+class Ran(NamedTuple):
+    speed: float  # tokens per second
+    policy: DepthPolicy | None
+    depths: list[int]  # of all steps
+
+
+def run(
+    conversations: Seq[TraceConversation], batch: int, cost: StepCost, depth: int, rates: Seq[float] = (), adaptive: bool = False,
+    change: Callable[[float], Seq[float]] | None = None,
+) -> Ran:  # fmt: skip
+    """`change`: rates of acceptance by the time."""
+    spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth) if depth else SpecConfig()
+    device = SimulatedDevice(draft_sizes(spec, BUDGET), rates, seed=1)
+    policy = measured(device.sizes, batch, cost) if adaptive else None
+    pages, depths = PageGroups([None], [20_000], 16, BUDGET), list[int]()
+    scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=())
+
+    def watch(planned: Planned) -> None:
+        depths.append(planned.plan.want)
+        if change is not None:
+            device.rates = change(simulation.now)
+
+    simulation = Simulation(scheduler, pages, device, cost, cached=False, policy=policy, watch=watch)
+    result = simulation.run(conversations)
+    return Ran(result.output_tokens / result.seconds, policy, depths)
+
+
+def measured(sizes: DraftSizes, batch: int, cost: StepCost) -> DepthPolicy:
+    """As the engine does at start."""
+    policy = DepthPolicy(sizes, sizes.steps)
+    for requests in [*(1 << i for i in range((batch - 1).bit_length())), batch]:
+        for depth in (sizes.steps, 1, 0):
+            rows, context = requests * (1 + depth), requests * 10
+            for _ in range(5):
+                policy.took(StepWork(requests, rows, depth, context), cost.seconds(rows, context, rows * 10, depth))
+    policy.forget()
+    return policy
+
+
+def texts(count: int, tokens: int = 300, at: float = 0.0) -> list[TraceConversation]:
+    return [TraceConversation(at, [TraceTurn(list(range(PROMPT)), [1] * tokens)]) for _ in range(count)]
+
+
+def costs(device: str) -> tuple[StepCost, StepCost]:
+    """Without and with a layer for drafting."""
+    return StepCost.of(SHAPE, PROFILES[device]), StepCost.of(SHAPE, PROFILES[device], drafts=True)
+
+
+@pytest.mark.parametrize("device", ["h100", "cpu"])
+@pytest.mark.parametrize("batch", [1, 16, 128])
+@pytest.mark.parametrize("rates", [UNTRAINED, FAIR, DEMO])
+def test_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_depth(device: str, batch: int, rates: Seq[float]) -> None:
+    """Where nothing is worth drafting, what is lost is the layer's pass over each row, by which drafting can come back."""
+    plain_cost, cost = costs(device)
+    load = texts(batch * (4 if batch < 128 else 3))
+    plain = run(load, batch, plain_cost, 0).speed
+    fixed = [run(load, batch, cost, depth, rates).speed for depth in range(1, DEEP + 1)]
+    chosen = run(load, batch, cost, DEEP, rates, adaptive=True)
+    assert chosen.speed / plain >= 0.97
+    assert chosen.speed / max(fixed) >= 0.95
+
+
+def test_it_beats_every_depth_where_load_and_text_change() -> None:
+    """Few requests with text that is easy to guess, then many, then text that is not."""
+    _, cost = costs("h100")
+    load = [*texts(2, 1500), *texts(200, 250, at=3.0), *texts(3, 1200, at=14.0)]
+
+    def change(now: float) -> Seq[float]:
+        return DEMO if now < 6 or now > 20 else UNTRAINED if now < 9 else FAIR
+
+    fixed = [run(load, 128, cost, depth, DEMO, change=change).speed for depth in range(1, DEEP + 1)]
+    chosen = run(load, 128, cost, DEEP, DEMO, adaptive=True, change=change)
+    assert chosen.speed > max(fixed)
+    assert set(chosen.depths) >= {0, DEEP}
+
+
+@pytest.mark.parametrize(("before", "after"), [(NEVER, DEMO), (DEMO, NEVER)])
+def test_it_follows_the_text_by_itself(before: Seq[float], after: Seq[float]) -> None:
+    _, cost = costs("h100")
+    ran = run(texts(4, 3000), 4, cost, DEEP, before, adaptive=True, change=lambda now: before if now < 8 else after)
+    usual = [max(set(part), key=part.count) for part in (ran.depths[200:500], ran.depths[-300:])]
+    assert usual == ([0, DEEP] if after is DEMO else [DEEP, 0])
+
+
+def test_it_does_not_oscillate() -> None:
+    """Rates at which two depths are as good as each other."""
+    _, cost = costs("h100")
+    ran = run(texts(8, 2000), 8, cost, DEEP, (0.5, 0.42, 0.4), adaptive=True)
+    assert ran.policy is not None and ran.policy.changes <= 12 and len(ran.depths) > 800
+    assert ran.policy.trials <= len(ran.depths) / EVERY
+
+
+def test_trials_cost_little() -> None:
+    _, cost = costs("h100")
+    never = run(texts(1, 3000), 1, cost, DEEP, NEVER, adaptive=True)
+    plain = run(texts(1, 3000), 1, cost, 0)
+    assert never.policy is not None and never.policy.trials > 5
+    assert never.speed >= 0.985 * plain.speed
+
+
+def sequence(number: int, depth: int | None = None) -> Sequence:
+    return Sequence(str(number), [1] * 50, 10, SamplingParams(), 1000, seed=0, depth=depth)
+
+
+def test_the_likeliest_drafts_come_first() -> None:
+    """Two requests whose drafts are accepted and two whose are not, where each further row costs a tenth of the step."""
+    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 4, StepCost(overhead=0.01, row=0.001))
+    seqs = [sequence(i) for i in range(4)]
+    for _ in range(60):
+        for i, seq in enumerate(seqs):
+            policy.verified(seq, 3, [1, 2, 3] if i < 2 else [])
+    policy.choose(seqs)
+    assert [seq.most for seq in seqs] == [3, 3, 0, 0]
+
+
+def test_a_request_may_want_less() -> None:
+    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 2, StepCost(overhead=0.01))
+    seqs = [sequence(0), sequence(1, depth=1)]
+    assert policy.choose(seqs) == 3 and [seq.most for seq in seqs] == [3, 1]
+    policy.deepest = 2
+    for _ in range(EVERY):
+        depth = policy.choose(seqs)
+    assert depth == 2 and [seq.most for seq in seqs] == [2, 1]
+    policy.adaptive = False
+    assert policy.choose(seqs) == 2 and [seq.most for seq in seqs] == [None, None]
+
+
+def test_a_tree_gets_as_many_nodes_as_pay() -> None:
+    policy = measured(DraftSizes(steps=3, proposed=8, written=8, trees=True), 1, StepCost(overhead=0.01, row=0.0004))
+    seq = sequence(0)
+    for i in range(300):
+        policy.verified(seq, 8, [1, 3, 6] if i % 3 else [2])
+    assert policy.choose([seq]) == 3 and seq.most == 6  # no node after the sixth was ever accepted
