@@ -12,11 +12,13 @@ from mtpserve.core.errors import ConfigError
 BENCHMARKS = {
     "serve": "mtpserve.cli.bench_serve:run",
     "eval": "mtpserve.cli.bench_eval:run",
+    "spec": "mtpserve.cli.bench_spec:run",
     "cache": "mtpserve.cli.bench_cache:run",
 }
 HELP = {
     "serve": "load a running server, ours or another with OpenAI's API: throughput, latencies, acceptance, cost",
     "eval": "score a model on questions from files, and compare its answers with plain decoding's or another server's",
+    "spec": "compare depths and branches in one running engine: acceptance, step times, speed-up, the best options per batch size",
     "cache": "simulate a trace: what hit rate and time to the first token it gets with a KV pool of some size",
 }
 

@@ -20,7 +20,6 @@ ADVICE = {  # names of one advice with blanks between them
     "enable-priority-scheduling schedule-low-priority-values-first": "use --scheduling-policy priority, under which lower values go first",
     "seed": "use --random-seed for the server, or `seed` in a request",
     "skip-server-warmup": f"a few tokens are always computed before the server is ready, to refuse damaged weights: {LEAVE}",
-    "speculative-adaptive": f"drafts are as deep as --speculative-num-steps says, up to --speculative-disable-by-batch-size: {LEAVE}",
     "speculative-draft-attention-backend": f"drafting uses --attention-backend: {LEAVE}",
     "speculative-attention-mode": f"drafts are verified by one kernel: {LEAVE}",
     "speculative-use-rejection-sampling": f"chains from an MTP layer always use it: {LEAVE}",

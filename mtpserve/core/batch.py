@@ -106,7 +106,7 @@ class Want(NamedTuple):
 
     each: Tensor  # [D] int64
     deepest: int  # no request wants more; 0: none wants any
-    most: Tensor  # [D] int64, how many drafts the algorithm may give each of them, in a chain or a tree
+    most: Tensor | None = None  # [D] int64, how many drafts the algorithm may give each of them; None: as many as it has
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class DraftShape:
+    """What the algorithm drafts for each request, as the options have it. The default is plain decoding."""
+
+    steps: int = 0
+    topk: int = 1  # 1 is a chain, of as many nodes as steps
+    nodes: int = 0  # drafts that are verified
+
+    @property
+    def pool(self) -> int:
+        """Candidates that such a tree has: topk in the first step, topk for each of topk nodes in each further one."""
+        return self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
+
+
+@dataclass(frozen=True, slots=True)
 class DraftSizes:
     """All numbers are per request. The defaults are those of plain decoding.
 
@@ -23,6 +37,11 @@ class DraftSizes:
     def depth(self) -> int:
         """Of the deepest draft."""
         return max(self.steps, self.free)
+
+    def holds(self, other: DraftSizes) -> bool:
+        """Whether what was made for these sizes has room for the other's drafts."""
+        pairs = (self.depth, other.depth), (self.nodes, other.nodes), (self.proposed, other.proposed), (self.reach(), other.reach())
+        return all(ours >= theirs for ours, theirs in pairs) and (self.branching or not other.branching)
 
     @property
     def branching(self) -> bool:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mtpserve.core.arch import Features, LayerKind, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.plan import StepPlan, StepResult
-from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 
 if TYPE_CHECKING:
@@ -337,6 +337,10 @@ class ModelRunner(Protocol):
         """The operator's own processors run between steps: each step of a request must have been read before its next is launched."""
         ...
 
+    def reshape(self, shape: DraftShape) -> None:
+        """While nothing runs: `sizes` are this shape's from now on. Raises ConfigError for more than it was built with."""
+        ...
+
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step, after those that were started before. A request that cannot be seated has an error in its span's result, and
         in those of all its later spans; any other fault is raised here, or by `result`."""
@@ -379,6 +383,10 @@ class EngineClient(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Requests that are submitted from now on find nothing that was computed before."""
+        ...
+
+    async def set_spec(self, change: SpecChange) -> SpecReport:
+        """How deep requests draft from now on, where that is not fixed. An empty change only asks. Raises EngineDead."""
         ...
 
     @property

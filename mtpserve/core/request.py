@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -94,6 +95,73 @@ class ModelCard:
     kernels: str = ""  # what computes, and on which instruction set: identical output is promised on one
 
 
+@dataclass(frozen=True, slots=True)
+class DepthState:
+    """How deep the engine drafts now, where it chooses that itself."""
+
+    adaptive: bool  # False: as deep as is allowed
+    num_steps: int  # the deepest that is allowed
+    depth: int  # of the last choice
+    tokens_per_second: float | None  # expected of it; None: nothing was measured
+    changes_total: int
+    trials_total: int  # steps that tried another depth
+    acceptance: list[float]  # by rank, learned: of a chain's draft where the one before it was accepted, of a tree's node always
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Steps that are alike, and the median of the last ones. Numbers above 8 are in the middle of those that are taken together."""
+
+    requests: int  # that decode
+    rows: int  # of the trunk
+    passes: int  # after the trunk's
+    milliseconds: float
+    seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    steps: list[StepTime] = field(default_factory=list)
+    coefficients_ms: dict[str, float] = field(default_factory=dict)  # of the formula between them, by term
+
+
+@dataclass(frozen=True, slots=True)
+class SpecReport:
+    """All that is known of the choice of depths: sent when asked for."""
+
+    configured: int  # the deepest depth
+    fixed: str | None  # why the depth cannot be changed; None: it can be
+    state: DepthState | None  # None where `fixed` says why
+    costs: StepCosts
+    verified_per_position: list[int]  # drafts, since the start
+    accepted_per_position: list[int]
+    steps_per_depth: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SpecChange:
+    """What is None stays as it is."""
+
+    adaptive: bool | None = None
+    num_steps: int | None = None
+    reset: bool = False  # what was learned of acceptance is forgotten
+
+
+# off: no model drafts, or it is not watched; weak: its drafts were not accepted at start; suspended: at fault since, and not drafting.
+DraftState = Literal["off", "unmeasured", "ok", "weak", "suspended"]
+
+
+@dataclass(slots=True)
+class DraftHealth:
+    """What the engine knows of its draft model: see spec/watchdog."""
+
+    state: DraftState = "off"
+    start: float | None = None  # share of the first drafts that were accepted at start; None: not measured
+    floor: float = 0.0  # below which a draft model is weak
+    faults_total: int = 0  # weak at start, and suspended
+    reason: str = ""  # of the last fault
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since start (…_total and lists) and gauges of now. Position i of the lists is depth i+1."""
@@ -122,6 +190,9 @@ class EngineStats:
     accepted_tokens_total: int = 0
     draft_tokens_per_position: list[int] = field(default_factory=list)
     accepted_tokens_per_position: list[int] = field(default_factory=list)
+    steps_per_depth: list[int] = field(default_factory=list)  # [n]: steps with decoding requests that drafted n deep for the next one
+    depths: DepthState | None = None  # None: the depth is fixed
+    draft_health: DraftHealth = field(default_factory=DraftHealth)
     accept_lengths: list[int] = field(default_factory=list)  # [n]: verifications that committed n+1 tokens
     draft_tokens_by_source: dict[str, int] = field(default_factory=dict)
     accepted_tokens_by_source: dict[str, int] = field(default_factory=dict)

@@ -33,12 +33,13 @@ from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatKernels, SeatTensors
 from mtpserve.runtime.step import Step
 from mtpserve.spec.accept import Decide, decide
-from mtpserve.spec.build import make_draft_model, make_drafter, reduced_head
+from mtpserve.spec.build import DraftersByShape, make_draft_model, make_drafter, reduced_head
 from mtpserve.spec.passes import DraftPasses
 from mtpserve.spec.propose import propose
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.synthetic import SyntheticAcceptance
 from mtpserve.spec.thresholds import Thresholds
+from mtpserve.spec.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class EngineOptions:
     fingerprint: bytes | None = b""  # of all that KV depends on besides tokens; None: no prefix cache
     cache: CacheConfig = field(default_factory=CacheConfig)  # of its tiers below the device
     observer: CacheObserver | None = None
+    watched: bool = False  # the draft model's acceptance is measured at start, and watched: see spec/watchdog
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
     name: str = ""
     kernels: str = ""  # for people
@@ -189,7 +191,9 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
     pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size)
     tiers, transfers = make_tiers(options, stores, passes, pages)
-    runner: ModelRunner = Runner(step, sampling, options.graphs(step, sampling), options.overlap > 0, grammars, transfers)
+    drafters = DraftersByShape(spec, options.scheduler.chunked_prefill_size, passes, drafts)
+    graphs = options.graphs(step, sampling)
+    runner: ModelRunner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
     return Engine(
         runner if options.recorder is None else options.recorder(runner),
         options.scheduler,
@@ -209,5 +213,6 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         adaptive=spec.adaptive,
         fingerprint=options.fingerprint,
         observer=options.observer,
+        watch=Watchdog(spec.steps, arch.vocab) if options.watched and passes is not None and spec.steps and options.rates is None else None,
         long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if device.type == "cpu" else None,
     )

@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
+from collections import deque
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -23,7 +24,7 @@ import zmq.asyncio
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, QueueFull, RequestFailed
-from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.messages import (
     INBOX,
     OUTBOX,
@@ -34,7 +35,9 @@ from mtpserve.engine.messages import (
     Ready,
     Rejected,
     ResetCache,
+    SetSpec,
     Shutdown,
+    Spec,
     Start,
     Started,
     Submit,
@@ -124,6 +127,7 @@ class ProcessClient:
         self._ready.add_done_callback(lambda future: future.cancelled() or future.exception())  # may end unawaited
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stats = EngineStats()
+        self._asked: deque[asyncio.Future[SpecReport]] = deque()  # answers that are still to come; cancelled where nobody waits
         self._draining = False
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -209,6 +213,14 @@ class ProcessClient:
         """Requests that are submitted from now on find nothing that was computed before."""
         self._send(ResetCache())
 
+    async def set_spec(self, change: SpecChange) -> SpecReport:
+        """Changes what depths may be chosen, where they are not fixed. The engine answers between two steps. Raises EngineDead."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        self._send(SetSpec(change))
+        self._asked.append(asyncio.get_running_loop().create_future())
+        return await self._asked[-1]
+
     def stats(self) -> EngineStats:
         return self._stats
 
@@ -231,6 +243,9 @@ class ProcessClient:
                 self._stats = stats
                 for event in events:
                     self._deliver(event)
+            case Spec(report):
+                if not (asked := self._asked.popleft()).done():
+                    asked.set_result(report)
             case Rejected(id):
                 self._end(id, message.error())
             case Started():
@@ -282,5 +297,8 @@ class ProcessClient:
         elif not expected and self._ready.exception() is None:  # else start() says it
             log.error("%s", reason)
         self._death.set_result(reason)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_exception(EngineDead(reason))
         for request_id in list(self._open):
             self._end(request_id, EngineDead(reason))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence as Seq
+from itertools import product
 from random import Random, SystemRandom
 from time import perf_counter
 
@@ -27,19 +28,21 @@ from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
 from mtpserve.config import SchedulerConfig
 from mtpserve.config.options import check
+from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
 from mtpserve.core.protocols import CacheObserver, Launched, ModelRunner
-from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request, TokenEvent
+from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.faults import is_fatal
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.line import ServiceOrder
-from mtpserve.engine.policy import DepthPolicy, work_of
+from mtpserve.engine.policy import DepthPolicy, report, work_of
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
-from mtpserve.engine.stats import count
+from mtpserve.engine.stats import count, event_of
 from mtpserve.engine.tiers import Tiers
 from mtpserve.spec.counts import new_stats
+from mtpserve.spec.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class Engine:
         tiers: Tiers | None = None,
         observer: CacheObserver | None = None,
         long_rows: int | None = None,
+        watch: Watchdog | None = None,
     ) -> None:
         sizes = runner.sizes
         if not 0 <= want <= sizes.depth:
@@ -96,7 +100,7 @@ class Engine:
         self._grammars = grammars
         self._runner = runner
         self._want = want
-        self._depths = DepthPolicy(sizes, want) if adaptive and want > 0 else None
+        self.policy = DepthPolicy(sizes, want) if adaptive and want > 0 else None
         self._seeded = config.random_seed is not None
         self._booked = 0.0  # when the last step was
         self._max_queued = config.max_queued_requests
@@ -104,7 +108,7 @@ class Engine:
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
         self._pages, self._budget, self._max_running = pages, budget, max_running
         self._overlap, self._plain_above, self._fingerprint, self._tiers = overlap, plain_above, fingerprint, tiers
-        self._observer = observer
+        self._observer, self._watch = observer, watch or Watchdog()
         self._in_flight: deque[tuple[Planned, Launched, float]] = deque()  # with the time at which it was planned
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
@@ -129,6 +133,8 @@ class Engine:
         if self._tiers is not None:
             self._tiers.report(self._stats)
         self._stats.preemptions_total = self._scheduler.preemptions
+        self._stats.depths = None if self.policy is None else self.policy.state
+        self._stats.draft_health = self._watch.health
         return self._stats
 
     def add(self, request: Request, compiled: bool = False) -> None:
@@ -136,10 +142,12 @@ class Engine:
 
         `compiled`: `compile` was called for the request's grammar; otherwise that happens here.
         """
-        self._validate(request)
+        own = self._watch.owns(request.id)  # it waits for nobody, and shares no pages
+        if not own:
+            self._validate(request)
         scheduler, sampling, prompt_len = self._scheduler, request.sampling, len(request.prompt)
         # A request that only waits for the next step to be seated is not queued: with `running` seats, running + limit are taken.
-        if self._max_queued is not None and len(scheduler.waiting) >= self._max_queued + scheduler.free_seats:
+        if not own and self._max_queued is not None and len(scheduler.waiting) >= self._max_queued + scheduler.free_seats:
             raise QueueFull(f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is {self._max_queued}")
         max_len = self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens
         if not compiled:
@@ -154,8 +162,8 @@ class Engine:
             seed,
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
-            root=None if self._fingerprint is None else root(self._fingerprint, request.salt),
-            coupled=self._depths is not None and (sampling.seed is not None or self._seeded),
+            root=None if own or self._fingerprint is None else root(self._fingerprint, request.salt),
+            coupled=self.policy is not None and (sampling.seed is not None or self._seeded),
             depth=sampling.speculation.depth,
             arrived=perf_counter(),
         )
@@ -183,6 +191,21 @@ class Engine:
         self._scheduler.forget()
         self._publish()
 
+    def set_spec(self, change: SpecChange) -> SpecReport:
+        """How deep requests draft from now on, where that is not fixed, and what is known of it."""
+        if self.policy is not None and change != SpecChange():
+            self.policy.set(change)
+            for seq in self._scheduler.live.values() if change.reset else ():
+                seq.factor = 1.0
+        return report(self.policy, self._want, self.stats)
+
+    def draft_with(self, shape: DraftShape) -> None:
+        """From now on all requests are drafted for in this shape. Only while nothing runs; raises ConfigError for more than was built."""
+        assert not self.has_work
+        self._runner.reshape(shape)
+        self._want, self.policy, self._stats = shape.steps, None, new_stats(self._runner.sizes.depth, self._pages.total)
+        self.reset_prefix_cache()  # plain decoding keeps nothing of a draft model
+
     def close(self) -> None:
         """Nothing is called any more."""
         if self._observer is not None:
@@ -203,7 +226,8 @@ class Engine:
             return []
         events = self._book(leave=0) if self._in_flight and self._scheduler.must_wait() else []
         began = perf_counter()
-        planned = self._scheduler.plan(self._wanted())
+        self._watch.turn(self)
+        planned = self._scheduler.plan(self._watch.limited(self._scheduler.running, self._wanted()))
         for admission in planned.plan.admissions:
             seq = self._scheduler.live[admission.id]
             seq.seated = perf_counter() if seq.seated is None else seq.seated
@@ -231,6 +255,7 @@ class Engine:
                 self._try([1] * requests, launched=True)
             log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
         self._measure()
+        self._watch.start(self)
         self._fingerprint = fingerprint
         if self._observer is not None:
             self._observer.cleared()  # whatever routers know of a predecessor
@@ -239,25 +264,23 @@ class Engine:
 
     def _measure(self) -> None:
         """What steps take with few and many requests, deep and not: the first choices of a depth are no guesses then."""
-        if self._depths is None:
+        if self.policy is None:
             return
-        began, length = perf_counter(), min(MEASURED_TOKENS, self.context_length - 1)
-        for requests in _ladder(self._max_running):
-            for depth in sorted({self._want, min(1, self._want), 0}, reverse=True):
-                self._depths.forced = depth
-                for number in range(requests):
-                    sampling = SamplingParams(max_tokens=length, min_tokens=length, temperature=0, seed=0)
-                    self.add(Request(f"measure {number}", [0], sampling))
-                for _ in range(MEASURED_STEPS):
-                    self.step()
-                for number in range(requests):
-                    self.abort(f"measure {number}")
-                while self.has_work:
-                    self.step()
-            if perf_counter() - began > MEASURED_S:
-                break
-        self._depths.forced = None
-        self._depths.forget()
+        until, tokens = perf_counter() + MEASURED_S, min(MEASURED_TOKENS, self.context_length - 1)
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
+        for requests, depth in product(_ladder(self._max_running), sorted({self._want, min(1, self._want), 0}, reverse=True)):
+            self.policy.forced, steps = depth, 0
+            for number in range(requests):
+                self.add(Request(f"measure {number}", [0], sampling))
+            while steps < MEASURED_STEPS and perf_counter() < until:
+                self.step()
+                steps += 1
+            for number in range(requests):
+                self.abort(f"measure {number}")
+            while self.has_work:
+                self.step()
+        self.policy.forced = None
+        self.policy.forget()
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
         """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""
@@ -277,16 +300,17 @@ class Engine:
 
     def _report(self, outcomes: Seq[Outcome]) -> list[TokenEvent]:
         """Of one step, before another is booked: what has ended must not seem to have ended earlier."""
+        outcomes = self._watch.others(outcomes)
         for outcome in outcomes:
             count(self._stats, outcome)
-            if self._depths is not None and outcome.proposal.tokens:
-                self._depths.verified(outcome.seq, len(outcome.proposal.tokens), outcome.proposal.path)
-        return [_event(outcome) for outcome in outcomes]
+            if self.policy is not None and outcome.proposal.tokens:
+                self.policy.verified(outcome.seq, len(outcome.proposal.tokens), outcome.proposal.path)
+        return [event_of(outcome, perf_counter()) for outcome in outcomes]
 
     def _wanted(self) -> int:
-        crowded = self._plain_above is not None and len(self._scheduler.running) > self._plain_above
-        if self._depths is not None and not crowded:
-            return self._depths.choose(self._scheduler.running)
+        crowded = self._watch.suspended or (self._plain_above is not None and len(self._scheduler.running) > self._plain_above)
+        if self.policy is not None and not crowded:
+            return self.policy.choose(self._scheduler.running)
         return 0 if crowded else self._want
 
     def _launch(self, planned: Planned, began: float) -> list[TokenEvent]:
@@ -306,12 +330,19 @@ class Engine:
                 result = launched.result()
                 # While steps follow each other, each takes from the end of the last one to its own.
                 began, self._booked = max(began, self._booked), perf_counter()
-                if self._depths is not None and planned.seqs:
-                    self._depths.took(work_of(planned.plan), self._booked - began)
+                self._timed(planned, self._booked - began)
                 events += self._report(self._scheduler.commit(planned, result))
             except Exception as error:
                 events += self._failed(planned.seqs, error)
         return events
+
+    def _timed(self, planned: Planned, seconds: float) -> None:
+        if self._want == 0 or not planned.seqs:
+            return
+        work = work_of(planned.plan)
+        self._stats.steps_per_depth[work.passes] += work.requests > 0
+        if self.policy is not None:
+            self.policy.took(work, seconds)
 
     def _failed(self, seqs: list[Sequence], error: Exception) -> list[TokenEvent]:
         _require_device(error)
@@ -362,14 +393,3 @@ def _require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:
     if sampling.max_tokens is not None and prompt + sampling.max_tokens > context:
         allowed = f"at most {context - prompt} for a prompt of {prompt} tokens and a context of {context}"
         raise InvalidRequest(f"max_tokens must be {allowed}, got {sampling.max_tokens}", "max_tokens")
-
-
-def _event(outcome: Outcome) -> TokenEvent:
-    seq = outcome.seq
-    times = None
-    if outcome.tokens and seq.output_len == len(outcome.tokens) and seq.seated is not None:
-        times = FirstTokenTimes(seq.seated - seq.arrived, perf_counter() - seq.seated)
-    return TokenEvent(
-        seq.id, outcome.tokens, outcome.accepted, outcome.proposal, seq.finish, seq.error, outcome.logprobs, outcome.prompt_logprobs, times,
-        0 if times is None else seq.cached,
-    )  # fmt: skip

@@ -12,7 +12,7 @@ import msgspec
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull
-from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -39,6 +39,12 @@ class ResetCache(Message, frozen=True):
     """Requests that are submitted after it find nothing in the prefix cache that was computed before."""
 
 
+class SetSpec(Message, frozen=True):
+    """Answered by Spec, in their order; a change of nothing only asks."""
+
+    change: SpecChange
+
+
 class Shutdown(Message, frozen=True):
     """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its streams."""
 
@@ -56,6 +62,10 @@ class Events(Message, frozen=True):
 
     events: list[TokenEvent]
     stats: EngineStats
+
+
+class Spec(Message, frozen=True):
+    report: SpecReport
 
 
 class Rejected(Message, frozen=True):
@@ -80,8 +90,8 @@ class Fatal(Message, frozen=True):
         return {"config": ConfigError, "load": LoadError, "engine": EngineDead}[self.kind](self.message)
 
 
-Down = Start | Submit | Abort | ResetCache | Shutdown
-Up = Started | Ready | Events | Rejected | Fatal
+Down = Start | Submit | Abort | ResetCache | SetSpec | Shutdown
+Up = Started | Ready | Events | Spec | Rejected | Fatal
 
 INBOX = "requests"  # names of the two sockets in the private directory
 OUTBOX = "events"

@@ -9,8 +9,9 @@ tokens per second by them,
 
     tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes)
 
-The depth changes only for a gain of 2 %. What is not drafted is not learned, so that now and then a step tries another depth: for 0.5 %
-of the time, or for nothing where what it drafted was worth its time. So drafting comes back when the text changes.
+Drafting deeper must gain 2 %, and less deep half a per cent, so that errors of the expected times do not make a step slower than a plain
+one. What is not drafted is not learned, so that now and then a step tries another depth: for 0.5 % of the time, or for nothing where what it
+drafted was worth its time. So drafting comes back when the text changes.
 
 Texts do not depend on any of this: greedy text never depends on drafts, the law of a sampled text does not, and a request with a seed gets
 drafts that are coupled to the target's noise (spec/accept), by which its text is that of plain decoding.
@@ -18,17 +19,21 @@ drafts that are coupled to the target's noise (spec/accept), by which its text i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import NamedTuple
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import StepPlan
+from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecReport, StepCosts
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.step_times import StepTimes, StepWork
 from mtpserve.spec.survival import Survival
 
-GAIN = 0.02  # by which another depth must be better
+log = logging.getLogger(__name__)
+
+GAIN, LESS = 0.02, 0.005  # by which a deeper, and a less deep, choice must be better
 EVERY = 8  # steps between two choices for the same requests
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
 TRIALS = 0.005  # of the time
@@ -55,7 +60,7 @@ class DepthPolicy:
     """`deepest`: no request drafts deeper; it may be changed at any time."""
 
     def __init__(self, sizes: DraftSizes, deepest: int) -> None:
-        self.sizes, self.deepest, self.adaptive = sizes, deepest, True
+        self.sizes, self.configured, self.deepest, self.adaptive = sizes, deepest, deepest, True
         self.times, self.survival = StepTimes(), Survival(sizes.proposed, sizes.trees)
         self.depth, self.value = deepest, 0.0  # of the last choice
         self.changes = self.trials = 0
@@ -72,7 +77,9 @@ class DepthPolicy:
         if self.forced is not None or not self.adaptive or not seqs:
             for seq in seqs:
                 seq.most = None
-            return min(self.deepest, self.sizes.depth) if self.forced is None else self.forced
+            if self.forced is None and not self.adaptive:
+                self.depth = self.deepest
+            return self.deepest if self.forced is None else self.forced
         self._age, self._rest = self._age + 1, self._rest - 1
         if self._count == len(seqs) and self._age < EVERY:
             return self.depth
@@ -84,7 +91,7 @@ class DepthPolicy:
         best = max((self._best(seqs, depth) for depth in self._depths()), key=lambda choice: choice.value)
         if best.depth != self.depth:
             kept = self._best(seqs, min(self.depth, self.deepest))
-            if best.value <= kept.value * (1 + GAIN):
+            if best.value <= kept.value * (1 + (GAIN if best.depth > self.depth else LESS)):
                 best = kept
             else:
                 self.changes += 1
@@ -190,6 +197,42 @@ class DepthPolicy:
         """What was accepted is void; what steps take is not."""
         self.survival, self._saved = Survival(self.sizes.proposed, self.sizes.trees), 0.0
         self._trying.clear()
+
+    # -------------------------------------------------------------------------------------------------- from outside
+
+    def set(self, change: SpecChange) -> None:
+        """From the next step on. The depth is one that the engine was started with, or less."""
+        if change.adaptive is not None:
+            self.adaptive = change.adaptive
+        if change.num_steps is not None:
+            assert 0 <= change.num_steps <= self.configured
+            self.deepest = change.num_steps
+        if change.reset:
+            self.forget()
+        self._age, self.depth = EVERY, min(self.depth, self.deepest)
+        log.info("drafts are %s %d deep%s", "at most" if self.adaptive else "always", self.deepest, ", and are learned anew" * change.reset)
+
+    @property
+    def state(self) -> DepthState:
+        known = self.value if self.adaptive and any(self.times.coefficients) else 0.0
+        return DepthState(self.adaptive, self.deepest, self.depth, known or None, self.changes, self.trials, self.survival.rates)
+
+
+def report(policy: DepthPolicy | None, configured: int, stats: EngineStats) -> SpecReport:
+    """`configured`: the depth that the engine was started with."""
+    fixed = None
+    if policy is None:
+        chosen = "--no-speculative-adaptive, or with acceptance thresholds below 1"
+        fixed = f"the depth is fixed at {configured}: the engine was started with {chosen if configured else 'no speculation'}"
+    return SpecReport(
+        configured,
+        fixed,
+        None if policy is None else policy.state,
+        StepCosts() if policy is None else policy.times.costs(),
+        stats.draft_tokens_per_position,
+        stats.accepted_tokens_per_position,
+        stats.steps_per_depth[: configured + 1],
+    )
 
 
 def _limit(seq: Sequence, ranks: int) -> int:

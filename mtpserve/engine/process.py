@@ -27,7 +27,7 @@ import zmq
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
-from mtpserve.core.request import EngineStats, ModelCard, Request, TokenEvent
+from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.messages import (
     INBOX,
@@ -39,7 +39,9 @@ from mtpserve.engine.messages import (
     Ready,
     Rejected,
     ResetCache,
+    SetSpec,
     Shutdown,
+    Spec,
     Start,
     Started,
     Submit,
@@ -74,6 +76,7 @@ class EngineLike(Protocol):
     def add(self, request: Request, compiled: bool = False) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def reset_prefix_cache(self) -> None: ...
+    def set_spec(self, change: SpecChange) -> SpecReport: ...
     def step(self) -> list[TokenEvent]: ...
     def check_integrity(self) -> None: ...
 
@@ -141,6 +144,8 @@ class Inbox:
                 self.engine.abort(id)
             case ResetCache():
                 self.engine.reset_prefix_cache()
+            case SetSpec(change):
+                self.pipe.send(Spec(self.engine.set_spec(change)))
             case Shutdown():
                 return False
         return True

@@ -18,12 +18,15 @@ from math import log2, pow
 from statistics import median
 from typing import NamedTuple
 
+from mtpserve.core.request import StepCosts, StepTime
+
 KEPT = 15  # durations of each cell
 REFIT = 128  # observations between two fits, and fewer at the beginning
 SWEEPS = 40  # of coordinate descent in each
 EXACT = 8  # numbers up to this are cells of their own; larger ones share one with those that differ by less than a seventh
 BENDS = (16, 64, 256)  # rows from which on more may cost more
-TERMS = 9
+NAMES = ("step", "first_rows", "rows", *(f"rows_above_{bend}" for bend in BENDS), "passes", "passes_x_requests", "context_kilotokens")
+TERMS = len(NAMES)
 FULL = 1.0  # durations after which a cell counts for half against the formula
 
 
@@ -56,6 +59,11 @@ class Cell:
 
 def bucket(number: int) -> int:
     return number if number <= EXACT else EXACT + round(5 * log2(number / EXACT))
+
+
+def middle(bucket: int) -> int:
+    """One of the numbers that share it."""
+    return bucket if bucket <= EXACT else round(EXACT * 2 ** ((bucket - EXACT) / 5))
 
 
 def key_of(work: StepWork) -> CellKey:
@@ -99,6 +107,14 @@ class StepTimes:
         """Observations since a step like it; None: there was none."""
         cell = self.cells.get(key_of(work))
         return None if cell is None else self.observed - cell.last
+
+    def costs(self) -> StepCosts:
+        """For people."""
+        steps = [
+            StepTime(middle(key.requests), middle(key.rows), middle(key.passes), 1000 * cell.time, cell.seen)
+            for key, cell in sorted(self.cells.items())
+        ]
+        return StepCosts(steps, {name: 1000 * value for name, value in zip(NAMES, self.coefficients, strict=True)})
 
     def _formula(self, terms: list[float]) -> float:
         return sum(c * t for c, t in zip(self.coefficients, terms, strict=True))

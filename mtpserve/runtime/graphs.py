@@ -139,6 +139,10 @@ class StepGraphs:
         self.depths = sorted({depth for depth in DEPTHS if depth < self.drafts} | {self.drafts})
         self.recorded: dict[Key, Recorded | None] = {}  # None: cannot be captured
 
+    def again(self) -> StepGraphs:
+        """For what the step drafts with now, in the same memory."""
+        return StepGraphs(self.step, self.sampling, self.recorder, self.most)
+
     def replay(
         self, seats: Seq[int], wanted: Seq[int], most: Seq[int], drafts: int, want: int, asked: Asked, trees: bool
     ) -> GraphOutput | None:
@@ -149,8 +153,10 @@ class StepGraphs:
         if recorded is None:
             return None
         padding = key.requests - len(seats)
-        given = ([*seats, *[self.step.seats.padding] * padding], [*wanted, *[0] * padding], [*most, *[0] * padding])
-        write(recorded.given, given)
+        # A chain's number of drafts is its depth, and those who are limited otherwise are not captured.
+        most = most or [self.drafts] * len(seats)
+        depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, most))
+        write(recorded.given, [[*each, *[pad] * padding] for each, pad in ((seats, self.step.seats.padding), (depths, 0), (most, 0))])
         recorded.again()
         return recorded.outcome
 
@@ -191,7 +197,14 @@ class StepGraphs:
         layout = row_layout.__wrapped__(
             ((1, key.width - 1, True),) * key.requests, device, step.drafter.sizes.depth if step.drafter.sizes.branching else None
         )  # not from the cache, which forgets
-        rows = Rows(layout, seat_ids, None, Want(each, key.deepest, most), key.trees, BatchSampler(self.sampling, key.asked))
+        rows = Rows(
+            layout,
+            seat_ids,
+            None,
+            Want(each, key.deepest, most if step.drafter.sizes.trees else None),
+            key.trees,
+            BatchSampler(self.sampling, key.asked),
+        )
 
         def body() -> GraphOutput:
             computed = step.forward(rows)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Logprobs, Want
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
-from mtpserve.core.protocols import GrammarCompiler
+from mtpserve.core.protocols import Drafter, GrammarCompiler
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
@@ -29,6 +29,7 @@ from mtpserve.runtime.rules import BatchRules
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import Download, staged
+from mtpserve.spec.build import DraftersByShape
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +85,27 @@ class Runner:
     def __init__(
         self, step: Step, sampling: SeatSampling, graphs: StepGraphs | None = None, overlapped: bool = False,
         grammars: GrammarCompiler | None = None, transfers: Transfers | None = None,
+        drafters: DraftersByShape | None = None,
     ) -> None:  # fmt: skip
-        self.transfers = transfers
+        self.transfers, self.drafters = transfers, drafters
         self.step, self.sampling, self.graphs, self.overlapped, self.grammars = step, sampling, graphs, overlapped, grammars
         self.drafter, self.seats = step.drafter, step.seats
         self.records: dict[int, Record] = {}  # by seat
         self.last: tuple[Seq[Record], Asked] = (), Asked()
+        self.captured: dict[Drafter, StepGraphs] = {}  # with `reshape`: of each drafter that was used
+
+    def reshape(self, shape: DraftShape) -> None:
+        """Steps that were captured are kept, for the next time that this shape is wanted."""
+        assert self.drafters is not None
+        drafter = self.drafters.of(shape)
+        self.drafter = self.step.drafter = drafter
+        if not drafter.coupled and drafter.sizes.steps:
+            self.seats.keep_probs(self.drafters.largest.depth, self.step.model.arch.vocab)
+        self.last = (), Asked()
+        if self.graphs is not None:
+            if drafter not in self.captured:
+                self.captured[drafter] = self.graphs.again()
+            self.graphs = self.captured[drafter]
 
     @property
     def sizes(self) -> DraftSizes:
@@ -167,7 +183,7 @@ class Runner:
 
     def rows(self, plans: Seq[SpanPlan], records: Seq[Record], want: int) -> Rows:
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
-        wanted, most = [records[r].wanted(want) for r in drafting], [self.most(plans[r]) for r in drafting]
+        wanted, most = [records[r].wanted(want) for r in drafting], self.most([plans[r] for r in drafting])
         hosts = [plan.seat for plan in plans]
         groups = self.sampling.rules.groups(records)
         more = [] if groups is None else groups.lists
@@ -181,7 +197,7 @@ class Runner:
             row_layout(layout, self.seats.device, self.sizes.depth if self.sizes.branching else None),
             seat_ids,
             None if len(drafting) == len(plans) else draft_spans,
-            Want(each, max(wanted, default=0), most_each),
+            Want(each, max(wanted, default=0), most_each if most else None),
             not self.seats.branching.isdisjoint(hosts),
             BatchSampler(self.sampling, self.asked(records), rules),
             resumed_spans if resumed else None,
@@ -198,9 +214,8 @@ class Runner:
     def replay(self, spans: Seq[Span], want: int, graphs: StepGraphs) -> Part:
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
-        most = [self.most(plan) for plan in plans]
         trees = not self.seats.branching.isdisjoint(hosts)
-        outcome = graphs.replay(hosts, wanted, most, max(plan.drafts for plan in plans), want, self.asked(records), trees)
+        outcome = graphs.replay(hosts, wanted, self.most(plans), max(plan.drafts for plan in plans), want, self.asked(records), trees)
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
             return self.run(spans, want)
@@ -211,9 +226,11 @@ class Runner:
             self.note(list(zip(plans, records, strict=True)), want, outcome.count, outcome.trees),
         )
 
-    def most(self, plan: SpanPlan) -> int:
-        """Drafts that the algorithm may give a request after this span."""
-        return self.sizes.proposed if plan.most is None else min(plan.most, self.sizes.proposed)
+    def most(self, plans: Seq[SpanPlan]) -> list[int]:
+        """Drafts that the algorithm may give each request after these spans; empty: as many as it has."""
+        if all(plan.most is None for plan in plans):
+            return []
+        return [self.sizes.proposed if plan.most is None else min(plan.most, self.sizes.proposed) for plan in plans]
 
     def note(self, drafted: Seq[tuple[SpanPlan, Record]], want: int, count: Tensor | None, trees: bool) -> Download | Seq[int]:
         """What is known on the host about the drafts that now wait. `count` [requests, and padding], None where nothing was drafted."""

@@ -96,6 +96,11 @@ class SeatTensors:
         if len(prediction):
             self.predictions[seat] = prediction.clone()
 
+    def keep_probs(self, depth: int, vocab: int) -> None:
+        """Room for what chains of this depth are drawn from, where the seats were made without."""
+        if self.draft_probs.shape[1] < depth:
+            self.draft_probs = torch.zeros(len(self.length), depth, vocab, device=self.device)
+
     def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
         return self._slots_of(self.page_tables[group], seat_ids, index, self.page_size)
 

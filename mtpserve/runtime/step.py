@@ -6,6 +6,7 @@ reads a number on the host (unless a request's rules do), so that a step is the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,8 +31,14 @@ class Computed(NamedTuple):
     table: Tensor  # what the host gets
 
 
+def unmarked(part: str) -> None:
+    """Nobody measures."""
+
+
 class Step:
-    """The parts that a step is made of. `decide` is the kernel that decides where all is lossless."""
+    """The parts that a step is made of. `decide` is the kernel that decides where all is lossless.
+
+    `mark` is called after each part, with its name, for measurements: runtime/parts."""
 
     def __init__(
         self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, seats: SeatTensors, *,
@@ -39,26 +46,33 @@ class Step:
     ) -> None:  # fmt: skip
         self.model, self.attention, self.stores, self.drafter, self.seats = model, attention, stores, drafter, seats
         self.thresholds, self.processed_logprobs, self.decide = thresholds, processed_logprobs, decide
+        self.mark: Callable[[str], None] = unmarked
 
     def forward(self, rows: Rows) -> Computed:
         """Everything that the host wants to know: its copy can start before the drafting."""
         seats = self.seats
         batch = build(rows, seats)
+        self.mark("host")
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), self.drafter.features)
         logits = self.model.logits(hidden.head[batch.sample_rows.flatten()]).unflatten(0, batch.sample_rows.shape)
+        self.mark("verify")
         verdict = accept(logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide)
         sources = seats.draft_sources[batch.seat_ids, : batch.sample_rows.shape[1] - 1]
         columns, table = packed(batch, verdict, sources)
+        self.mark("accept")
         return Computed(batch, hidden, verdict, columns, table)
 
     def propose(self, rows: Rows, done: Computed) -> Drafts | None:
+        self.mark("host")
         batch, hidden, verdict = done.batch, done.hidden, done.verdict
         batch.sampler.advance(batch, verdict)
         self.seats.advance(batch, verdict)
         if verdict.path is not None:
             assert rows.layout.compacted is not None
             batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.stores)
+        self.mark("accept")
         drafts = self.drafter.draft(batch, hidden, verdict, rows.want)
+        self.mark("draft")
         seat_ids = batch.drafted(batch.seat_ids)
         self.seats.hold(seat_ids, drafts, rows.trees)
         return drafts

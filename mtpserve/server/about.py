@@ -12,12 +12,27 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
+from mtpserve.core.request import DraftState
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Served, Service
 
 
 class Healthy(Rendered):
     status: Literal["ok"]
+
+
+class Drafting(Rendered):
+    """What the engine knows of its draft model."""
+
+    state: DraftState
+    start_acceptance: float | None
+    floor: float
+    faults: int
+    reason: str | None
+
+
+class VerboseHealth(Healthy):
+    drafting: Drafting
 
 
 class Version(Rendered):
@@ -105,10 +120,14 @@ STATE = [
 ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
-async def health(service: Served) -> Response:
-    """200 while new requests are taken; 503 while the model loads, while the server drains, and once the engine is dead."""
+async def health(service: Served, verbose: bool = False) -> Response:
+    """200 while new requests are taken; 503 while the model loads, while the server drains, and once the engine is dead. `verbose`: with
+    what is known of the draft model, which changes no status."""
     service.check_alive()
-    return JSON(Healthy("ok"))
+    if not verbose:
+        return JSON(Healthy("ok"))
+    known = service.client.stats().draft_health
+    return JSON(VerboseHealth("ok", Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)))
 
 
 async def version() -> Response:

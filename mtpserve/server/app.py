@@ -32,6 +32,7 @@ from mtpserve.server.service import Served, Service
 from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
 from mtpserve.server.sglang.generate import Generated, generate
 from mtpserve.server.sglang.parsing import ParsedCalls, SeparatedReasoning, parse_function_call, separate_reasoning
+from mtpserve.server.spec import SpecObject, set_spec, show_spec
 from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize
 from mtpserve.server.tools import default_variables
 from mtpserve.text.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ async def metrics_text(service: Served) -> Response:
 ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | type[Response]], ...] = (
     ("GET", ("/",), page, HTMLResponse),
     ("GET", ("/stats",), stats, (Stats,)),
-    ("GET", ("/health", "/ready", "/ping"), about.health, (about.Healthy,)),
+    ("GET", ("/health", "/ready", "/ping"), about.health, (about.Healthy, about.VerboseHealth)),
     ("GET", ("/health_generate",), health_generate, (about.Healthy,)),
     ("GET", ("/version",), about.version, (about.Version,)),
     ("GET", ("/metrics",), metrics_text, PlainTextResponse),
@@ -54,6 +55,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/v1/models/{id:path}",), about.model, (about.ModelObject, about.AnthropicModel)),
     ("GET", ("/model_info", "/get_model_info"), about.model_info, (about.ModelInfo,)),
     ("GET", ("/server_info", "/get_server_info"), about.server_info, (about.ServerInfo,)),
+    ("GET", ("/v1/spec",), show_spec, (SpecObject,)),
+    ("POST", ("/v1/spec",), set_spec, (SpecObject,)),
     ("POST", ("/v1/completions",), completions, (CompletionObject,)),
     ("POST", ("/v1/chat/completions",), chat, (ChatObject,)),
     ("POST", ("/v1/responses",), responses.create, (ResponseObject,)),

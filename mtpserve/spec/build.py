@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,18 +11,44 @@ import torch
 from mtpserve.config import SpecConfig
 from mtpserve.core.arch import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
-from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.drafters import DRAFTERS
+from mtpserve.core.errors import ConfigError
 from mtpserve.core.protocols import Drafter, DraftModel, Trunk
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.ngram import NGramDrafter
 from mtpserve.spec.passes import DraftPasses, ReducedHead
-from mtpserve.spec.sizes import coupled
+from mtpserve.spec.sizes import coupled, draft_sizes
 from mtpserve.spec.tree import TreeDrafter
 
 log = logging.getLogger(__name__)
+
+
+class DraftersByShape:
+    """Drafters over one draft model, made when they are asked for: none needs more room than `largest`, which the engine was built with."""
+
+    def __init__(self, spec: SpecConfig, budget: int, passes: DraftPasses | None, largest: DraftSizes) -> None:
+        self.spec, self.budget, self.passes, self.largest = spec, budget, passes, largest
+        self.made: dict[DraftShape, Drafter] = {}
+
+    def of(self, shape: DraftShape) -> Drafter:
+        """Without steps: as if no draft model had been loaded. Raises ConfigError for more than the engine was built with."""
+        if shape not in self.made:
+            self.made[shape] = self.make(shape) if shape.steps else NullDrafter()
+        return self.made[shape]
+
+    def make(self, shape: DraftShape) -> Drafter:
+        spec = replace(
+            self.spec,
+            speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.nodes + 1,
+        )  # fmt: skip
+        sizes = draft_sizes(spec, self.budget)
+        sizes = replace(sizes, free=min(sizes.free, self.largest.free))
+        if not self.largest.holds(sizes):
+            raise ConfigError(f"{shape} drafts more than the engine was built for: {self.largest}")
+        return make_drafter(spec, sizes, self.passes)
 
 
 class NullDrafter:

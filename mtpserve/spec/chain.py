@@ -45,5 +45,5 @@ class ChainDrafter:
             if q is not None:
                 probs.append(q)
             tokens.append(token if columns is None else columns[token])
-        count = torch.minimum(want.each, want.most).clamp(max=steps)
+        count = (want.each if want.most is None else torch.minimum(want.each, want.most)).clamp(max=steps)
         return Drafts(torch.stack(tokens, 1), count, torch.stack(probs, 1) if probs else None)

@@ -12,6 +12,7 @@ def new_stats(depth: int, pages_total: int) -> EngineStats:
         pages_total=pages_total,
         draft_tokens_per_position=[0] * depth,
         accepted_tokens_per_position=[0] * depth,
+        steps_per_depth=[0] * (depth + 1),
         accept_lengths=[0] * (depth + 1),
         draft_tokens_by_source={source.name.lower(): 0 for source in Source},
         accepted_tokens_by_source={source.name.lower(): 0 for source in Source},

@@ -30,7 +30,9 @@ class NGramDrafter:
             return None
         seat_ids = batch.drafted(batch.seat_ids)
         tokens, count = continued(batch.seats.tokens, seat_ids, batch.seats.length[seat_ids], min(want.deepest, self.sizes.steps))
-        return Drafts(tokens, torch.minimum(count, torch.minimum(want.each, want.most)), sources=torch.full_like(tokens, Source.NGRAM))
+        count = torch.minimum(count, want.each)
+        count = count if want.most is None else torch.minimum(count, want.most)
+        return Drafts(tokens, count, sources=torch.full_like(tokens, Source.NGRAM))
 
 
 def continued(tokens: Tensor, seat_ids: Tensor, length: Tensor, number: int) -> tuple[Tensor, Tensor]:

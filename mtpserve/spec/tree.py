@@ -142,7 +142,8 @@ def choose(pools: list[Pool], want: Want, nodes: int) -> Drafts:
     best = scores.topk(min(nodes, scores.shape[1]), -1)
     taken = best.indices
     number = torch.arange(1, taken.shape[1] + 1, device=taken.device)
-    real = (best.values > LEAST / 2) & (number <= want.most.unsqueeze(1))
+    real = best.values > LEAST / 2
+    real = real if want.most is None else real & (number <= want.most.unsqueeze(1))
     count = real.sum(1)
     node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)  # place in the pool → node; the root, node 0, is at the last place
     node_of = node_of.scatter(1, torch.where(real, taken, scores.shape[1]), torch.where(real, number, 0))

@@ -85,7 +85,12 @@ def drafted(directory: Path, prompts: list[list[int]], tokens: int = 9) -> list[
             model=ModelConfig(model=str(directory), device="cpu", dtype="float32"),
             cache=CacheConfig(max_total_tokens=400),
             # By default a large draft head is rounded to int8, and a small one is not.
-            spec=SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=2, speculative_draft_model_quantization="none"),
+            spec=SpecConfig(
+                speculative_algorithm="NEXTN",
+                speculative_adaptive=False,
+                speculative_num_steps=2,
+                speculative_draft_model_quantization="none",
+            ),
         )
     )
     listener = listen(engine)

@@ -10,6 +10,7 @@ import pytest
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.request import SpecChange
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.costs import PROFILES, ModelShape, StepCost
@@ -92,10 +93,10 @@ def test_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_depth(devi
 def test_it_beats_every_depth_where_load_and_text_change() -> None:
     """Few requests with text that is easy to guess, then many, then text that is not."""
     _, cost = costs("h100")
-    load = [*texts(2, 1500), *texts(200, 250, at=3.0), *texts(3, 1200, at=14.0)]
+    load = [*texts(2, 1500), *texts(512, 200, at=3.0)]
 
     def change(now: float) -> Seq[float]:
-        return DEMO if now < 6 or now > 20 else UNTRAINED if now < 9 else FAIR
+        return DEMO if now < 6 else NEVER if now < 11 else FAIR
 
     fixed = [run(load, 128, cost, depth, DEMO, change=change).speed for depth in range(1, DEEP + 1)]
     chosen = run(load, 128, cost, DEEP, DEMO, adaptive=True, change=change)
@@ -152,6 +153,25 @@ def test_a_request_may_want_less() -> None:
     assert depth == 2 and [seq.most for seq in seqs] == [2, 1]
     policy.adaptive = False
     assert policy.choose(seqs) == 2 and [seq.most for seq in seqs] == [None, None]
+
+
+def test_what_is_set_counts_from_the_next_step() -> None:
+    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 2, StepCost(overhead=0.01))
+    seqs = [sequence(0), sequence(1)]
+    assert policy.choose(seqs) == 3 and policy.state.tokens_per_second == policy.value > 0
+    policy.set(SpecChange(num_steps=1))
+    assert policy.state.depth == 1 and policy.choose(seqs) == 1 and [seq.most for seq in seqs] == [1, 1]
+    policy.set(SpecChange(num_steps=2, adaptive=False))
+    assert policy.choose(seqs) == 2 and policy.state.depth == 2 and policy.state.tokens_per_second is None
+    policy.set(SpecChange(num_steps=0))
+    assert policy.choose(seqs) == 0
+    policy.set(SpecChange(num_steps=3, adaptive=True))
+    assert policy.choose(seqs) == 3
+    for seq in seqs:
+        policy.verified(seq, 3, [])
+    assert policy.state.acceptance[0] < 0.8
+    policy.set(SpecChange(reset=True))
+    assert policy.state.acceptance == [0.8] * 3 and policy.times.observed > 0
 
 
 def test_a_tree_gets_as_many_nodes_as_pay() -> None:

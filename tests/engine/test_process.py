@@ -18,7 +18,7 @@ import pytest
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull, RequestFailed
-from mtpserve.core.request import Finish, Request, TokenEvent
+from mtpserve.core.request import Finish, Request, SpecChange, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine import client as client_module
 from mtpserve.engine.client import ProcessClient, private_directory
@@ -88,6 +88,26 @@ def test_streams_and_statistics() -> None:
         await until(lambda: client.stats().running == 0)
         assert client.stats().generation_tokens_total == 13
         assert client.dead is None
+
+    scenario(work)
+
+
+def test_depths_are_told_and_set_in_order() -> None:
+    async def work(client: ProcessClient) -> None:
+        running = asyncio.create_task(collect(client, request(max_tokens=200)))
+        changes = (SpecChange(), SpecChange(num_steps=1), SpecChange(adaptive=False), SpecChange(num_steps=0, reset=True))
+        reports = await asyncio.gather(*map(client.set_spec, changes))
+        assert [report.state and (report.state.adaptive, report.state.num_steps) for report in reports] == [
+            (True, 2), (True, 1), (False, 1), (False, 0),
+        ]  # fmt: skip
+        assert {report.configured for report in reports} == {2}
+        assert len(await running) == 100
+        await until(lambda: (state := client.stats().depths) is not None and state.num_steps == 0)
+        given_up = asyncio.create_task(client.set_spec(SpecChange(num_steps=2)))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        report = await client.set_spec(SpecChange())
+        assert report.state is not None and report.state.num_steps == 2
 
     scenario(work)
 
@@ -216,11 +236,16 @@ def test_killed() -> None:
         assert client._process is not None
         os.kill(client._process.pid, signal.SIGKILL)
         at = time.monotonic()
+        asked = asyncio.create_task(client.set_spec(SpecChange()))
         for stream in streams:
             with pytest.raises(EngineDead, match="SIGKILL"):
                 await stream
         assert time.monotonic() - at < 1
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            await asked
         assert client.dead is not None
+        with pytest.raises(EngineDead):
+            await client.set_spec(SpecChange())
         assert await client.wait_dead() == client.dead
         with pytest.raises(EngineDead):
             await collect(client, request())

@@ -21,6 +21,7 @@ CASES = [
     ("mtpserve.cli.inspect", HEAVY),
     ("mtpserve.cli.bench", HEAVY),
     ("mtpserve.cli.bench_cache", HEAVY),
+    ("mtpserve.cli.bench_spec", HEAVY),
     ("mtpserve.cli.bench_serve", (*HEAVY, "aiohttp", "matplotlib")),
     ("mtpserve.bench.tokenizing, mtpserve.text.tokenizer", ("torch",)),
     ("mtpserve.cli.bench_eval", HEAVY),

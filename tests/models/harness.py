@@ -75,7 +75,7 @@ class Harness:
             row_layout(layout, CPU),
             torch.tensor(running),
             None,
-            Want(torch.zeros(len(running)), 0, torch.zeros(len(running))),
+            Want(torch.zeros(len(running)), 0),
             False,
             sampler,
         )

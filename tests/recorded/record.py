@@ -30,16 +30,17 @@ BODIES = (
 PROMPTS = tuple(head + body for head in HEADS for body in BODIES)
 
 PLAIN: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_total_tokens": 4096, "max_running_requests": BATCH}
-CHAIN = PLAIN | {"speculative_algorithm": "MTP", "speculative_num_steps": 3}
+CHAIN = PLAIN | {"speculative_algorithm": "MTP", "speculative_adaptive": False, "speculative_num_steps": 3}
 TREE = PLAIN | {
-    "speculative_algorithm": "MTP", "speculative_num_steps": 4, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 9,
+    "speculative_algorithm": "MTP", "speculative_adaptive": False, "speculative_num_steps": 4, "speculative_eagle_topk": 2,
+    "speculative_num_draft_tokens": 9,
 }  # fmt: skip
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "chain": CHAIN,
     "tree": TREE,
-    "ngram": PLAIN | {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3},
-    "mtp+ngram": PLAIN | {"speculative_algorithm": "MTP+NGRAM", "speculative_num_steps": 3},
+    "ngram": PLAIN | {"speculative_algorithm": "NGRAM", "speculative_adaptive": False, "speculative_num_steps": 3},
+    "mtp+ngram": PLAIN | {"speculative_algorithm": "MTP+NGRAM", "speculative_adaptive": False, "speculative_num_steps": 3},
 }
 SCHEMA = {
     "type": "object",

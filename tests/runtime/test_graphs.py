@@ -356,7 +356,7 @@ def test_exact_steps_are_never_captured(exact: bool, monkeypatch: pytest.MonkeyP
     if not exact:
         runner.step.attention.graph_safe = True
     monkeypatch.setattr(build, "CudaRecorder", Again)
-    config = EngineConfig(spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_exact=exact))
+    config = EngineConfig(spec=replace(CHAIN, speculative_adaptive=False, speculative_exact=exact))
     assert build.make_graphs(config, runner.step, runner.sampling, 2) is None, "captured on a CPU"
     monkeypatch.setattr(runner.step.seats, "device", FakeDevice())
     monkeypatch.setattr(StepGraphs, "record", lambda graphs, key: graphs.recorded.update({key: None}))

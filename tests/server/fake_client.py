@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from mtpserve.core.errors import EngineDead, RequestFailed
-from mtpserve.core.request import EngineStats, Request, TokenEvent
+from mtpserve.core.request import EngineStats, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.messages import Submit
 from tests.server.fake_engine import FakeEngine
 
@@ -51,6 +51,11 @@ class FakeClient:
 
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
+
+    async def set_spec(self, change: SpecChange) -> SpecReport:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        return self.engine.set_spec(change)
 
     def stats(self) -> EngineStats:
         return self.engine.stats

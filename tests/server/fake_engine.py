@@ -8,13 +8,27 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 
 from mtpserve.cli.launch import parser
 from mtpserve.cli.options import given, settings
 from mtpserve.config import EngineConfig
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, MTPServeError, QueueFull
-from mtpserve.core.request import EngineStats, Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.request import (
+    EngineStats,
+    Finish,
+    FirstTokenTimes,
+    ModelCard,
+    Proposal,
+    Request,
+    SpecChange,
+    SpecReport,
+    TokenEvent,
+    TokenLogprob,
+)
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.engine.policy import DepthPolicy, report
 
 FACTORY = "tests.server.fake_engine:build"
 CONTEXT, VOCAB, STEPS, PAGES = 4096, 300, 2, 64
@@ -27,7 +41,9 @@ class FakeEngine:
     def __init__(self, name: str, pause: float) -> None:
         self.card = ModelCard(name, VOCAB, CONTEXT, (1,), STEPS, page_size=16)
         self.stats = EngineStats(pages_total=PAGES, draft_tokens_per_position=[0, 0], accepted_tokens_per_position=[0, 0])
-        self.stats.accept_lengths = [0, 0, 0]
+        self.stats.accept_lengths, self.stats.steps_per_depth = [0, 0, 0], [0, 0, 0]
+        self.policy: DepthPolicy | None = DepthPolicy(DraftSizes(steps=STEPS, proposed=STEPS, written=STEPS), STEPS)
+        self.stats.depths = self.policy.state
         self.pause = pause
         self.live: dict[str, tuple[Request, int]] = {}
         self.cache: set[int] = set()  # hashes of prompts up to the end of a page
@@ -64,6 +80,16 @@ class FakeEngine:
     def reset_prefix_cache(self) -> None:
         self.cache.clear()
         self._gauge()
+
+    def set_spec(self, change: SpecChange) -> SpecReport:
+        if self.policy is not None and change != SpecChange():
+            self.policy.set(change)
+        self.stats.depths = None if self.policy is None else self.policy.state
+        return report(self.policy, self.card.speculative_steps, self.stats)
+
+    def fix_depth(self, steps: int) -> None:
+        """As an engine that was started so."""
+        self.card, self.policy, self.stats.depths = replace(self.card, speculative_steps=steps), None, None
 
     def step(self) -> list[TokenEvent]:
         time.sleep(self.pause)
@@ -127,6 +153,7 @@ class FakeEngine:
         stats.draft_tokens_per_position = [stats.drafts_total] * 2
         stats.accepted_tokens_per_position = [stats.accepted_tokens_total, 0]
         stats.accept_lengths[tokens - 1] += 1
+        stats.steps_per_depth[STEPS] += 1
 
 
 def build(config: EngineConfig, *, progress: bool) -> FakeEngine:

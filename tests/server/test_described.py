@@ -64,6 +64,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/detokenize", {"tokens": [[5], [6]]}),
     ("/parse_function_call", {"text": SAID, "tools": TOOLS}),
     ("/separate_reasoning", {"text": SAID}),
+    ("/v1/spec", {"num_steps": 1}),
     ("/flush_cache", {}),
     ("/reset_prefix_cache", {}),
     ("/abort_request", {"rid": "a"}),

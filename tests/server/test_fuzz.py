@@ -37,6 +37,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a", "max_output_tokens": 3},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
+    "/v1/spec": {"num_steps": 1},
     "/abort_request": {"abort_all": True},
     "/parse_function_call": {"text": "a", "tools": []},
     "/separate_reasoning": {"text": "a"},

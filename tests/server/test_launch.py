@@ -75,8 +75,10 @@ def free_port() -> int:
 async def opened(http: httpx.AsyncClient, count: int = 1) -> list[asyncio.Task[httpx.Response]]:
     """Streams that run when this returns."""
     tasks = [asyncio.create_task(http.post("/v1/completions", json=LONG | {"stream": True})) for _ in range(count)]
-    while f"mtpserve_requests_running {count}.0" not in (await http.get("/metrics")).text:
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(30):
+        while f"mtpserve_requests_running {count}.0" not in (await http.get("/metrics")).text:
+            assert not any(task.done() for task in tasks), "ended before it was seen"
+            await asyncio.sleep(0.02)
     return tasks
 
 

@@ -59,6 +59,12 @@ def launched(*options: str) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
+    """What it drafts does not depend on how fast this machine is."""
+    yield from launched("--no-speculative-adaptive")
+
+
+@pytest.fixture(scope="module")
+def choosing() -> Iterator[Running]:
     yield from launched()
 
 
@@ -161,9 +167,36 @@ def test_numbers_are_the_servers(server: Running, opened: Open) -> None:
     assert page.locator("#sources tbody tr").first.inner_text().split()[2] == f"{stats['draft_tokens_by_source']['mtp']:,}"
 
 
+@pytest.mark.parametrize("width", [320, 1280])
+def test_the_depth_and_what_it_follows_from(choosing: Running, opened: Open, width: int) -> None:
+    page = opened(choosing, {"width": width, "height": 800})
+    generate(page)
+    known = httpx.post(choosing.url + "/v1/spec", json={"num_steps": 2}).json()
+    wait_for("^of at most 2$", page, "#depth-most")
+    assert re.fullmatch("[012]", page.inner_text("#depth"))
+    wait_for(r"^[\d,]+ changes · [\d,]+ trials · [\d,]+ tokens/s expected$", page, "#depth-note")
+    shares = [row.split()[-2] for row in page.locator("#learned tbody tr").all_inner_texts()]
+    assert shares == [f"{100 * rate:.0f}" for rate in known["acceptance"]]
+    assert page.is_hidden("#costs")
+    page.click("#costs-details summary")
+    page.wait_for_selector("#costs tbody tr")
+    rows = [row.split() for row in page.locator("#costs tbody tr").all_inner_texts()]
+    kinds = {(f"{step['requests']:,}", f"{step['rows']:,}", f"{step['passes']:,}") for step in known["step_times"]}
+    assert len(rows) == min(16, len(kinds)) and {tuple(row[:3]) for row in rows} <= kinds
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({TOO_WIDE}).map((each) => each.id || each.className)") == []
+    httpx.post(choosing.url + "/v1/spec", json={"num_steps": 3})
+
+
+def test_a_fixed_depth_is_not_drawn(server: Running, opened: Open) -> None:
+    page = opened(server)
+    wait_for(r"\d", page, "#rate")
+    assert page.is_hidden("#depth-panel")
+
+
 def test_grammar_and_markup(server: Running, opened: Open) -> None:
     page = opened(server)
-    page.click("summary")
+    page.click("form summary")
     page.fill("#regex", r'<img src=x onerror="document\.title=1">[ab]{4}')
     page.fill("#prediction", "abab")
     generate(page)
@@ -261,10 +294,10 @@ def test_a_lossy_server_says_so_and_a_dead_one_too(mortal: Running, opened: Open
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("name", "size"), [("wide", WIDE), ("narrow", NARROW)])
-def test_nothing_is_cut_off_at_either_width(server: Running, opened: Open, name: str, size: dict[str, int], scheme: str) -> None:
-    page = opened(server, size, scheme)
+def test_nothing_is_cut_off_at_either_width(choosing: Running, opened: Open, name: str, size: dict[str, int], scheme: str) -> None:
+    page = opened(choosing, size, scheme)
     generate(page, tokens=128, temperature="0.6")
-    wait_for("last 10 s", page, "#length-note")
+    wait_for("last 10 s|since start|no drafts yet", page, "#length-note")
     assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
     assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({TOO_WIDE}).map((each) => each.id || each.className)") == []
     if os.environ.get("MTPSERVE_SCREENSHOTS"):

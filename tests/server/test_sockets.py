@@ -91,7 +91,9 @@ def test_idle_connections_are_kept(checkpoint: Path) -> None:
                 kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                 answer = b""
                 while not answer.endswith(b"}"):
-                    answer += kept.recv(1 << 16)
+                    part = kept.recv(1 << 16)
+                    assert part, f"the connection was closed after {answer!r}"
+                    answer += part
                 assert answer.startswith(b"HTTP/1.1 200 ")
                 time.sleep(0.6)
 

@@ -74,7 +74,7 @@ def engine_of(tiny: Tiny, budget: int, tokens: int, page_size: int, steps: int =
         EngineConfig(
             model=ModelConfig(model=str(tiny.directory), device="cpu", dtype="float32"),
             cache=CacheConfig(page_size=page_size, max_total_tokens=tokens),
-            spec=SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=steps),
+            spec=SpecConfig(speculative_algorithm="NEXTN", speculative_adaptive=False, speculative_num_steps=steps),
             scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=budget),
         ),
         poison=True,

@@ -40,7 +40,9 @@ def generate(directory: Path, spec: SpecConfig) -> Heard:
 
 
 def nextn(path: Path | None = None) -> SpecConfig:
-    return SpecConfig(speculative_algorithm="NEXTN", speculative_draft_model_path=None if path is None else str(path))
+    return SpecConfig(
+        speculative_algorithm="NEXTN", speculative_adaptive=False, speculative_draft_model_path=None if path is None else str(path)
+    )
 
 
 def tokens(heard: Heard, request: str) -> list[int]:

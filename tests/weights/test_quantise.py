@@ -51,7 +51,7 @@ def test_the_quantised_demo_drafts_as_well_as_the_demo(tmp_path: Path, monkeypat
     quantise.quantise(DEMO, tmp_path / "demo")
     lengths = []
     for model, quantization in ((str(DEMO), "auto"), (str(tmp_path / "demo"), "fp8")):
-        with LLM(model, quantization=quantization, speculative_algorithm="MTP", max_total_tokens=16384) as llm:
+        with LLM(model, quantization=quantization, speculative_algorithm="MTP", speculative_adaptive=False, max_total_tokens=16384) as llm:
             encoded = (llm.tokenizer.encode(corpus.read(path)) for path in corpus.held_out())
             asked = [ids[:64] for ids in encoded if len(ids) > 256][:48]
             llm.generate(asked, llm.sampling(max_tokens=40, temperature=0, ignore_eos=True))

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 PROBES = frozenset({"/health", "/ready", "/ping"})  # for load balancers
 OPEN = PROBES | {"/"}  # the page asks for the key, and sends it with what it asks
 MANAGEMENT = frozenset({"/abort_request", "/flush_cache", "/reset_prefix_cache"})
-QUIET = PROBES | {"/metrics", "/stats"}  # asked every few seconds: in the debug log alone
+CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read
+QUIET = PROBES | {"/metrics", "/stats"} | CHANGED  # asked every few seconds: in the debug log alone
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_LOGGED = 200
 
@@ -87,7 +88,7 @@ class Keys:
         if self.keys and not is_known:
             message = "a key is needed: send Authorization: Bearer KEY"
             return Refusal(401, error_body(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
-        if self.admin_keys and path in MANAGEMENT:
+        if self.admin_keys and path in (MANAGEMENT | CHANGED if scope["method"] == "POST" else MANAGEMENT):
             return Refusal(403, error_body(403, f"{path} needs the admin's key", code="admin_key_required"))
         return None
 
@@ -129,7 +130,7 @@ class RequestLog:
         try:
             await self.app(scope, receive, named)
         finally:
-            level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
+            level = logging.DEBUG if scope["path"] in QUIET and scope["method"] != "POST" else logging.INFO
             who = scope["client"][0] if scope.get("client") else "-"
             path = printable(scope["path"], MAX_LOGGED)
             log.log(level, "%s %s %s %d %.3f s %s", who, scope["method"], path, status, perf_counter() - start, id)

@@ -55,6 +55,9 @@ class MTPServe(Observer):
         stats, steps = now.stats, now.card.speculative_steps
         yield from self.rows(counters(now), gauges(now))
         yield accept_length(stats.accept_lengths, steps)
+        deep = [([str(depth)], count) for depth, count in enumerate(stats.steps_per_depth[: steps + 1])]
+        help = "Steps with decoding requests, by how deep they drafted for the next one."
+        yield self.family(CounterMetricFamily, "speculative_steps", help, deep, "depth")
         of_drafts = (
             ("draft", "verified", stats.draft_tokens_per_position, stats.draft_tokens_by_source),
             ("accepted", "accepted", stats.accepted_tokens_per_position, stats.accepted_tokens_by_source),
@@ -104,6 +107,7 @@ class MTPServe(Observer):
 def counters(now: Scrape) -> list[Row]:
     stats = now.stats
     verified = sum(tokens * count for tokens, count in enumerate(stats.accept_lengths, 1))
+    changes, trials = (0, 0) if stats.depths is None else (stats.depths.changes_total, stats.depths.trials_total)
     return [
         ("engine_steps", "Steps that the engine has run.", stats.steps_total),
         ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens_total),
@@ -112,6 +116,13 @@ def counters(now: Scrape) -> list[Row]:
         ("kv_dropped_pages", "Pages that the device gave away and host memory had no place for.", stats.dropped_pages_total),
         ("preemptions", "Times that a running request lost its pages to another and was computed again.", stats.preemptions_total),
         ("failed_requests", "Requests that ended with an error in the engine.", stats.failed_requests_total),
+        ("speculative_depth_changes", "Times that another depth was chosen.", changes),
+        ("speculative_trials", "Steps that tried another depth, to learn what it gives.", trials),
+        (
+            "speculative_faults",
+            "Times that the draft model was found at fault, at start and while serving.",
+            stats.draft_health.faults_total,
+        ),
         ("spec_drafts", "Verifications that had at least one draft token.", stats.drafts_total),
         ("spec_draft_tokens", "Draft tokens verified.", stats.draft_tokens_total),
         ("spec_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens_total),
@@ -133,7 +144,9 @@ def gauges(now: Scrape) -> list[Row]:
         ("context_tokens", "Tokens that prompt and output may have together.", card.context_length),
         ("generation_tokens_per_second", "Tokens generated per second, over the last 10 s.", rates.tokens_per_second),
         ("recent_cached_prompt_ratio", "Share of prompt tokens found in the prefix cache, over the last 10 s.", rates.cached_share),
-        ("spec_num_steps", "Depth of the drafts; 0: plain decoding.", card.speculative_steps),
+        ("spec_num_steps", "Depth of the deepest drafts; 0: plain decoding.", card.speculative_steps),
+        ("speculative_depth", "Depth of the last choice.", card.speculative_steps if stats.depths is None else stats.depths.depth),
+        ("speculative_suspended", "1 while drafting is off since the draft model is at fault.", stats.draft_health.state == "suspended"),
         ("spec_lossy", "1 where acceptance thresholds below 1 change what the model would say.", float(card.lossy)),
         ("synthetic_acceptance", "1 where drafts are accepted by lot, to measure the engine.", bool(card.synthetic_acceptance)),
         ("spec_recent_accept_length", "Tokens per verification, over the last 10 s that had any.", rates.accept_length),

@@ -29,6 +29,8 @@ def line(before: EngineStats, now: EngineStats, seconds: float, synthetic: str |
     length = now.accept_length(before)
     if length is not None:
         text += f"  accept length {length:.2f}"
+    if now.depths is not None and now.depths.adaptive:
+        text += f"  depth {now.depths.depth}"
     return text if synthetic is None else f"{text}  SYNTHETIC ACCEPTANCE {synthetic}"
 
 

@@ -1,0 +1,149 @@
+"""Which shapes of drafts a measurement compares, and what its numbers mean. Arithmetic alone: measure.py runs them.
+
+AL    tokens of a verification, the target's own included: tokens / verifications
+S     tokens per second, relative to plain decoding of the same requests in the same run
+M     AL / S: how many steps of plain decoding one step with drafts takes. Without any cost of drafting it would be 1, and S = AL
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import median
+
+from mtpserve.config.engine import MAX_ROWS
+from mtpserve.core.draft_sizes import DraftShape
+from mtpserve.core.errors import ConfigError
+
+PLAIN = DraftShape()
+PARTS = ("host", "verify", "accept", "draft")
+WIN = 1.02  # times plain decoding's speed: less is no reason to draft
+
+
+@dataclass(frozen=True, slots=True)
+class SpecLoad:
+    batch: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was measured while all requests of a load decoded."""
+
+    times: list[float]  # seconds of each step
+    tokens: int
+    verifications: int  # one for each request and step
+    parts: dict[str, float] = field(default_factory=dict)  # seconds; empty where they are not known
+    texts: list[list[int]] = field(default_factory=list)  # tokens of each request, from its first on
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFigures:
+    """Of one shape under one load. Times are medians of all rounds' steps; the acceptance length is the mean of all verifications."""
+
+    shape: DraftShape
+    load: SpecLoad
+    accept_length: float
+    step: float  # seconds
+    parts: dict[str, float]  # of these, by PARTS
+    tokens_per_second: float  # of all requests together: batch · accept_length / step
+    speedup: float  # S
+    same_text: bool | None  # the greedy texts are plain decoding's; None: sampled, or accepted by lot
+
+    @property
+    def overhead(self) -> float:
+        """M"""
+        return self.accept_length / self.speedup
+
+
+def shapes(steps: Sequence[int], topks: Sequence[int], rows: Sequence[int] | None) -> tuple[list[DraftShape], list[str]]:
+    """→ all that can be, and a line for each combination that cannot. `rows`: drafts + 1 of trees; None: steps · topk + 1, as the server
+    has it. Raises ConfigError if nothing remains."""
+    made, skipped = dict[DraftShape, None](), list[str]()
+    for topk, depth in product(topks, steps):
+        if topk == 1:
+            made[DraftShape(depth, 1, depth)] = None
+            continue
+        pool = DraftShape(depth, topk).pool
+        most = min(pool, MAX_ROWS - 1)
+        for count in rows or (min(depth * topk, most) + 1,):
+            if 1 <= count - 1 <= most:
+                made[DraftShape(depth, topk, count - 1)] = None
+            else:
+                why = f"{pool} nodes" if pool < MAX_ROWS else f"at most {MAX_ROWS - 1} of its {pool} nodes verified"
+                skipped.append(f"{depth} steps, topk {topk}, {count} draft tokens: such a tree has {why}, beside the last token")
+    if not made:
+        raise ConfigError(f"no combination of --num-steps, --eagle-topk and --num-draft-tokens can be: {skipped[0]}")
+    return list(made), skipped
+
+
+def largest(all: Sequence[DraftShape]) -> DraftShape:
+    """What an engine is built with that can draft in all of these shapes."""
+    return DraftShape(*(max(getattr(shape, name) for shape in all) for name in ("steps", "topk", "nodes")))
+
+
+def options(shape: DraftShape) -> dict[str, int]:
+    return {
+        "speculative_num_steps": shape.steps,
+        "speculative_eagle_topk": shape.topk,
+        "speculative_num_draft_tokens": shape.nodes + 1,
+    }
+
+
+def line(algorithm: str, shape: DraftShape) -> str:
+    """For a command line."""
+    values = {"speculative_algorithm": algorithm} | options(shape)
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+
+
+def figures(shape: DraftShape, load: SpecLoad, windows: Sequence[Window], plain: Sequence[Window], lots: bool = False) -> SpecFigures:
+    """`windows`: one for each round, of this shape; `plain` those of plain decoding. `lots`: acceptance is synthetic."""
+    length, step = accept_length(windows), step_time(windows)
+    rate, usual = length / step, accept_length(plain) / step_time(plain)
+    known = all(window.parts for window in windows)
+    parts = {part: step * median(each.parts.get(part, 0.0) / sum(each.times) for each in windows) for part in PARTS} if known else {}
+    if known:
+        parts["host"] = max(step - sum(parts[part] for part in PARTS[1:]), 0.0)
+    compared = load.temperature == 0 and not lots
+    texts = [pair for one, other in zip(windows, plain, strict=True) for pair in zip(one.texts, other.texts, strict=True)]
+    same = all(agree(ours, theirs) for ours, theirs in texts) if compared else None
+    return SpecFigures(shape, load, length, step, parts, load.batch * rate, rate / usual, same)
+
+
+def accept_length(windows: Sequence[Window]) -> float:
+    return sum(each.tokens for each in windows) / sum(each.verifications for each in windows)
+
+
+def step_time(windows: Sequence[Window]) -> float:
+    return median(seconds for each in windows for seconds in each.times)
+
+
+def agree(one: Sequence[int], other: Sequence[int]) -> bool:
+    """As far as both go: what decodes faster has more tokens."""
+    count = min(len(one), len(other))
+    return list(one[:count]) == list(other[:count])
+
+
+def best(all: Sequence[SpecFigures], load: SpecLoad) -> SpecFigures | None:
+    """The fastest under this load; None: nothing is faster than plain decoding. Of shapes that are equally fast, the one with fewer
+    nodes."""
+    under = [each for each in all if each.load == load and each.speedup >= WIN]
+    return max(under, key=lambda each: (each.speedup, -each.shape.nodes), default=None)
+
+
+def as_row(each: SpecFigures) -> dict[str, object]:
+    return {
+        "num_steps": each.shape.steps,
+        "eagle_topk": each.shape.topk,
+        "num_draft_tokens": each.shape.nodes + 1,
+        "batch_size": each.load.batch,
+        "temperature": each.load.temperature,
+        "accept_length": round(each.accept_length, 4),
+        "step_ms": round(1000 * each.step, 4),
+        "parts_ms": {part: round(1000 * seconds, 4) for part, seconds in each.parts.items()} or None,
+        "tokens_per_second": round(each.tokens_per_second, 2),
+        "speedup": round(each.speedup, 4),
+        "overhead": round(each.overhead, 4),
+        "same_text": each.same_text,
+    }

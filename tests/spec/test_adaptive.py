@@ -1,0 +1,81 @@
+"""Depths that change from step to step and differ from request to request: the texts are those of plain decoding."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from mtpserve.config import SpecConfig
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.engine import Engine
+from tests.tiny import prompts, run, tiny_engine, tiny_model
+
+CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
+KINDS = {
+    "chain": CHAIN,
+    "tree": SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=8),
+    "n-grams": SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=4),
+    "both": SpecConfig(speculative_algorithm="MTP+NGRAM", speculative_num_steps=2),
+}
+PARAMS = [
+    SamplingParams(max_tokens=24, temperature=0),
+    SamplingParams(max_tokens=30, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=19, temperature=1.0, top_p=0.9, seed=8),
+    SamplingParams(max_tokens=27, temperature=0.7, top_k=9, seed=5, repetition_penalty=1.2),
+]
+
+
+def erratic(engine: Engine, seed: int) -> Engine:
+    """The policy chooses at random, and as it likes every third time."""
+    policy, dice = engine.policy, Random(seed)
+    assert policy is not None
+    choose = policy.choose
+
+    def chosen(seqs):  # type: ignore[no-untyped-def]
+        if dice.random() < 0.3:
+            return choose(seqs)
+        for seq in seqs:
+            seq.most = dice.choice([None, *range(policy.sizes.proposed + 1)])
+        return dice.randint(0, policy.deepest)
+
+    policy.choose = chosen  # type: ignore[method-assign]
+    return engine
+
+
+@pytest.mark.parametrize("family", ["mimo", "deepseek"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_texts_are_those_of_plain_decoding(family: str, kind: str, overlap: int) -> None:
+    """Sampled ones too: with a seed, drafts are coupled to the noise of the choice."""
+    model, asked = tiny_model(family), prompts(4, seed=1)
+    plain = run(tiny_engine(model, 0), asked, PARAMS)
+    for seed in range(3):
+        assert run(erratic(tiny_engine(model, KINDS[kind], adaptive=True, overlap=overlap), seed), asked, PARAMS) == plain
+
+
+def test_some_drafts_were_accepted_and_some_were_not_made() -> None:
+    engine = erratic(tiny_engine(tiny_model(), CHAIN, adaptive=True), 0)
+    run(engine, prompts(6, seed=2), SamplingParams(max_tokens=60, temperature=0))
+    drafts = engine.stats.draft_tokens_per_position[:3]
+    assert drafts[0] > drafts[1] > drafts[2] > 0
+
+
+@pytest.mark.parametrize(("spec", "adapts"), [(CHAIN, True), (KINDS["both"], True), (SpecConfig(), False)])
+def test_by_default_depths_are_chosen(spec: SpecConfig, adapts: bool) -> None:
+    assert spec.adaptive is adapts
+
+
+def test_lossy_thresholds_fix_the_depth() -> None:
+    """There the text depends on what is drafted."""
+    lossy = SpecConfig(speculative_algorithm="MTP", speculative_accept_threshold_single=0.5)
+    assert not lossy.adaptive and tiny_engine(tiny_model(), lossy).policy is None
+
+
+def test_a_depth_of_zero_is_measured_and_left_again() -> None:
+    engine = tiny_engine(tiny_model(), CHAIN, adaptive=True)
+    engine.try_out()
+    assert engine.policy is not None and engine.policy.forced is None
+    assert {key.passes for key in engine.policy.times.cells} >= {0, 1, 3}
+    assert engine.stats.draft_tokens_total == 0 and not engine.has_work
+    engine.check_integrity()

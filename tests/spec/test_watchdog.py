@@ -1,0 +1,335 @@
+"""A draft model that is broken is named: at start, and while serving. Text that nobody can guess is not called a fault."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
+from mtpserve.core.request import Finish, Proposal, Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.engine import Engine
+from mtpserve.spec import watchdog
+from mtpserve.spec.watchdog import BACK_OFF_S, DOUBT_S, ENOUGH, EVIDENCE, LONGEST_S, SEAT_S, WINDOW, Watchdog
+from tests.tiny import run, tiny_engine, tiny_model
+
+DEEP = 3
+
+
+@dataclass
+class Outcome:
+    seq: Sequence
+    proposal: Proposal
+
+
+class ScriptedEngine:
+    """Without a model: `healthy` says whether the head is, `easy` whether clients' texts can be drafted. A step takes 10 ms."""
+
+    context_length = 100
+
+    def __init__(self, clients: int = 8, seats: int = 20) -> None:
+        self.healthy = self.easy = True
+        self.now, self.seats, self.resets = 0.0, seats, 0
+        self.watch = Watchdog(DEEP, vocab=60, clock=lambda: self.now)
+        self.running = [Sequence(f"client {i}", [1], 1, SamplingParams(), 10**9, 0) for i in range(clients)]
+        self.waiting: list[Sequence] = []
+        self.policy, self.forgotten = self, 0
+        self.wanted: list[int] = []  # of all steps
+        self.source = "mtp"
+
+    @property
+    def has_work(self) -> bool:
+        return any(self.watch.owns(seq.id) for seq in (*self.running, *self.waiting))
+
+    def add(self, request: Request, compiled: bool = False) -> None:
+        assert self.watch.owns(request.id) and request.sampling.greedy
+        assert request.sampling.max_tokens is not None
+        self.waiting.append(Sequence(request.id, list(request.prompt), 1, request.sampling, 1 + request.sampling.max_tokens, 0))
+
+    def abort(self, request_id: str) -> None:
+        self.running = [seq for seq in self.running if seq.id != request_id]
+        self.waiting = [seq for seq in self.waiting if seq.id != request_id]
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+    def step(self) -> None:
+        self.now += 0.01
+        self.watch.turn(self)
+        want = self.watch.limited(self.running, 0 if self.watch.suspended else DEEP)
+        while self.waiting and len(self.running) < self.seats:
+            self.running.append(self.waiting.pop(0))
+        self.wanted.append(want)
+        outcomes = []
+        for seq in self.running:
+            drafts = want if seq.most is None else min(want, seq.most)
+            hit = self.healthy and (self.easy or self.watch.owns(seq.id))
+            path = list(range(1, drafts + 1)) if hit else []
+            seq.tokens += [1] * (1 + len(path))
+            seq.finish = Finish.LENGTH if len(seq.tokens) >= seq.max_len else None
+            outcomes.append(Outcome(seq, Proposal([7] * drafts, list(range(drafts)), [self.source] * drafts, path)))
+        self.running = [seq for seq in self.running if seq.finish is None]
+        assert all(outcome.seq.id.startswith("client") for outcome in self.watch.others(outcomes))
+
+    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> float:
+        """→ the seconds that it took."""
+        began = self.now
+        while self.now < began + seconds and not until():
+            self.step()
+        return self.now - began
+
+
+def started(**options: Any) -> ScriptedEngine:
+    engine = ScriptedEngine(**options)
+    clients, engine.running = engine.running, []
+    engine.watch.start(engine)
+    engine.running = clients
+    return engine
+
+
+def test_a_healthy_head_is_never_suspended() -> None:
+    engine = started()
+    assert engine.watch.health.start == 1.0 and engine.watch.health.state == "ok"
+    engine.run(20)
+    assert engine.watch.health.faults_total == 0 and set(engine.wanted) == {DEEP}
+    assert len(engine.running) == 8, "nothing is tried out where there is no doubt"
+
+
+@pytest.mark.parametrize("clients", [1, 8])
+def test_a_broken_head_is_named_and_comes_back(clients: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    engine = started(clients=clients)
+    engine.run(2)
+    engine.healthy = False
+    assert engine.run(10, lambda: engine.watch.suspended) < 2
+    named = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(named) == 1 and "all of them are token 7" in named[0] and engine.watch.health.reason in named[0]
+    engine.run(20)
+    assert set(engine.wanted[-1000:]) == {0} and len(engine.running) == clients
+    engine.run(BACK_OFF_S)
+    assert engine.watch.suspended and DEEP in engine.wanted[-2000:], "tried again"
+    engine.healthy = True
+    engine.run(3 * BACK_OFF_S, lambda: not engine.watch.suspended)
+    assert engine.watch.health.state == "ok" and engine.watch.health.faults_total == 1
+    assert (engine.resets, engine.forgotten) == (1, 1)
+    engine.run(1)
+    assert set(engine.wanted[-50:]) == {DEEP} and all(seq.most is None for seq in engine.running)
+    assert "recovered" in caplog.records[-1].message
+    assert sum("AT FAULT" in record.message for record in caplog.records) == 1
+
+
+def test_the_back_off_doubles_up_to_its_end() -> None:
+    engine = started(clients=2)
+    engine.run(1)
+    engine.healthy = False
+    engine.run(10, lambda: engine.watch.suspended)
+    tried = [engine.now]
+    while len(tried) < 9:
+        engine.run(2 * LONGEST_S, lambda: bool(engine.watch._own))
+        tried.append(engine.now)
+        engine.run(LONGEST_S, lambda: not engine.watch._own)
+    waits = [after - before for before, after in pairwise(tried)]
+    assert waits == pytest.approx([30, 60, 120, 240, 480, 600, 600, 600], abs=1.5)
+
+
+def test_hard_text_is_no_fault() -> None:
+    """One client's random tokens, or everybody's: what the model says by itself is drafted as ever."""
+    engine = started()
+    engine.run(1)
+    engine.easy = False
+    engine.run(120)
+    assert engine.watch.health.faults_total == 0 and set(engine.wanted) == {DEEP}
+    tried = []
+    engine.run(120, lambda: tried.append(engine.has_work) is not None)
+    assert sum(tried) < 0.05 * len(tried), "and being sure of that costs little"
+    engine.healthy = False
+    assert engine.run(100, lambda: engine.watch.suspended) < 61
+
+
+def test_a_head_that_breaks_soon_after_a_doubt_is_named_within_ten_seconds() -> None:
+    engine = started()
+    engine.run(1)
+    engine.easy = False
+    engine.run(0.5)
+    engine.easy, engine.healthy = True, False
+    assert engine.run(10, lambda: engine.watch.suspended) < DOUBT_S + 1
+
+
+@pytest.mark.parametrize(("clients", "named"), [(8, True), (7, False)])
+def test_without_a_seat_many_requests_decide(clients: int, named: bool) -> None:
+    engine = started(clients=clients)
+    engine.run(1)
+    engine.seats, engine.healthy = clients, False
+    seconds = engine.run(30, lambda: engine.watch.suspended)
+    assert engine.watch.suspended is named
+    if named:
+        assert SEAT_S < seconds < 10 and clients * 100 * seconds > EVIDENCE
+
+
+def test_drafts_of_other_sources_are_not_counted() -> None:
+    engine = started()
+    engine.run(1)
+    engine.healthy, engine.source = False, "grammar"
+    engine.run(60)
+    assert engine.watch.health.faults_total == 0 and engine.watch._window.verified < WINDOW
+
+
+def test_a_slow_model_starts_untried() -> None:
+    engine = ScriptedEngine(clients=0)
+    engine.watch.clock = iter(range(10_000)).__next__  # a second from one look to the next
+    engine.watch.start(engine)
+    assert engine.watch.health.state == "unmeasured" and engine.watch.health.start is None
+
+
+def test_nothing_to_watch() -> None:
+    engine = started()
+    engine.watch = Watchdog()
+    engine.watch.start(engine)
+    engine.run(5)
+    assert engine.watch.health.state == "off"
+
+
+# ---------------------------------------------------------------------------------------------------------- engines
+
+CHAIN, TREE = {}, {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+GREEDY = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+
+
+def demo(directory: Path | None = None, adaptive: bool = True, **spec: Any) -> Engine:
+    asked = SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=DEEP, speculative_adaptive=adaptive, **spec)
+    model = ModelConfig() if directory is None else ModelConfig(model=str(directory))
+    return build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=8192), spec=asked))
+
+
+def damage(engine: Engine, how: str) -> Callable[[], None]:
+    """In the draft layer's output. → what undoes it."""
+    head: Any = engine._runner.step.model.mtp_head  # type: ignore[attr-defined]
+    own = head.absorb, head.step
+
+    def broken(passes: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            made = passes(*arguments)
+            bad = {"zeros": made.head * 0, "nan": made.head * torch.nan, "shuffled": made.head.flip(-1)}[how]
+            return type(made)(bad, made.features)
+
+        return call
+
+    head.absorb, head.step = map(broken, own)
+
+    def repair() -> None:
+        head.absorb, head.step = own
+
+    return repair
+
+
+def serve(engine: Engine, steps: int, until: Callable[[], bool] = lambda: False) -> int:
+    """Eight requests at a time, of other prompts each time → the steps that were made."""
+    made = 0
+    while made < steps and not until():
+        if not engine.has_work:
+            for i in range(8):
+                engine.add(Request(f"{made} {i}", [(31 * made + 101 * i + j) % 2000 for j in range(6)], GREEDY))
+        assert all(event.error is None and " " in event.id and "check" not in event.id for event in engine.step())
+        made += 1
+    return made
+
+
+@pytest.mark.parametrize(
+    ("how", "shape", "adaptive"), [("zeros", CHAIN, True), ("nan", CHAIN, False), ("shuffled", TREE, True), ("zeros", TREE, False)]
+)
+def test_a_head_that_breaks_while_serving(how: str, shape: dict[str, Any], adaptive: bool, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    engine = demo(adaptive=adaptive, **shape)
+    engine._watch.clock = lambda: now[0]
+    engine.try_out()
+    health = engine.stats.draft_health
+    assert health.state == "ok" and health.start is not None and health.start > 0.4
+    assert engine.stats.drafts_total == 0 and engine.stats.pages_used == engine.stats.pages_cached == 0
+    serve(engine, 25)
+    assert health.faults_total == 0
+    repair = damage(engine, how)
+    steps = serve(engine, 600, lambda: health.state == "suspended")
+    assert health.state == "suspended" and health.faults_total == 1, f"not named in {steps} steps"
+    assert "AT FAULT" in caplog.text and ("token" in health.reason) is (how != "shuffled")
+    before = engine.stats.drafts_total
+    serve(engine, 60)
+    assert engine.stats.drafts_total <= before + 16, "what was in flight"
+    repair()
+    now[0] += BACK_OFF_S + 1
+    assert serve(engine, 200, lambda: health.state == "ok") < 100
+    before = engine.stats.drafts_total
+    serve(engine, 60)
+    assert engine.stats.drafts_total > before and health.faults_total == 1
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+
+
+def test_texts_are_the_same_through_all_of_it() -> None:
+    engine = demo()
+    engine._watch.clock = lambda: 0.0
+    engine.try_out()
+    prompts = [[(101 * i + j) % 2000 for j in range(6)] for i in range(8)]
+    long = SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
+    plain = run(engine, prompts, long)
+    engine.reset_prefix_cache()
+    damage(engine, "zeros")
+    assert run(engine, prompts, long) == plain
+    assert engine.stats.draft_health.state == "suspended"
+
+
+def test_a_checkpoint_whose_draft_layer_is_random_is_named_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = Path(shutil.copytree(ModelConfig().directory, tmp_path / "random"))
+    generator, changed = torch.Generator().manual_seed(0), 0
+    layers = engine_layers(directory)
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if f"layers.{layers}." in name and tensor.dim() == 2 and tensor.is_floating_point():
+                tensors[name] = (torch.randn(tensor.shape, generator=generator) * tensor.shape[1] ** -0.5).to(tensor.dtype)
+                changed += 1
+        save_file(tensors, file, {"format": "pt"})
+    assert changed > 3
+    engine = demo(directory)
+    engine._watch.clock = lambda: 0.0
+    engine.try_out()
+    health = engine.stats.draft_health
+    assert health.state == "weak" and health.start is not None and health.start < 0.2 and health.faults_total == 1
+    (said,) = [record.message for record in caplog.records if record.name == watchdog.__name__]
+    assert "AT FAULT" in said and f"of {ENOUGH} verifications" in said and "20 %" in said and "--speculative-draft-model-path" in said
+    serve(engine, 30)
+    assert health.faults_total == 1 and health.state == "weak", "named once; it drafts on, where that is asked for"
+
+
+def engine_layers(directory: Path) -> int:
+    return int(json.loads((directory / "config.json").read_text())["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_tiny_models_head_is_weak(watched: bool) -> None:
+    engine = tiny_engine(tiny_model(), 2, watched=watched)
+    engine._watch.clock = lambda: 0.0
+    engine.try_out()
+    assert engine.stats.draft_health.state == ("weak" if watched else "off")
+    assert engine.stats.pages_cached == engine.stats.draft_tokens_total == 0
+
+
+def test_nothing_is_watched_where_acceptance_is_synthetic_or_n_grams_draft() -> None:
+    assert tiny_engine(tiny_model(), 2, watched=True, rates=[0.5, 0.5])._watch.health.state == "off"
+    ngram = SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=2)
+    assert tiny_engine(tiny_model(), ngram, watched=True)._watch.health.state == "off"
