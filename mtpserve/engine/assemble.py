@@ -114,13 +114,13 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
 def draft_passes(
     model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions, kernels: Mapping[str, Any]
 ) -> DraftPasses:
-    """`stores`: of the draft model's own layers. `kernels`: the backend's, by their names in KERNELS."""
+    """`stores`: of all layers, the draft model's own after the trunk's. `kernels`: the backend's, by their names in KERNELS."""
     arch, width = model.arch, draft_model.features.width(model.arch.hidden)
     boundary = None
     if width:
         store_boundary: StoreBoundary = kernels.get("store_boundary", reference.store_boundary)
         boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
-    attention = BACKENDS.get(options.backend)(stores, arch.heads, arch.scale)
+    attention = BACKENDS.get(options.backend)(stores.part(slice(arch.num_layers, None)), arch.heads, arch.scale)
     return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map), kernels.get("propose", propose))
 
 
@@ -168,9 +168,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     attention = BACKENDS.get(options.backend)(trunk_stores, arch.heads, arch.scale)
     drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
     check(layers, attention, options.backend, drafts)
-    passes = None
-    if draft_model is not None:
-        passes = draft_passes(model, draft_model, stores.part(slice(arch.num_layers, None)), sizes, options, kernels)
+    passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, options, kernels)
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,
@@ -191,8 +189,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
     pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size)
     tiers, transfers = make_tiers(options, stores, passes, pages)
-    drafters = DraftersByShape(spec, options.scheduler.chunked_prefill_size, passes, drafts)
-    graphs = options.graphs(step, sampling)
+    drafters, graphs = DraftersByShape(spec, options.scheduler.chunked_prefill_size, passes, drafts), options.graphs(step, sampling)
     runner: ModelRunner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
     return Engine(
         runner if options.recorder is None else options.recorder(runner),

@@ -10,8 +10,8 @@ tokens per second by them,
     tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes)
 
 Drafting deeper must gain 2 %, and less deep half a per cent, so that errors of the expected times do not make a step slower than a plain
-one. What is not drafted is not learned, so that now and then a step tries another depth: for 0.5 % of the time, or for nothing where what it
-drafted was worth its time. So drafting comes back when the text changes.
+one. What is not drafted is not learned, so that now and then a step tries another depth: for 0.5 % of the time, or for nothing where what
+it drafted was worth its time. So drafting comes back when the text changes.
 
 Texts do not depend on any of this: greedy text never depends on drafts, the law of a sampled text does not, and a request with a seed gets
 drafts that are coupled to the target's noise (spec/accept), by which its text is that of plain decoding.

@@ -21,7 +21,7 @@ FORBIDDEN_KEYWORDS = {"trust_remote_code", "allow_pickle"}  # whatever they are 
 FORBIDDEN_METHODS = {"recv_pyobj", "send_pyobj"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 SPEECHLESS = [PACKAGE / "attention", PACKAGE / "cache", PACKAGE / "quant", KERNELS / "attention", KERNELS / "cache", KERNELS / "quant"]
-MAX_NAMING = 47  # files outside of spec/ that name speculation (the policy and its times are two); SGLang has 313 and vLLM 286
+MAX_NAMING = 48  # files outside of spec/ that name speculation (the policy and `bench spec` are three); SGLang has 313 and vLLM 286
 
 
 def speculation(line: str) -> list[str]:
