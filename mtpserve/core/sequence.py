@@ -50,6 +50,8 @@ class Sequence:
     labelled: int = 0  # columns whose pages have got their keys
     vouched: int = 0  # of these, columns that a token was sampled after: what they hold are numbers
     matched: int = 0  # columns of `keys` that were found when somebody last looked
+    loading: int = 0  # number of the last loading of pages that it has waited for
+    loads: int = 0  # how many it has waited for since it had a seat
     cached: int = 0  # prompt tokens that it had not to compute when it was first seated
     overtaken: int = 0  # later requests that were seated before it
     ran: bool = False  # it has had a seat

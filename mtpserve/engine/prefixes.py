@@ -14,6 +14,8 @@ from mtpserve.core.protocols import CacheObserver
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.tiers import Tiers
 
+PATIENCE = 3  # loadings for which a request waits before it starts with what is there
+
 
 class Prefixes:
     def __init__(self, pages: PageGroups, observer: CacheObserver | None = None, tiers: Tiers | None = None) -> None:
@@ -38,7 +40,16 @@ class Prefixes:
         if seq.keys[columns] in self._coming:
             return None
         room = self._pages.has_room(self._pages.columns(len(seq.tokens) + seq.lookahead) - columns)
-        return None if self._tiers is not None and room and self._tiers.bring(seq.keys, columns) else columns
+        return None if room and self._waits(seq, columns) else columns
+
+    def _waits(self, seq: Sequence, columns: int) -> bool:
+        """For pages on their way from below the device. Not for ever: what one request waits for may push out what others waited for."""
+        if self._tiers is None or seq.loads >= PATIENCE:
+            return self._tiers is not None and self._tiers.is_loading(seq.loading)
+        number = self._tiers.bring(seq.keys, columns)
+        if number is not None and number != seq.loading:
+            seq.loading, seq.loads = number, seq.loads + 1
+        return number is not None
 
     def expected(self, seq: Sequence) -> int:
         """Roughly what `columns` says, without looking for each page again."""
@@ -49,6 +60,7 @@ class Prefixes:
         """A request starts after so many columns."""
         self._tell_again(seq, columns)
         seq.labelled = seq.vouched = columns
+        seq.loads = 0
         for key in seq.keys[columns:]:
             self._coming.setdefault(key, seq.id)
 

@@ -80,6 +80,7 @@ class Missing:
 class Loading:
     """Pages on their way to the device, for all requests that wait for them."""
 
+    number: int
     keys: Sequence[Key]
     held: list[Held]  # of the device, with those that were there already
     missing: list[Missing]
@@ -103,7 +104,7 @@ class Tiers:
         self._spilling: dict[int, tuple[int, Key]] = {}  # group and key by number
         self._void: set[int] = set()  # numbers of spills that must not be found
         self._bad: OrderedDict[tuple[int, Key], None] = OrderedDict()
-        self._numbers = 0
+        self._numbers = self._loads = 0
         self.loaded: dict[str, int] = defaultdict(int)  # pages by the tier from which they came
         self.moved: dict[str, int] = defaultdict(int)  # by kind of transfer, as are these
         self.failed: dict[str, int] = defaultdict(int)
@@ -211,32 +212,37 @@ class Tiers:
             return True
         return self._disk is not None and (group, key) not in self._bad and self._disk.has(group, key)
 
-    def bring(self, keys: Sequence[Key], columns: int) -> bool:
-        """A request finds so many columns on the device, not all of them. True: more are on their way, for which it waits."""
-        if any(each.key == keys[columns] for loading in self.loadings for each in loading.missing):
-            return True
+    def bring(self, keys: Sequence[Key], columns: int) -> int | None:
+        """A request finds so many columns on the device, not all. → the number of the loading that brings more: it waits for that."""
+        for loading in self.loadings:
+            if any(each.key == keys[columns] for each in loading.missing):
+                return loading.number
         most = self._pages.matched(keys, found=self.found)
-        return most > columns and self._start(keys[:most])
+        return self._start(keys[:most]) if most > columns else None
 
-    def _start(self, keys: Sequence[Key]) -> bool:
-        """Load what the device lacks of these columns. False: there is no room."""
+    def is_loading(self, number: int) -> bool:
+        return any(loading.number == number for loading in self.loadings)
+
+    def _start(self, keys: Sequence[Key]) -> int | None:
+        """Load what the device lacks of these columns. None: there is no room."""
         needed = self._pages.needed(len(keys))
         wanted = [
             (group, column) for group, columns in enumerate(needed) for column in columns if not self._pages.found(group, keys[column])
         ]
         missing = self._blocks(wanted, keys)
         if missing is None:
-            return False
+            return None
         held = self._pages.gather(keys, needed)
         if held is None:
             self._unpin(missing)
-            return False
-        loading = Loading(keys, held, missing, set())
+            return None
+        self._loads += 1
+        loading = Loading(self._loads, keys, held, missing, set())
         self.loadings.append(loading)
         loading.open = {self._move("fetch", each.group, each.block, key=each.key) for each in missing if each.cold}
         if not loading.open:
             self._load(loading)
-        return True
+        return loading.number
 
     def _blocks(self, wanted: Sequence[tuple[int, int]], keys: Sequence[Key]) -> list[Missing] | None:
         """Pinned: those that hold the pages, and empty ones for those on disk. None: there are too few."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,6 +118,19 @@ def test_so_it_is_with_tiers_below(
     schedule: Schedule, options: dict[str, Any], window: int | None, few: int, host: int, disk: int | None, page_time: float
 ) -> None:
     run(schedule, options | {"cached": True}, window, few, host=host, disk=disk, page_time=page_time)
+
+
+def test_who_waits_for_pages_from_below_starts_at_last() -> None:
+    """Each loading pushed out what the one before it had brought, so that nobody ever started: found by the test above."""
+    said = partial(Said, patience=None)
+    schedule = Schedule((
+        (0, (said(7, "q", 23, 9, pause=1, copies=3, more=9), said(0, "q", 54, 14, pause=4, copies=3, more=0)), "", 0),
+        (1, (said(19, "p", 9, 1, pause=5, copies=1, more=0),), "", 1),
+        (4, (said(3, "q", 19, 3, pause=1, copies=1, more=0), said(24, "p", 4, 2, pause=1, copies=1, more=0)), "", 1),
+    ))  # fmt: skip
+    options = {"pool": 299, "page_size": 1, "seats": 2, "budget": 7, "steps": 1, "overlap": 0, "policy": "fcfs", "reserved": 0.0,
+               "long_prompt": 3, "max_long": 1, "cached": True}  # fmt: skip
+    assert run(schedule, options, window=1, few=19, host=31, disk=None, page_time=0.1).finished == 9
 
 
 def test_pages_come_back_from_host_memory_and_from_disk() -> None:
