@@ -3,6 +3,7 @@
 unshared   tokens per second for prompts that share nothing, cache on / off (interleaved, medians)
 long       a prompt of 1k, 8k and 32k tokens: seconds to its first token, computed and found; then the host's part of a decoding step,
            and of a step that admits a short request
+planning   what scheduler and cache alone take for these two kinds of step, beside 1k, 8k and 32k tokens (interleaved, medians)
 beside     first token of a short prompt, alone and beside 8 clients that send prompts of 1,900 tokens one after the other
 gap        between two tokens of a running request while a prompt of 16k tokens enters, against the time of a chunk's own step
 tiers      bytes per second of saves and loads against memcpy, of files against dd
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -35,10 +36,16 @@ from common.shapes import write_config
 
 from mtpserve import LLM
 from mtpserve.cache.disk import DiskPages
+from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.keys import root
+from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Sequence
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.scheduler import Scheduler
 from mtpserve.runtime.paging import WORKERS
+from mtpserve.spec.simulated import SimulatedDevice
 
 CONTEXT = 40960
 CONFIG: dict[str, Any] = {
@@ -161,6 +168,50 @@ def long(directory: Path) -> dict[str, Any]:
     return numbers
 
 
+def planning(directory: Path) -> dict[str, Any]:
+    pairs = {length: planned(length) for length in (1024, 8192, 32768)}
+    taken = {length: ([step()], [admit()]) for length, (step, admit) in pairs.items()}
+    for _ in range(400):
+        for length, (step, admit) in pairs.items():
+            taken[length][0].append(step())
+            taken[length][1].append(admit())
+    return {str(length): {"decoding_us": 1e6 * median(a), "admitting_us": 1e6 * median(b)} for length, (a, b) in taken.items()}
+
+
+def planned(length: int) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Seconds of planning and booking a step that decodes a request of so many tokens, and one that admits a short request beside it."""
+    device = SimulatedDevice(DraftSizes(steps=3, proposed=3, written=3), (0.8, 0.7, 0.6))
+    scheduler = device.limited(Scheduler)(PageGroups([None], [6000], 16, 512), max_running=8, token_budget=512, eos_ids=())
+    numbers = count(1)
+
+    def add(prompt: list[int], output: int) -> Sequence:
+        start = root(b"", "")
+        seq = Sequence(str(next(numbers)), prompt, len(prompt), SamplingParams(), len(prompt) + output, seed=0, root=start)
+        device.prepare(seq, 0)
+        device.answers[seq.id] = [1] * output
+        scheduler.add(seq)
+        return seq
+
+    def step() -> float:
+        began = time.perf_counter()
+        plan = scheduler.plan(3)
+        between = time.perf_counter()
+        result = device.launch(plan.plan)
+        again = time.perf_counter()
+        scheduler.commit(plan, result)
+        return between - began + time.perf_counter() - again
+
+    def admit() -> float:
+        began = time.perf_counter()
+        add(prompt(30, (length, next(numbers))), 1)
+        return time.perf_counter() - began + step()
+
+    whole = add(list(range(length)), 6000)
+    while whole.computed < length:
+        step()
+    return step, admit
+
+
 def beside(directory: Path) -> dict[str, Any]:
     """Loops of 8 clients, each with a new prompt every time; a short request every few steps."""
     made = engine(directory, context_length=2048)
@@ -261,7 +312,7 @@ def rate(size: int, work: Callable[[], object], turns: int = 4) -> float:
     return turns * size / (time.perf_counter() - began) / 1e9
 
 
-PARTS = {"unshared": unshared, "long": long, "beside": beside, "gap": gap, "tiers": tiers}
+PARTS = {"unshared": unshared, "long": long, "planning": planning, "beside": beside, "gap": gap, "tiers": tiers}
 
 
 def main() -> None:
