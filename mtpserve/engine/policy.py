@@ -145,7 +145,7 @@ class DepthPolicy:
         self._saved -= max(cost, 0.0)
         self.trials += 1
         if depth > self.depth:
-            self._trying |= {seq.id: sum(self.survival.chances(seq.factor, seq.most or 0)) for seq in tried}
+            self._trying = {seq.id: sum(self.survival.chances(seq.factor, seq.most or 0)) for seq in tried}
         for seq in tried:
             seq.most, seq.tried = self._ranks(depth), self.trials
         self._age, self._rest = EVERY, EVERY  # the numbers of drafts are chosen anew
