@@ -107,6 +107,8 @@ class Want(NamedTuple):
     each: Tensor  # [D] int64
     deepest: int  # no request wants more; 0: none wants any
     most: Tensor | None = None  # [D] int64, how many drafts the algorithm may give each of them; None: as many as it has
+    keeps: bool = False  # the last rows of some spans are absorbed with a later step
+    absorbs: bool = True  # those of some spans are not
 
 
 @dataclass(frozen=True, slots=True)

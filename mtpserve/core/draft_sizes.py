@@ -32,6 +32,7 @@ class DraftSizes:
     free: int = 0  # further drafts, without a pass of a model: tokens that a grammar forces, or from a prediction or n-grams
     always_free: bool = False  # n-grams are looked up for every request, so that plain ones have free drafts too
     trees: bool = False  # the algorithm's own drafts are a tree
+    deferred: int = 0  # rows of a request that a draft model may absorb in a later step, all at once, while nothing is drafted
 
     @property
     def depth(self) -> int:

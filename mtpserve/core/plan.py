@@ -66,6 +66,8 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # preemption does not change what a seed gives.
     drafts_next: bool
     most: int | None = None  # drafts that the algorithm may then give it; None: as many as it has
+    deferred: bool = False  # the draft model absorbs the span's only row with a later step, not with this one
+    late: int = 0  # the last rows before the span, which it absorbs before this step
 
     @property
     def width(self) -> int:

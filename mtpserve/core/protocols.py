@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mtpserve.core.arch import Features, LayerKind, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.plan import StepPlan, StepResult
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
-from mtpserve.core.sampling import GrammarSpec
 
 if TYPE_CHECKING:
     import torch
-    from numpy import ndarray
     from torch import Tensor, nn
 
 
@@ -146,6 +144,10 @@ class DraftModel(Protocol):
         """Rows [T] of what is committed, features [T, Features.width] of the trunk."""
         ...
 
+    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> None:
+        """As `absorb`, for what later rows need of these: their keys and values."""
+        ...
+
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
         """Rows of its own drafts; `state` is the features of its own output for the row before."""
         ...
@@ -261,31 +263,6 @@ class Sampler(Protocol):
         ...
 
 
-class Grammar(Protocol):
-    """What one request's output must look like: a state over its tokens."""
-
-    def commit(self, tokens: Seq[int]) -> None:
-        """The output grew. Raises ValueError for tokens that are not allowed."""
-        ...
-
-    def masks(self, paths: Seq[Seq[int]], rows: ndarray[Any, Any]) -> list[bool]:
-        """What may follow each path after the output: bit j of word i of its row is token 32 i + j. rows [n, words] int32.
-
-        False for a path that is itself not allowed; its row is then all ones.
-        """
-        ...
-
-    def forced(self, path: Seq[int], limit: int) -> list[int]:
-        """The tokens after `path` about which there is no choice, at most `limit`."""
-        ...
-
-
-class GrammarCompiler(Protocol):
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Raises InvalidRequest."""
-        ...
-
-
 class LogitsProcessor(Protocol):
     """A class of the operator's own, named at launch. Called for every row whose logits decide something."""
 
@@ -296,7 +273,8 @@ class LogitsProcessor(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes what the next step verifies. Wanting nothing still absorbs the rows, so that the draft layer's KV stays aligned."""
+    """Proposes what the next step verifies. Rows are absorbed also where nothing is wanted, at once or in a later step, so that the draft
+    model's KV stays aligned."""
 
     sizes: DraftSizes
     coupled: bool  # drafts are point masses, for all requests
@@ -315,6 +293,10 @@ class Drafter(Protocol):
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         """Called after the seats were advanced by the verdict and the surviving rows moved together. `want` speaks of the spans in
         `batch.draft_spans`. None when no request wants any."""
+        ...
+
+    def catch_up(self, batch: Batch) -> None:
+        """Absorb rows whose step has deferred that. Each span has the last rows of its request that were computed."""
         ...
 
 

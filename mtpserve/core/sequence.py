@@ -64,6 +64,8 @@ class Sequence:
     mixed: bool = False  # some of them are not the algorithm's
     most: int | None = None  # drafts that the algorithm may give it after its next span; None: as many as it has
     computed: int = 0
+    absorbed: int = 0  # of `computed`, rows that the draft model has absorbed: all, or all but those that steps have deferred
+    deferred: int = 0  # rows of the last steps launched that it has not absorbed
     shared: int = 0  # tokens in the pages that another request has computed; one of them may be computed again, and is not stored
     launched: int = 0  # `computed`, and the committed tokens of the spans in flight
     ahead: int = 0  # spans in flight that give tokens
@@ -92,6 +94,11 @@ class Sequence:
     def room(self) -> int:
         """Tokens that it may still produce."""
         return self.max_len - len(self.tokens)
+
+    @property
+    def most_proposals(self) -> int:
+        """Drafts that a step may leave for it, at most, as the policy has limited them."""
+        return self.proposals if self.most is None or self.mixed else min(self.proposals, self.most)
 
     @property
     def expected(self) -> int:

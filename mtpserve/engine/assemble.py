@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +13,7 @@ from mtpserve_kernels.cache import reference
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.boundary import BoundaryRows, StoreBoundary
+from mtpserve.cache.deferred import DeferredRows
 from mtpserve.cache.disk import DiskPages
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.stores import Stores
@@ -20,7 +21,8 @@ from mtpserve.config import CacheConfig, SamplingConfig, SchedulerConfig, SpecCo
 from mtpserve.core.arch import LayerKind, page_groups
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import AttentionBackend, CacheObserver, DraftModel, GrammarCompiler, LogitsProcessor, ModelRunner, Trunk
+from mtpserve.core.grammars import GrammarCompiler
+from mtpserve.core.protocols import AttentionBackend, CacheObserver, DraftModel, LogitsProcessor, ModelRunner, Trunk
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.tiers import Tiers
@@ -111,17 +113,26 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
             raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
 
 
+def sizes_of(options: EngineOptions, layers: Seq[LayerKind]) -> DraftSizes:
+    sizes = draft_sizes(options.spec, options.scheduler.chunked_prefill_size)
+    # The pages of a window are gone before a deferred row is stored in them.
+    return sizes if all(kind.window is None for kind in layers) else replace(sizes, deferred=0)
+
+
 def draft_passes(
-    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, options: EngineOptions, kernels: Mapping[str, Any]
-) -> DraftPasses:
+    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions,
+    kernels: Mapping[str, Any],
+) -> DraftPasses:  # fmt: skip
     """`stores`: of all layers, the draft model's own after the trunk's. `kernels`: the backend's, by their names in KERNELS."""
     arch, width = model.arch, draft_model.features.width(model.arch.hidden)
-    boundary = None
+    boundary = deferred = None
     if width:
         store_boundary: StoreBoundary = kernels.get("store_boundary", reference.store_boundary)
         boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
+    if width and drafts.deferred:
+        deferred = DeferredRows(sizes.seats + 1, drafts.deferred, width, options.dtype, options.device)
     attention = BACKENDS.get(options.backend)(stores.part(slice(arch.num_layers, None)), arch.heads, arch.scale)
-    return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map), kernels.get("propose", propose))
+    return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map), kernels.get("propose", propose), deferred)
 
 
 def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:
@@ -166,9 +177,9 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     stores.clear_last()
     trunk_stores = stores.part(slice(arch.num_layers))
     attention = BACKENDS.get(options.backend)(trunk_stores, arch.heads, arch.scale)
-    drafts = draft_sizes(spec, options.scheduler.chunked_prefill_size)
+    drafts = sizes_of(options, layers)
     check(layers, attention, options.backend, drafts)
-    passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, options, kernels)
+    passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, drafts, options, kernels)
     drafter = make_drafter(spec, drafts, passes)
     seats = SeatTensors(
         sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,

@@ -12,7 +12,8 @@ from typing import cast
 
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import Grammar, GrammarCompiler, LogitsProcessor
+from mtpserve.core.grammars import Grammar, GrammarCompiler
+from mtpserve.core.protocols import LogitsProcessor
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.compute import backend_of, described, kernels_of

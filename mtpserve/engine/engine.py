@@ -112,7 +112,7 @@ class Engine:
         self._in_flight: deque[tuple[Planned, Launched, float]] = deque()  # with the time at which it was planned
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
-            service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers,
+            service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers, most_deferred=sizes.deferred,
         )  # fmt: skip
         self._stats = new_stats(sizes.depth, pages.total)
 
@@ -342,7 +342,7 @@ class Engine:
             return
         work = work_of(planned.plan)
         self._stats.steps_per_depth[work.passes] += work.requests > 0
-        if self.policy is not None:
+        if self.policy is not None and not any(span.late for span in planned.plan.spans):
             self.policy.took(work, seconds)
 
     def _failed(self, seqs: list[Sequence], error: Exception) -> list[TokenEvent]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from threading import Lock
 
-from mtpserve.core.protocols import Grammar, GrammarCompiler
+from mtpserve.core.grammars import Grammar, GrammarCompiler
 from mtpserve.core.sampling import GrammarSpec
 
 MOST = 1024  # compiled and not taken: of requests that wait, or went away before they were seated

@@ -1,7 +1,7 @@
 """What requests share: which pages of its prompt a request finds in the cache, and which pages of its own others may find.
 
-A page is found once its last token is booked, also while its request still runs. Pages that a running request is just computing, or that
-come from a tier below the device, are worth waiting for: `columns` says so.
+A page is found once its last token is booked, and absorbed by the draft model, also while its request still runs. Pages that a running
+request is just computing, or that come from a tier below the device, are worth waiting for: `columns` says so.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Prefixes:
         """Tokens of a request were computed: others may find its whole pages."""
         # Tokens after a stop are computed and dropped.
         size = self._pages.page_size
-        columns = min(seq.computed, len(seq.tokens)) // size
+        columns = min(seq.absorbed, len(seq.tokens)) // size
         if seq.root is None:
             return
         if columns > seq.labelled:

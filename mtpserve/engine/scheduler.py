@@ -31,7 +31,7 @@ from mtpserve.core.request import Finish, Proposal, TokenLogprob
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.line import LOOKS, RANK, UNLIMITED, Line, ServiceOrder
 from mtpserve.engine.prefixes import Prefixes
-from mtpserve.engine.spans import admission, chunk, decodes, ends, new_pages, next_span, prefill_end, proposals, to_compute, useful_drafts
+from mtpserve.engine.spans import admission, chunk, decodes, deferred, ends, new_pages, next_span, prefill_end, to_compute, useful_drafts
 from mtpserve.engine.stopping import until_stop
 from mtpserve.engine.tiers import Tiers
 
@@ -71,7 +71,7 @@ class Scheduler:
 
     def __init__(
         self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
-        service: ServiceOrder = UNLIMITED, observer: CacheObserver | None = None, tiers: Tiers | None = None,
+        service: ServiceOrder = UNLIMITED, observer: CacheObserver | None = None, tiers: Tiers | None = None, most_deferred: int = 0,
     ) -> None:  # fmt: skip
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
@@ -79,6 +79,7 @@ class Scheduler:
         self._max_running = max_running
         self._token_budget = token_budget
         self._max_drafts = max_drafts
+        self._most_deferred = most_deferred  # rows of a request that wait for a draft model to absorb them
         self._eos_ids = frozenset(eos_ids)
         self._service = service
         self._free_seats = list(range(max_running))  # a heap
@@ -138,13 +139,15 @@ class Scheduler:
         planned, left = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
         prompts, admissions = self._prompts([seq for seq in others if not decodes(seq) and not ends(seq)], left)
+        if self._most_deferred:
+            planned = deferred(planned, want, self._most_deferred, beside=bool(prompts))
         planned += prompts
         busy = self.moving or any(seq.in_flight for seq in self.running)
         assert planned or not self.live or busy, "a plan without spans would repeat for ever"
         for seq, span in planned:
             seq.launched += span.length
             seq.ahead += span.samples
-            seq.drafts = proposals(seq) if span.drafts_next and want > 0 else 0
+            seq.drafts = seq.most_proposals if span.drafts_next and want > 0 else 0
         pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq)]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
         return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers), [seq for seq, _ in planned])
@@ -227,7 +230,7 @@ class Scheduler:
             if held is None:
                 return None
             seq.held, seq.grown, seq.shared = held, True, columns * self._pages.page_size
-            seq.computed = seq.launched = start
+            seq.computed = seq.absorbed = seq.launched = start
             if not seq.ran:
                 seq.cached, seq.ran = start, True
             self._prefixes.seat(seq, columns)
@@ -282,8 +285,8 @@ class Scheduler:
         seq = self.running.pop()
         assert not seq.in_flight, "what it is getting would be lost"
         self._unseat(seq)
-        seq.computed = seq.launched = 0
-        seq.drafts = 0
+        seq.computed = seq.absorbed = seq.launched = 0
+        seq.drafts = seq.deferred = 0
         self._line.add(seq)
         self.preemptions += 1
         return seq
@@ -336,7 +339,11 @@ class Scheduler:
             self._end(seq, Finish.ERROR, result.error)
             return Outcome(seq, [], proposal=proposal)
         kept, finish = until_stop(seq, result.tokens, self._eos_ids)
+        if span.late:
+            seq.absorbed = seq.computed
         seq.computed += span.length + result.accepted
+        if not span.deferred:
+            seq.absorbed = seq.computed
         seq.launched += result.accepted
         seq.ahead -= span.samples
         if not seq.in_flight:
@@ -377,6 +384,8 @@ class Scheduler:
             columns = min(held.end for held in seq.held)
             if not seq.computed < len(seq.tokens) < seq.max_len or seq.launched > columns * self._pages.page_size:
                 raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, pages of {columns} columns")
+            if not seq.absorbed <= seq.computed <= seq.absorbed + self._most_deferred or seq.deferred > self._most_deferred:
+                raise RuntimeError(f"request {seq.id}: {seq.absorbed} of {seq.computed} rows absorbed, {seq.deferred} deferred")
             if seq.in_flight != (seq.launched > seq.computed) or seq.ahead < 0 or (seq.ahead and not seq.in_flight):
                 raise RuntimeError(f"request {seq.id}: {seq.launched} rows launched, {seq.computed} booked, {seq.ahead} tokens ahead")
         for seq in self.waiting:

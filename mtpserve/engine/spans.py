@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from mtpserve.core.plan import Admission, NewPages, SpanPlan
 from mtpserve.core.sequence import Sequence
 
@@ -20,11 +22,6 @@ def ends(seq: Sequence) -> bool:
 def useful_drafts(seq: Sequence) -> int:
     # With room for r tokens: r - 1 drafts and the target's own token fill it.
     return min(seq.drafts, seq.max_len - seq.expected - 1)
-
-
-def proposals(seq: Sequence) -> int:
-    """Drafts that a step may leave for it, at most."""
-    return seq.proposals if seq.most is None or seq.mixed else min(seq.proposals, seq.most)
 
 
 def to_compute(seq: Sequence) -> int:
@@ -53,6 +50,22 @@ def chunk(seq: Sequence, rows: int) -> SpanPlan:
 def prefill_end(seq: Sequence) -> int:
     """Up to where it is computed before it decodes."""
     return len(seq.tokens) - (1 if seq.output_len > 0 else 0)
+
+
+def deferred(decoding: list[tuple[Sequence, SpanPlan]], want: int, most: int, beside: bool) -> list[tuple[Sequence, SpanPlan]]:
+    """Spans of requests that decode, told when a draft model absorbs their rows: while nothing is drafted in a later step, after `most`
+    rows or when drafts are wanted. `beside` prompts, whose rows are absorbed with this step, only those wait whose earlier rows do."""
+    defers = want == 0 and not any(span.drafts for _, span in decoding)
+    if not defers and not any(seq.deferred for seq, _ in decoding):
+        return decoding
+    full = any(seq.deferred == most for seq, _ in decoding)
+    spans: list[tuple[Sequence, SpanPlan]] = []
+    for seq, span in decoding:
+        waits = defers and (not beside or (seq.deferred > 0 and not full))
+        late = seq.deferred if full or not waits else 0
+        seq.deferred += waits - late
+        spans.append((seq, replace(span, deferred=waits, late=late) if waits or late else span))
+    return spans
 
 
 def admission(seq: Sequence) -> Admission:

@@ -22,6 +22,10 @@ class GQA(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
-        qkv = self.qkv(x).unflatten(-1, (self.all_heads, -1))  # [T, heads + 2 kv_heads, head_dim]
-        q = self.kernels.rope_store(qkv, rotation, context.slots, context.keys, context.values, self.heads)
+        q = self.store(x, rotation, context)
         return self.out(context.attend(q).flatten(1))  # type: ignore[no-any-return]
+
+    def store(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
+        """x [T, hidden] → q [T, heads, head_dim]; keys and values are stored."""
+        qkv = self.qkv(x).unflatten(-1, (self.all_heads, -1))  # [T, heads + 2 kv_heads, head_dim]
+        return self.kernels.rope_store(qkv, rotation, context.slots, context.keys, context.values, self.heads)

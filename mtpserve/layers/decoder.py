@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,10 @@ class DecoderLayer(nn.Module):
         normed, residual = self.attention_norm.add(x, residual)
         normed, residual = self.mlp_norm.add(self.attention(normed, rotation, context), residual)
         return self.mlp(normed), residual
+
+    def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
+        """Of `forward`, what other rows need: keys and values."""
+        cast(Any, self.attention).store(self.attention_norm(x), rotation, context)
 
 
 class DraftHead(nn.Module):
@@ -105,6 +109,10 @@ class MTPHead(nn.Module):
         return Hidden(normed, x if self.arch.recycle == "pre" else normed)
 
     step = absorb
+
+    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+        trunk = self.borrowed[0]
+        self.layer.store(self.fusion(trunk.embed(ids), features), trunk.rope(positions), contexts[0])
 
     def logits(self, head: Tensor) -> Tensor:
         trunk = self.borrowed[0]

@@ -55,3 +55,10 @@ class MLA(nn.Module):
         q_rope = self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)
         seen = context.attend(torch.cat([absorbed, q_rope], -1))  # [T, heads, kv_rank]
         return self.out(self.v_up(seen).flatten(1))  # type: ignore[no-any-return]
+
+    def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
+        """x [T, hidden]; latents and rotated keys are stored, and no query is computed."""
+        mla, norm = self.mla, self.kv_norm
+        row = self.down(x).split([self.down.parts[0], mla.kv_rank + mla.rope], -1)[1]
+        no_q = row.new_zeros(len(row), 1, mla.nope + mla.rope)
+        self.kernels.latent_store(no_q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)

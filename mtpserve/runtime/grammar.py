@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpserve.core.protocols import Grammar
+from mtpserve.core.grammars import Grammar
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.transfer import pinned
 

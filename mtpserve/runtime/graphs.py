@@ -103,6 +103,7 @@ class Key:
     deepest: int  # 0: nothing is drafted
     trees: bool
     asked: Asked
+    deferred: bool = False  # where nothing is drafted: the rows are absorbed with a later step
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +145,11 @@ class StepGraphs:
         return StepGraphs(self.step, self.sampling, self.recorder, self.most)
 
     def replay(
-        self, seats: Seq[int], wanted: Seq[int], most: Seq[int], drafts: int, want: int, asked: Asked, trees: bool
+        self, seats: Seq[int], wanted: Seq[int], most: Seq[int], drafts: int, want: int, asked: Asked, trees: bool, deferred: bool = False
     ) -> GraphOutput | None:
-        """`drafts` of the widest span; `want`: how deep the step drafts. What it gives is overwritten by the next replay, on the device and
-        in its order. None: such a step cannot be captured, and nothing was done."""
-        key = self.key(len(seats), drafts, want if any(wanted) else 0, asked, trees)
+        """`drafts` of the widest span; `want`: how deep the step drafts; `deferred`: as in Key. What it gives is overwritten by the next
+        replay, on the device and in its order. None: such a step cannot be captured, and nothing was done."""
+        key = self.key(len(seats), drafts, want if any(wanted) else 0, asked, trees, deferred)
         recorded = self.recorded[key] if key in self.recorded else self.record(key)
         if recorded is None:
             return None
@@ -160,11 +161,11 @@ class StepGraphs:
         recorded.again()
         return recorded.outcome
 
-    def key(self, requests: int, drafts: int, deepest: int, asked: Asked, trees: bool) -> Key:
+    def key(self, requests: int, drafts: int, deepest: int, asked: Asked, trees: bool, deferred: bool = False) -> Key:
         assert drafts <= self.drafts
         size = next(tier for tier in tiers(self.most) if tier >= requests)
         if drafts == 0 and deepest == 0:
-            return Key(size, 1, 0, False, asked.rounded())
+            return Key(size, 1, 0, False, asked.rounded(), deferred)
         sizes = self.step.drafter.sizes
         if sizes.trees or sizes.always_free:
             return Key(size, self.drafts + 1, sizes.depth, trees, asked.rounded())
@@ -181,7 +182,8 @@ class StepGraphs:
         if adaptive and self.drafts:
             plain_above = 0
         if plain_above is not None:
-            keys += [self.key(size, 0, 0, each, False) for size in sizes if size > plain_above for each in asked]
+            deferred = self.step.drafter.sizes.deferred > 0
+            keys += [self.key(size, 0, 0, each, False, deferred) for size in sizes if size > plain_above for each in asked]
         keys = list(dict.fromkeys(keys))
         for number, key in enumerate(keys, 1):
             self.record(key)
@@ -201,7 +203,7 @@ class StepGraphs:
             layout,
             seat_ids,
             None,
-            Want(each, key.deepest, most if step.drafter.sizes.trees else None),
+            Want(each, key.deepest, most if step.drafter.sizes.trees else None, key.deferred, not key.deferred),
             key.trees,
             BatchSampler(self.sampling, key.asked),
         )

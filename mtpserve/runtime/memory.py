@@ -11,6 +11,7 @@ import torch
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch, page_groups
 from mtpserve.core.errors import ConfigError
+from mtpserve.spec.sizes import draft_sizes
 
 CPU_FRACTION, GPU_FRACTION = 0.1, 0.85
 SHARE_OF_CONTEXT = 8  # a typical request fills this part of the context: concurrency is the pool over that
@@ -113,10 +114,12 @@ def plan_memory(
 
     def working(running: int) -> list[tuple[str, int]]:
         rows = workspace(config, arch, fixed.itemsize, running)
+        waiting = running * boundary * draft_sizes(spec, scheduler.chunked_prefill_size).deferred
         captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
         return [
             ("request state", state(running)),
             ("tables of penalties and biases, once asked for", tables(running)),
+            ("hidden rows that the draft model absorbs later", waiting),
             (f"one step's numbers{ESTIMATE}", rows),
             (f"captured steps{ESTIMATE}", captured),
         ]

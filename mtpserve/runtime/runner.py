@@ -17,8 +17,9 @@ from torch import Tensor
 from mtpserve.core.batch import Logprobs, Want
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.grammars import GrammarCompiler
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
-from mtpserve.core.protocols import Drafter, GrammarCompiler
+from mtpserve.core.protocols import Drafter
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
@@ -129,6 +130,8 @@ class Runner:
         if refused:
             spans = [span for span in spans if span[2].error is None]
         parts = []
+        if any(span.late for _, span, _ in spans):
+            self.catch_up([span for _, span, _ in spans if span.late])
         if self.graphs is not None:
             replayed = [span for span in spans if self.replayable(span)][: self.graphs.most]
             places = {place for place, _, _ in replayed}
@@ -138,6 +141,11 @@ class Runner:
         if spans:
             parts.append(self.run(spans, plan.want))
         return LaunchedStep(parts, refused, self.transfers)
+
+    def catch_up(self, plans: Seq[SpanPlan]) -> None:
+        layout = row_layout(tuple((plan.late, 0, False) for plan in plans), self.seats.device)
+        (seat_ids,) = kept((tuple(plan.seat for plan in plans),), self.seats.device)
+        self.step.catch_up(layout, seat_ids, BatchSampler(self.sampling, Asked()))
 
     def admit(self, plan: StepPlan) -> None:
         if not plan.admissions and not plan.pages:
@@ -197,7 +205,7 @@ class Runner:
             row_layout(layout, self.seats.device, self.sizes.depth if self.sizes.branching else None),
             seat_ids,
             None if len(drafting) == len(plans) else draft_spans,
-            Want(each, max(wanted, default=0), most_each if most else None),
+            Want(each, max(wanted, default=0), most_each if most else None, *deferral(plans)),
             not self.seats.branching.isdisjoint(hosts),
             BatchSampler(self.sampling, self.asked(records), rules),
             resumed_spans if resumed else None,
@@ -215,7 +223,8 @@ class Runner:
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
         trees = not self.seats.branching.isdisjoint(hosts)
-        outcome = graphs.replay(hosts, wanted, self.most(plans), max(plan.drafts for plan in plans), want, self.asked(records), trees)
+        deferred, drafts = all(plan.deferred for plan in plans), max(plan.drafts for plan in plans)
+        outcome = graphs.replay(hosts, wanted, self.most(plans), drafts, want, self.asked(records), trees, deferred)
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
             return self.run(spans, want)
@@ -240,6 +249,11 @@ class Runner:
         if self.overlapped:
             return [self.sizes.proposals(record.wanted(want), record.plain, plan.most) for plan, record in drafted]
         return Download(count)
+
+
+def deferral(plans: Seq[SpanPlan]) -> tuple[bool, bool]:
+    """Want.keeps and Want.absorbs."""
+    return any(plan.deferred for plan in plans), not all(plan.deferred for plan in plans)
 
 
 @lru_cache(maxsize=64)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
-from mtpserve.core.protocols import AttentionBackend, Drafter, Trunk
-from mtpserve.runtime.inputs import Rows, build, compact
+from mtpserve.core.protocols import AttentionBackend, Drafter, Sampler, Trunk
+from mtpserve.runtime.inputs import RowLayout, Rows, build, compact, place
 from mtpserve.runtime.publish import Columns, packed
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec.accept import LOSSLESS, Decide, accept
@@ -47,6 +47,13 @@ class Step:
         self.model, self.attention, self.stores, self.drafter, self.seats = model, attention, stores, drafter, seats
         self.thresholds, self.processed_logprobs, self.decide = thresholds, processed_logprobs, decide
         self.mark: Callable[[str], None] = unmarked
+
+    def catch_up(self, layout: RowLayout, seat_ids: Tensor, sampler: Sampler) -> None:
+        """The draft model absorbs the last rows of these seats, of which steps have deferred that."""
+        # What has ended is not to be written to: its pages may be others'.
+        seat_ids = seat_ids.masked_fill(self.seats.done[seat_ids], self.seats.padding)
+        start = (self.seats.computed[seat_ids] - layout.length).clamp(min=0)
+        self.drafter.catch_up(place(layout, self.seats, seat_ids, sampler, None, start))
 
     def forward(self, rows: Rows) -> Computed:
         """Everything that the host wants to know: its copy can start before the drafting."""

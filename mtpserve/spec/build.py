@@ -45,7 +45,7 @@ class DraftersByShape:
             speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.nodes + 1,
         )  # fmt: skip
         sizes = draft_sizes(spec, self.budget)
-        sizes = replace(sizes, free=min(sizes.free, self.largest.free))
+        sizes = replace(sizes, free=min(sizes.free, self.largest.free), deferred=self.largest.deferred)
         if not self.largest.holds(sizes):
             raise ConfigError(f"{shape} drafts more than the engine was built for: {self.largest}")
         return make_drafter(spec, sizes, self.passes)
@@ -61,6 +61,9 @@ class NullDrafter:
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         return None
+
+    def catch_up(self, batch: Batch) -> None:
+        """There is no draft model."""
 
 
 def reduced_head(trunk: Trunk, token_map: list[int] | None) -> ReducedHead | None:

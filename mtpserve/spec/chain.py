@@ -26,10 +26,11 @@ class ChainDrafter:
         self.features, self.lag = passes.model.features, passes.model.lag
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
-        state, seat_ids = self.passes.absorb(batch, hidden, verdict)
         steps = min(want.deepest, self.sizes.steps)
         if steps == 0:
+            self.passes.skip(batch, hidden, want)
             return None
+        state, seat_ids = self.passes.absorb(batch, hidden, verdict)
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
         path, drafted = length.new_zeros(len(length), 0), torch.zeros_like(length)  # so far: for rules
         tokens, probs = list[Tensor](), list[Tensor]()
@@ -47,3 +48,6 @@ class ChainDrafter:
             tokens.append(token if columns is None else columns[token])
         count = (want.each if want.most is None else torch.minimum(want.each, want.most)).clamp(max=steps)
         return Drafts(torch.stack(tokens, 1), count, torch.stack(probs, 1) if probs else None)
+
+    def catch_up(self, batch: Batch) -> None:
+        self.passes.catch_up(batch)

@@ -43,6 +43,9 @@ class CombinedDrafter:
         limited = [(tokens, torch.minimum(count, allowed), source) for tokens, count, source in chains]
         return merge(drafts, len(seat_ids), limited, self.sizes)
 
+    def catch_up(self, batch: Batch) -> None:
+        self.base.catch_up(batch)
+
     def chains(self, batch: Batch, seat_ids: Tensor) -> list[Chain]:
         """The likeliest first: nodes may run out."""
         chains: list[Chain] = []

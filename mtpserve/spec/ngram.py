@@ -34,6 +34,9 @@ class NGramDrafter:
         count = count if want.most is None else torch.minimum(count, want.most)
         return Drafts(tokens, count, sources=torch.full_like(tokens, Source.NGRAM))
 
+    def catch_up(self, batch: Batch) -> None:
+        """There is no draft model."""
+
 
 def continued(tokens: Tensor, seat_ids: Tensor, length: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """tokens [seats, n], length [D] → proposals [D, number], and how many of them are valid [D]."""

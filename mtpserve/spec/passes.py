@@ -11,6 +11,9 @@ So a page of the trunk or of the draft model depends only on the tokens up to th
 (cache/boundary), for a request that starts after a page which another request has computed.
 
 Rows of rejected drafts are absorbed too: the next step's absorb overwrites them before anything reads them.
+
+While nothing is drafted a row's output is of no use, only what later rows need of it (`fill`). And a pass for one row of each request costs
+nearly what it costs for some: the features of decoded rows are kept for some steps (cache/deferred), and absorbed by one pass.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import torch
 from torch import Tensor
 
 from mtpserve.cache.boundary import BoundaryRows
-from mtpserve.core.batch import Batch, Hidden, Verdict
+from mtpserve.cache.deferred import DeferredRows
+from mtpserve.core.batch import Batch, Hidden, Verdict, Want
 from mtpserve.core.protocols import AttentionBackend, DraftModel
 from mtpserve.spec.propose import Propose, propose
 
@@ -44,25 +48,49 @@ class ReducedHead:
 
 
 class DraftPasses:
-    """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk."""
+    """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk, and so is
+    `deferred`, or if no row is ever deferred."""
 
     def __init__(
         self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None,
-        propose: Propose = propose,
+        propose: Propose = propose, deferred: DeferredRows | None = None,
     ) -> None:  # fmt: skip
         self.model, self.attention, self.boundary, self.reduced, self.propose = model, attention, boundary, reduced, propose
+        self.deferred = deferred
 
     def absorb(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
         """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
         may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
+        rows = self.after(batch, hidden.features)
+        absorbed = self.model.absorb(rows.ids, rows.positions, hidden.features, self.attention.plan(rows))
+        last = batch.last_row + verdict.accepted * batch.samples
+        return absorbed.at(batch.drafted(last)), batch.drafted(batch.seat_ids)
+
+    def skip(self, batch: Batch, hidden: Hidden, want: Want) -> None:
+        """In the place of `absorb`, where nothing is drafted."""
+        if want.keeps and self.deferred is not None and hidden.features is not None:
+            self.deferred.keep(batch.seat_ids, batch.index[batch.last_row], hidden.features[batch.last_row])
+        if want.absorbs:
+            self.fill(batch, hidden.features)
+
+    def catch_up(self, batch: Batch) -> None:
+        """Absorbs rows that were deferred."""
+        self.fill(batch, None if self.deferred is None else self.deferred.of(batch.row_seats, batch.index))
+
+    def fill(self, batch: Batch, features: Tensor | None) -> None:
+        rows = self.after(batch, features)
+        self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
+
+    def after(self, batch: Batch, features: Tensor | None) -> Batch:
+        """The draft model's rows for the tokens after the batch's; what must be stored or computed before them is."""
         seats, lag = batch.seats, self.model.lag
-        if self.boundary is not None and hidden.features is not None:
-            self.boundary.store(batch.slots, hidden.features)
+        if self.boundary is not None and features is not None:
+            self.boundary.store(batch.slots, features)
         if batch.resumed is not None:
             self.resume(batch, batch.resumed)
         after = batch.index + 1
         ahead = 1 - lag
-        rows = replace(
+        return replace(
             batch,
             # Prompt tokens, accepted drafts and the target's own tokens are all in seats.tokens by now.
             ids=seats.tokens[batch.row_seats, after],
@@ -73,9 +101,6 @@ class DraftPasses:
             shift=lag,
             unstored=None,
         )
-        absorbed = self.model.absorb(rows.ids, rows.positions, hidden.features, self.attention.plan(rows))
-        last = batch.last_row + verdict.accepted * batch.samples
-        return absorbed.at(batch.drafted(last)), batch.drafted(batch.seat_ids)
 
     def resume(self, batch: Batch, spans: Tensor) -> None:
         """Computes the row of the first token of each of the `spans`. `absorb` cannot, because the row before it is not in the batch:

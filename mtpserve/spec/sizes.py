@@ -5,6 +5,7 @@ from __future__ import annotations
 from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftSizes
 
+DEFERRED = 16  # rows of a request that are absorbed at once, where nothing is drafted
 FREE_DRAFTS = 8  # drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts
 
 
@@ -20,6 +21,7 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
         free=min(FREE_DRAFTS, max(budget - spec.nodes - 1, 0)),
         always_free=spec.drafter is not None and spec.ngram,
         trees=spec.topk > 1,
+        deferred=DEFERRED if spec.drafter is not None else 0,
     )
 
 

@@ -52,10 +52,11 @@ class TreeDrafter:
         self.features, self.lag = passes.model.features, passes.model.lag
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
-        state, seat_ids = self.passes.absorb(batch, hidden, verdict)
         steps = min(want.deepest, self.sizes.steps)
         if steps == 0:
+            self.passes.skip(batch, hidden, want)
             return None
+        state, seat_ids = self.passes.absorb(batch, hidden, verdict)
         length = batch.seats.length[seat_ids]
         root = Frontier(
             length.new_zeros(len(length), 1),
@@ -72,6 +73,9 @@ class TreeDrafter:
             pool, frontier = self.grow(batch, seat_ids, length, fed, state, step, sum(part.tokens.shape[1] for part in pools))
             pools.append(pool)
         return choose(pools, want, self.sizes.proposed)
+
+    def catch_up(self, batch: Batch) -> None:
+        self.passes.catch_up(batch)
 
     def feed(self, batch: Batch, seat_ids: Tensor, length: Tensor, frontier: Frontier, step: int) -> tuple[Frontier, Hidden]:
         """One pass of the layer over the frontier's nodes. → the same nodes with their own bits set, and the output."""

@@ -57,6 +57,9 @@ class OwnModel(nn.Module):
         x = self.embed(ids)
         return self.passed(self.fuse(x if features is None else torch.cat([x, features], -1)), positions, contexts)
 
+    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+        self.absorb(ids, positions, features, contexts)
+
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         if self.width == 0:
             return self.absorb(ids, positions, None, contexts)

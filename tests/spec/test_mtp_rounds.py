@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
+from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
@@ -22,6 +24,7 @@ from mtpserve.engine.engine import Engine
 from mtpserve.runtime.runner import Runner
 from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
+from mtpserve.spec.sizes import DEFERRED
 from tests.models.checkpoints import YARN, Tiny, deepseek, mimo
 
 STEPS = 4
@@ -52,11 +55,14 @@ class Listener:
         self.logits.append(self.model.logits(head))
         return self.logits[-1]
 
+    def catch_up(self, batch: Batch) -> None:
+        self.drafter.catch_up(batch)
+
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
         self.logits = []
         model = self.model
         self.drafter.passes.model = SimpleNamespace(  # type: ignore[assignment]
-            absorb=model.absorb, step=model.step, logits=self.heard, lag=model.lag, features=model.features
+            absorb=model.absorb, fill=model.fill, step=model.step, logits=self.heard, lag=model.lag, features=model.features
         )
         drafts = self.drafter.draft(batch, hidden, verdict, want)
         if drafts is not None:
@@ -69,16 +75,42 @@ class Listener:
         return drafts
 
 
-def engine_of(tiny: Tiny, budget: int, tokens: int, page_size: int, steps: int = STEPS) -> Engine:
+def engine_of(tiny: Tiny, budget: int, tokens: int, page_size: int, steps: int = STEPS, adaptive: bool = False) -> Engine:
     return build_engine(
         EngineConfig(
             model=ModelConfig(model=str(tiny.directory), device="cpu", dtype="float32"),
             cache=CacheConfig(page_size=page_size, max_total_tokens=tokens),
-            spec=SpecConfig(speculative_algorithm="NEXTN", speculative_adaptive=False, speculative_num_steps=steps),
+            spec=SpecConfig(speculative_algorithm="NEXTN", speculative_adaptive=adaptive, speculative_num_steps=steps),
             scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=budget),
         ),
         poison=True,
     )
+
+
+def restless(engine: Engine, seed: int) -> Engine:
+    """Nothing is drafted in runs of steps, some longer than rows are deferred, and in between everything is."""
+    policy, dice, left = engine.policy, Random(seed), [0]
+    assert policy is not None
+
+    def chosen(seqs: object) -> int:
+        left[0] = left[0] - 1 if left[0] > 0 else dice.choice([1, 3, 4, DEFERRED - 1, DEFERRED, DEFERRED + 1, 2 * DEFERRED + 3])
+        return STEPS if left[0] == 0 else 0
+
+    policy.choose = chosen  # type: ignore[method-assign, assignment]
+    return engine
+
+
+def planned(engine: Engine) -> list[StepPlan]:
+    """All plans that are launched from now on."""
+    plans: list[StepPlan] = []
+    launch = engine.runner.launch
+
+    def launched(plan: StepPlan) -> Any:
+        plans.append(plan)
+        return launch(plan)
+
+    engine.runner.launch = launched  # type: ignore[method-assign]
+    return plans
 
 
 def listen(engine: Engine) -> Listener:
@@ -89,14 +121,14 @@ def listen(engine: Engine) -> Listener:
     return listener
 
 
-def run(engine: Engine, temperatures: tuple[float, ...]) -> Counter[int]:
+def run(engine: Engine, temperatures: tuple[float, ...], tokens: int = 20) -> Counter[int]:
     """Requests that arrive one after the other → how many drafts the verifications accepted."""
     generator = torch.Generator().manual_seed(2)
     waiting = [
         Request(
             str(i),
             torch.randint(engine.card.vocab, (n,), generator=generator).tolist(),
-            SamplingParams(max_tokens=20, temperature=temperatures[i % len(temperatures)], seed=i, ignore_eos=True),
+            SamplingParams(max_tokens=tokens, temperature=temperatures[i % len(temperatures)], seed=i, ignore_eos=True),
         )
         for i, n in enumerate(LENGTHS)
     ]
@@ -141,6 +173,43 @@ def test_drafts_are_those_of_a_computation_from_scratch(tmp_path: Path, make: Ca
     assert accepted[0] and sum(accepted[n] for n in range(1, STEPS)), f"no partial rejection was seen: {accepted}"
     assert (engine.stats.preemptions_total > 0) == (place[1] == 60)
     assert {r.greedy for r in listener.rounds} == {True, False}
+    check(tiny, listener.rounds)
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+def test_drafts_after_steps_without_any(tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int]) -> None:
+    """Rows that no step has absorbed are absorbed before drafts are wanted again."""
+    tiny = make(tmp_path)
+    budget, tokens, page_size = place
+    engine = restless(engine_of(tiny, budget, 2 * tokens, page_size, adaptive=True), seed=budget)
+    listener, plans = listen(engine), planned(engine)
+    for _ in range(3):
+        run(engine, temperatures=(1.0, 0.0), tokens=45)
+    assert (engine.stats.preemptions_total > 0) == (tokens == 60)
+    late = [span.late for plan in plans for span in plan.spans]
+    assert max(late) == DEFERRED and any(0 < rows < DEFERRED for rows in late)
+    check(tiny, listener.rounds)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("tokens", range(20, 28))
+def test_pages_are_found_once_all_of_their_rows_are_absorbed(tmp_path: Path, make: Callable[[Path], Tiny], tokens: int) -> None:
+    tiny, page_size = make(tmp_path), 4
+    engine = engine_of(tiny, 64, 400, page_size, adaptive=True)
+    assert engine.policy is not None
+    engine.policy.deepest = 0
+    text, sampling = [5, 3, 8, 1, 7], SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+    engine.add(Request("first", text, sampling))
+    while engine.has_work:
+        text = text + [token for event in engine.step() for token in event.tokens]
+    engine.policy.deepest, listener, cached = STEPS, listen(engine), 0
+    engine.policy.choose = lambda seqs: STEPS  # type: ignore[method-assign]
+    engine.add(Request("second", text, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)))
+    while engine.has_work:
+        cached += sum(event.cached for event in engine.step())
+    # A step of the first request has absorbed all rows once DEFERRED were deferred; what came after is not found.
+    assert page_size <= len(text) - cached <= DEFERRED + 2 * page_size
     check(tiny, listener.rounds)
 
 
