@@ -5,13 +5,15 @@
 
 Weights are read once per step and the KV of a request once for all of its rows, as kernels do that pack them. In a mixture of experts all
 experts are read, which is right from some hundred rows on and too much for a few; only the chosen ones compute. Products are in 16 bits
-whatever the weights are stored in. What proposes tokens for the next step reads one layer and the head in each of its passes. Nothing is
+whatever the weights are stored in. What proposes tokens for the next step reads one layer and the head in each of its passes, and the layer
+alone where it takes rows of the model itself. Nothing is
 lost to imbalance, padding or the host beyond `overhead`, so times are short: published decoding speeds of well-tuned engines are 65 to 80 %
 of such bounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,24 +101,29 @@ class StepCost:
     token: float = 0.0  # to read one token's KV
     pair: float = 0.0  # attention of one row to one token
     draft_pass: float = 0.0  # one over what proposes tokens, with its head
+    absorb: float = 0.0  # one over what proposes tokens, without the head, for rows that the model itself has computed
+    absorbed_row: float = 0.0  # to multiply one of these
 
     @staticmethod
     def of(shape: ModelShape, device: DeviceProfile, drafts: bool = False, overhead: float | None = None) -> StepCost:
-        """`drafts`: there is a layer that proposes tokens; each step takes all of its rows through it. `overhead` replaces what the
+        """`drafts`: there is a layer that proposes tokens, and takes all rows, at once or some steps later. `overhead` replaces what the
         device's profile says."""
-        fixed = KERNELS * (shape.layers + drafts) * device.gap if overhead is None else overhead
-        share = 1 + drafts * (shape.pass_bytes - shape.head_bytes) / (shape.weight_bytes - shape.head_bytes)
+        kernels = KERNELS * device.gap if overhead is None else 0.0  # of one layer
+        layer = drafts * (shape.pass_bytes - shape.head_bytes)
         return StepCost(
-            fixed,
-            share * shape.weight_bytes / device.bandwidth,
-            share * 2 * shape.parameters / device.flops,
+            kernels * shape.layers if overhead is None else overhead,
+            shape.weight_bytes / device.bandwidth,
+            2 * shape.parameters / device.flops,
             shape.kv_bytes / device.bandwidth,
             shape.pair_flops / device.flops,
-            KERNELS * device.gap * (overhead is None) + shape.pass_bytes / device.bandwidth,
+            kernels + shape.pass_bytes / device.bandwidth,
+            drafts * kernels + layer / device.bandwidth,
+            2 * shape.parameters * layer / (shape.weight_bytes - shape.head_bytes) / device.flops,
         )
 
-    def seconds(self, rows: int, tokens: int, pairs: int, passes: int = 0) -> float:
+    def seconds(self, rows: int, tokens: int, pairs: int, passes: int = 0, absorbed: Sequence[int] = ()) -> float:
         """Of a step with so many rows whose requests have so many tokens; `pairs`: the sum over all rows of what each attends to; `passes`:
-        over what proposes tokens."""
+        over what proposes tokens; `absorbed`: rows of each pass over it that proposes none."""
         computed = max(self.weights, self.row * rows) + max(self.token * tokens, self.pair * pairs)
-        return self.overhead + computed + passes * self.draft_pass
+        absorbing = sum(max(self.absorb, self.absorbed_row * number) for number in absorbed)
+        return self.overhead + computed + passes * self.draft_pass + absorbing

@@ -102,7 +102,7 @@ class Engine:
         self._want = want
         self.policy = DepthPolicy(sizes, want) if adaptive and want > 0 else None
         self._seeded = config.random_seed is not None
-        self._booked = 0.0  # when the last step was
+        self._booked = 0.0  # when the last step was; 0: there was none since the engine was idle
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
@@ -330,11 +330,13 @@ class Engine:
             try:
                 result = launched.result()
                 # While steps follow each other, each takes from the end of the last one to its own.
-                began, self._booked = max(began, self._booked), perf_counter()
+                began, self._booked = self._booked or began, perf_counter()
                 self._timed(planned, self._booked - began)
                 events += self._report(self._scheduler.commit(planned, result))
             except Exception as error:
                 events += self._failed(planned.seqs, error)
+            if not self.has_work:
+                self._booked = 0.0
         return events
 
     def _timed(self, planned: Planned, seconds: float) -> None:

@@ -203,7 +203,7 @@ class Simulation:
             if not planned.seqs:
                 began = max(began, self._transfers.next_end or 0.0)
         self._free_at = began + seconds
-        if self._policy is not None and planned.seqs:
+        if self._policy is not None and planned.seqs and not any(span.late for span in planned.plan.spans):
             self._policy.took(work_of(planned.plan), seconds)
         self._in_flight.append((planned, self._device.launch(planned.plan), self._free_at))
         self.result.steps += bool(planned.seqs)
@@ -217,7 +217,9 @@ class Simulation:
             rows += width
             tokens += span.start + width
             pairs += width * span.start + width * width // 2
-        return rows, self._cost.seconds(rows, tokens, pairs, work_of(plan).passes)
+        late = sum(span.late for span in plan.spans)
+        now = sum(span.width for span in plan.spans if not span.deferred)
+        return rows, self._cost.seconds(rows, tokens, pairs, work_of(plan).passes, [part for part in (late, now) if part])
 
     def _book(self, leave: int) -> None:
         while len(self._in_flight) > leave:

@@ -54,8 +54,8 @@ class SimulatedDevice:
         return cls(draft_sizes(spec, budget), curve.rates(spec.steps), seed)
 
     def limited(self, scheduler: Callable[..., T]) -> Callable[..., T]:
-        """A scheduler's class, told how many drafts a request may bring to a step."""
-        return partial(scheduler, max_drafts=self.sizes.nodes)
+        """A scheduler's class, told how many drafts a request may bring to a step, and how many of its rows may wait to be absorbed."""
+        return partial(scheduler, max_drafts=self.sizes.nodes, most_deferred=self.sizes.deferred)
 
     def prepare(self, seq: Request, overlap: int) -> None:
         """What the engine tells the scheduler about a request's drafts."""

@@ -62,7 +62,8 @@ def measured(sizes: DraftSizes, batch: int, cost: StepCost) -> DepthPolicy:
         for depth in (sizes.steps, 1, 0):
             rows, context = requests * (1 + depth), requests * 10
             for _ in range(5):
-                policy.took(StepWork(requests, rows, depth, context), cost.seconds(rows, context, rows * 10, depth))
+                absorbed = [rows] if depth else []
+                policy.took(StepWork(requests, rows, depth, context), cost.seconds(rows, context, rows * 10, depth, absorbed))
     policy.forget()
     return policy
 
@@ -80,13 +81,13 @@ def costs(device: str) -> tuple[StepCost, StepCost]:
 @pytest.mark.parametrize("batch", [1, 16, 128])
 @pytest.mark.parametrize("rates", [UNTRAINED, FAIR, DEMO])
 def test_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_depth(device: str, batch: int, rates: Seq[float]) -> None:
-    """Where nothing is worth drafting, what is lost is the layer's pass over each row, by which drafting can come back."""
+    """Where nothing is worth drafting, what is lost is the layer's pass over the rows of many steps, by which drafting can come back."""
     plain_cost, cost = costs(device)
     load = texts(batch * (4 if batch < 128 else 3))
     plain = run(load, batch, plain_cost, 0).speed
     fixed = [run(load, batch, cost, depth, rates).speed for depth in range(1, DEEP + 1)]
     chosen = run(load, batch, cost, DEEP, rates, adaptive=True)
-    assert chosen.speed / plain >= 0.97
+    assert chosen.speed / plain >= 0.98
     assert chosen.speed / max(fixed) >= 0.95
 
 
