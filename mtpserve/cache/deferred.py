@@ -1,4 +1,4 @@
-"""The trunk's rows that a draft model has not absorbed yet: the last few of each seat.
+"""The trunk's rows that another model is yet to absorb: the last few of each seat.
 
 They are kept by their places in the request, modulo how many are kept. Neither the host nor the device counts them here.
 """

@@ -1,6 +1,6 @@
 """What requests share: which pages of its prompt a request finds in the cache, and which pages of its own others may find.
 
-A page is found once its last token is booked, and absorbed by the draft model, also while its request still runs. Pages that a running
+A page is found once its last token is booked and none of its rows is deferred, also while its request still runs. Pages that a running
 request is just computing, or that come from a tier below the device, are worth waiting for: `columns` says so.
 """
 
