@@ -7,8 +7,10 @@ from random import Random
 import pytest
 
 from mtpserve.config import SpecConfig
+from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
+from tests.runtime.recorders import Again
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
@@ -26,14 +28,17 @@ PARAMS = [
 ]
 
 
-def erratic(engine: Engine, seed: int) -> Engine:
-    """The policy chooses at random, and as it likes every third time."""
-    policy, dice = engine.policy, Random(seed)
+def erratic(engine: Engine, seed: int, calm: int = 0) -> Engine:
+    """The policy chooses at random, and as it likes every third time. `calm`: now and then nothing is drafted for so many steps."""
+    policy, dice, left = engine.policy, Random(seed), [0]
     assert policy is not None
     choose = policy.choose
 
     def chosen(seqs):  # type: ignore[no-untyped-def]
-        if dice.random() < 0.3:
+        left[0] = left[0] - 1 if left[0] else calm * (dice.random() < 0.1)
+        if left[0]:
+            return 0
+        if not calm and dice.random() < 0.3:
             return choose(seqs)
         for seq in seqs:
             seq.most = dice.choice([None, *range(policy.sizes.proposed + 1)])
@@ -52,6 +57,24 @@ def test_texts_are_those_of_plain_decoding(family: str, kind: str, overlap: int)
     plain = run(tiny_engine(model, 0), asked, PARAMS)
     for seed in range(3):
         assert run(erratic(tiny_engine(model, KINDS[kind], adaptive=True, overlap=overlap), seed), asked, PARAMS) == plain
+
+
+@pytest.mark.parametrize("family", ["mimo", "deepseek"])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_captured_steps_draft_what_others_do(family: str, kind: str) -> None:
+    """Also after captured steps whose rows were absorbed later."""
+    model, asked = tiny_model(family), prompts(5, seed=4)
+    params, proposed = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True), list[list[list[int]]]()
+    for recorder in (None, Again()):
+        engine = erratic(tiny_engine(model, KINDS[kind], adaptive=True, overlap=1, recorder=recorder), 5, calm=20)
+        for number, prompt in enumerate(asked):
+            engine.add(Request(str(number), prompt, params))
+        proposed.append([])
+        while engine.has_work:
+            proposed[-1] += [event.proposal.tokens for event in engine.step()]
+        assert recorder is None or recorder.replayed
+    assert proposed[0] == proposed[1]
+    assert sum(map(len, proposed[0])) > 100 and proposed[0].count([]) > 100
 
 
 def test_some_drafts_were_accepted_and_some_were_not_made() -> None:
