@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from common import peers_table
 from common.leaves import Table, tables_of, text_of
 from common.plots import drawn
 
@@ -132,7 +133,9 @@ def decoding() -> str:
 
 
 def against_vllm() -> str:
-    """mtpserve's tokens per second over those of the other server."""
+    """mtpserve's tokens per second over those of other engines; over vLLM's alone as long as there are only results from before."""
+    if found := peers_table.results(RESULTS):
+        return peers_table.text(found, rounded, markdown)
     at_once, rows = (1, 4, 16, 64), []
     for file, model in (("small", "6.4 M"), ("258m", "258 M"), ("500m", "500 M")):
         medians = [each for each in numbers_of(f"peers_{file}_zen3_2core")["medians"] if each["server"] == "mtpserve"]

@@ -66,7 +66,7 @@ def summary(status: int, sent: float, pieces: list[Piece]) -> dict[str, Any]:
     """Times in seconds on one clock for all requests of this process. `arrivals`: of chunks that have text."""
     if status != 200:
         raise SystemExit(f"the server answered {status}: {b''.join(data for _, data in pieces)[:500]!r}")
-    arrivals, text, tokens, now = list[float](), "", 0, sent
+    arrivals, text, counted, now = list[float](), "", dict[str, int](), sent
     for now, event in events(pieces):
         if "error" in event:
             raise SystemExit(f"the server answered {event}")
@@ -75,20 +75,13 @@ def summary(status: int, sent: float, pieces: list[Piece]) -> dict[str, Any]:
                 arrivals.append(now)
                 text += choice["text"]
         if event.get("usage"):
-            tokens = event["usage"]["completion_tokens"]
-    return {"sent": sent, "arrivals": arrivals, "end": now, "tokens": tokens, "text": text}
+            counted = event["usage"]
+    totals = {"tokens": counted.get("completion_tokens", 0), "prompt_tokens": counted.get("prompt_tokens", 0)}
+    return {"sent": sent, "arrivals": arrivals, "end": now, "text": text} | totals
 
 
 async def drive(job: dict[str, Any]) -> list[dict[str, Any]]:
-    asked = [
-        json.dumps(
-            {
-                "model": job["model"], "prompt": prompt, "max_tokens": job["tokens"], "temperature": 0, "ignore_eos": True, "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        ).encode()
-        for prompt in job["prompts"]
-    ]  # fmt: skip
+    asked = [json.dumps(body).encode() for body in job["bodies"]]
     waiting, seen = iter(enumerate(asked)), dict[int, tuple[int, float, list[Piece]]]()
 
     async def worker() -> None:

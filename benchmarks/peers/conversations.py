@@ -30,8 +30,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.record import save
-from peers.cpu import CACHE, TRAINED, checkpoint
-from peers.servers import Running, Server, mtpserve, started, vllm
+from peers.checkpoints import CACHE, TRAINED, Prompt, checkpoint
+from peers.running import Running, started
+from peers.servers import Server, mtpserve, vllm
 
 PAGE = 16
 POSITIONS = (
@@ -100,7 +101,7 @@ def positions(running: Running) -> list[float]:
 
 
 def measure(server: Server, model: Path, mode: str, given: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
-    with started(server, model, mode, [5] * 20) as running:
+    with started(server, model, mode, Prompt([5] * 20, "")) as running:
         before = positions(running)
         seen = asyncio.run(talk(running.port, given.conversations, given.turns, given.system, given.tokens, given.vocab))
         after = positions(running)

@@ -1,63 +1,103 @@
-"""The servers that are compared: their command lines, starting, waiting until ready, stopping, and what their metrics say of drafts."""
+"""The engines that are compared: how each is started and asked, and which modes it has. running.py starts them."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peers.checkpoints import Prompt, view
+
 ROOT = Path(__file__).parents[2]
-CONTEXT = 2048  # tokens of prompt and output together
-MTP = {"method": "mtp", "num_speculative_tokens": 3}
-START_LIMIT, STOP_LIMIT = 900, 60  # seconds
+CONTEXT, POOL, SEATS, DRAFTS = 2048, 16384, 64, 3  # tokens of a request, tokens of all, requests at once, tokens drafted
+MODES = ("plain", "mtp")
+MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
 TCMALLOC = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "/usr/lib64/libtcmalloc_minimal.so.4")
-# Counters since the server's start: verifications with drafts, accepted drafts.
-COUNTERS = {
-    "drafts": ("mtpserve_spec_drafts_total", "vllm:spec_decode_num_drafts_total"),
-    "accepted": ("mtpserve_spec_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
-}
+WORKER = Path(__file__).parent / "mistralrs_worker.py"
+TRANSFORMERS_MTP = "transformers drafts with an MTP layer only in generate(), one request at a time; its server never does"
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    name: str
+    """One variant of an engine, with OpenAI's API; vLLM's command line as it is."""
+
+    name: str  # engine and variant
+    engine: str
     command: list[str]  # before the model
     options: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+    undrafted: str | None = None  # why there are no drafts, where there are none
+
+    def served(self, model: Path, folder: Path) -> Path:
+        """The checkpoint as this engine reads it; what has to be made of it for that is in `folder`."""
+        return model
 
     def line(self, model: Path, port: int, mode: str) -> list[str]:
-        """What both understand has vLLM's names, in which mtpserve can be asked too."""
-        spec = ["--speculative-config", json.dumps(MTP)] if mode == "mtp" else []
-        shared = ["--max-model-len", str(CONTEXT), "--max-num-seqs", "64", "--served-model-name", "model", "--host", "127.0.0.1"]
-        return [*self.command, str(model), "--port", str(port), *shared, *self.options, *spec]
+        """What mtpserve and vLLM both understand has vLLM's names."""
+        shared = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEATS), "--served-model-name", "model", "--host", "127.0.0.1"]
+        return [*self.command, str(model), "--port", str(port), *shared, *self.options, *(self.drafting() if mode == "mtp" else [])]
+
+    def drafting(self) -> list[str]:
+        return ["--speculative-config", json.dumps(MTP)]
+
+    def body(self, model: Path, prompt: Prompt, tokens: int) -> dict[str, Any]:
+        """A request to /v1/completions: greedy, streamed, of exactly `tokens` tokens."""
+        return {
+            "model": "model", "prompt": prompt.ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
 
     def described(self) -> dict[str, Any]:
         """What distinguishes it, without this machine's paths."""
         preloaded = [Path(path).name for path in self.environment.get("LD_PRELOAD", "").split(":") if path]
         bind = self.environment.get("VLLM_CPU_OMP_THREADS_BIND")
-        return {"name": self.name, "options": self.options, "preloaded": preloaded, "bound_to": bind}
+        found = {"name": self.name, "engine": self.engine, "options": self.options, "preloaded": preloaded, "bound_to": bind}
+        return found | {"undrafted": self.undrafted}
+
+
+class Mtpserve(Server):
+    def drafting(self) -> list[str]:
+        """As users get it: three drafts at most, and how many of them pay is chosen while serving."""
+        return ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(DRAFTS)]
+
+
+class Transformers(Server):
+    """`transformers serve`. It asks the model's own name, takes text and knows no `ignore_eos`: its view has no end token."""
+
+    def served(self, model: Path, folder: Path) -> Path:
+        return view(model, folder)
+
+    def line(self, model: Path, port: int, mode: str) -> list[str]:
+        return [*self.command, str(model), "--port", str(port), "--host", "127.0.0.1", *self.options]
+
+    def body(self, model: Path, prompt: Prompt, tokens: int) -> dict[str, Any]:
+        return {"model": str(model), "prompt": prompt.text, "max_tokens": tokens, "temperature": 0, "stream": True}
+
+
+class MistralRs(Server):
+    """In a process that is no HTTP server: mistralrs_worker.py."""
+
+    def served(self, model: Path, folder: Path) -> Path:
+        return view(model, folder)
+
+    def line(self, model: Path, port: int, mode: str) -> list[str]:
+        return [*self.command, str(model), *self.options, *(self.drafting() if mode == "mtp" else [])]
+
+    def drafting(self) -> list[str]:
+        return ["--drafts", str(DRAFTS)]
 
 
 def mtpserve(dtype: str, options: list[str]) -> Server:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     command = [sys.executable, "-m", "mtpserve", "launch"]
-    return Server("mtpserve", command, ["--dtype", dtype, "--max-total-tokens", "16384", *options], {"PYTHONPATH": paths})
+    return Mtpserve("mtpserve", "mtpserve", command, ["--dtype", dtype, "--max-total-tokens", str(POOL), *options], {"PYTHONPATH": paths})
 
 
-def vllm(binary: Path, dtype: str, cached: bool, bind: str, cache: Path) -> Server:
+def vllm(binary: Path, dtype: str, cached: bool, bind: str, cache: Path, more: list[str] | None = None) -> Server:
     """`binary`: the venv's python, or its `vllm`. As vLLM's documentation advises, Intel's OpenMP and, if installed, tcmalloc are
     preloaded. By default vLLM keeps one core free of OpenMP threads, which on two cores is half of them: `bind` says which it uses."""
     prefix = binary.parent.parent
@@ -68,77 +108,45 @@ def vllm(binary: Path, dtype: str, cached: bool, bind: str, cache: Path) -> Serv
     }  # fmt: skip
     command = [str(prefix / "bin" / "python"), "-m", "vllm.entrypoints.cli.main", "serve"]
     options = ["--dtype", dtype, "--enable-prompt-tokens-details", "--enable-prefix-caching" if cached else "--no-enable-prefix-caching"]
-    return Server(f"vllm {dtype}, prefix cache" if cached else f"vllm {dtype}", command, options, environment)
+    name = f"vllm {dtype}, prefix cache" if cached else f"vllm {dtype}"
+    return Server(name, "vllm", command, [*options, *(more or [])], environment)
 
 
-def versions(binary: Path) -> dict[str, str]:
-    code = "import importlib.metadata as m, json; print(json.dumps({n: m.version(n) for n in ('vllm', 'torch', 'transformers')}))"
-    python = binary.parent / "python"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
+def transformers(binary: Path, dtype: str) -> Server:
+    """With as many keys and values as mtpserve has, and its tokens in a step: by default it takes most of the machine's memory."""
+    block = 32
+    sizes = ["--cb-block-size", str(block), "--cb-num-blocks", str(POOL // block), "--cb-max-batch-tokens", "512"]
+    command = [str(binary.parent / "python"), "-m", "transformers.cli.transformers", "serve"]
+    options = ["--continuous-batching", "--dtype", dtype, "--device", "cpu", *sizes]
+    return Transformers(f"transformers {dtype}", "transformers", command, options, {"HF_HUB_OFFLINE": "1"}, TRANSFORMERS_MTP)
 
 
-@dataclass(slots=True)
-class Running:
-    port: int
-    process: subprocess.Popen[bytes]
-    log: Path
-    health_seconds: float = 0.0  # from the start until /health answers 200
-    first_seconds: float = 0.0  # until the first completion has returned
-
-    def get(self, path: str, body: dict[str, Any] | None = None, timeout: float = 10) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return str(answer.read().decode())
-
-    def healthy(self) -> bool:
-        try:
-            self.get("/health")
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
-        return True
-
-    def counters(self) -> dict[str, float]:
-        text = self.get("/metrics")
-        found = {}
-        for name, spellings in COUNTERS.items():
-            values = re.findall(rf"^(?:{'|'.join(spellings)})(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-            found[name] = sum(map(float, values))
-        return found
+def mistralrs(binary: Path, dtype: str) -> Server:
+    command = [str(binary.parent / "python"), str(WORKER)]
+    options = ["--dtype", dtype, "--seats", str(SEATS)]
+    return MistralRs(f"mistral.rs {dtype}", "mistral.rs", command, options, {"HF_HUB_OFFLINE": "1", "RUST_BACKTRACE": "0"})
 
 
-@contextmanager
-def started(server: Server, model: Path, mode: str, prompt: list[int]) -> Iterator[Running]:
-    """The server, ready and once asked. Each server has its own default number of threads: OMP_NUM_THREADS is taken away."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")} | server.environment
-    with tempfile.NamedTemporaryFile("wb", suffix=".log", delete=False) as log:
-        begin = time.perf_counter()
-        process = subprocess.Popen(
-            server.line(model, port, mode), env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=tempfile.gettempdir()
-        )
-    running = Running(port, process, Path(log.name))
-    try:
-        while not running.healthy():
-            if process.poll() is not None or time.perf_counter() - begin > START_LIMIT:
-                raise SystemExit(f"{server.name} did not start: {running.log}\n" + running.log.read_text(errors="replace")[-3000:])
-            time.sleep(0.1)
-        running.health_seconds = time.perf_counter() - begin
-        running.get("/v1/completions", {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0}, START_LIMIT)
-        running.first_seconds = time.perf_counter() - begin
-        yield running
-    finally:
-        stop(process)
-    running.log.unlink()
+PACKAGES = {
+    "vllm": ("vllm", "torch", "transformers"),
+    "transformers": ("transformers", "accelerate", "torch"),
+    "mistral.rs": ("mistralrs",),
+}
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(timeout=STOP_LIMIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def versions(binary: Path, engine: str = "vllm") -> dict[str, str]:
+    """Of an engine's packages in its venv. Its first one has to be there."""
+    python, names = binary.parent / "python", PACKAGES[engine]
+    if not python.exists():
+        raise SystemExit(f"{engine}: {binary} is no program of a virtual environment, there is no {python}: see benchmarks/README.md")
+    code = (
+        f"import importlib.metadata as m, json; have = {{d.name for d in m.distributions()}}; "
+        f"print(json.dumps({{n: m.version(n) for n in {names!r} if n in have}}))"
+    )
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{engine}: {python} does not work: {done.stderr[-500:]}")
+    found = dict(json.loads(done.stdout))
+    if names[0] not in found:
+        raise SystemExit(f"{engine}: the package {names[0]} is not installed for {python}: see benchmarks/README.md")
+    return found

@@ -25,17 +25,19 @@ def test_whole_steps(command: list[str], said: str) -> None:
 
 
 def test_servers_side_by_side(tmp_path: Path) -> None:
-    """Of the servers only ours: the peer is not installed where tests run."""
+    """Of the engines only ours: the others are not installed where tests run."""
     command = ["peers/cpu.py", "--size", "toy", "--minutes", "0.01", "--models", "small", "--modes", "plain,mtp", "--concurrency", "2"]
     command += ["--rounds", "1", "--waves", "1", "--tokens", "8", "--checkpoints", str(tmp_path), "--json", str(tmp_path / "out.json")]
     output(command)
     numbers = json.loads((tmp_path / "out.json").read_text())["numbers"]
     plain, mtp = numbers["medians"]
+    assert numbers["losses"] == numbers["skipped"] == []
     assert (plain["mode"], mtp["mode"]) == ("plain", "mtp")
     assert plain["same_text"] == mtp["same_text"] == 1.0, "drafts change the text"
     assert plain["accept_length"] is None
     assert 1 <= mtp["accept_length"] <= 4
     assert all(row["tokens_per_s"] > 0 and row["ttft_ms"] > 0 and row["client_share"] > 0 for row in (plain, mtp))
+    assert all(row["least_ttft_ms"] == row["ttft_ms"] == row["most_ttft_ms"] for row in (plain, mtp)), "one round has no spread"
     assert all(0 < start["health_s"] <= start["first_completion_s"] for start in numbers["starts"])
 
 
