@@ -41,7 +41,8 @@ SAVED = 20.0  # seconds of work from which a share is saved for trials, at most
 POINTS = 12  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial drafts for
 FRESH = 2000  # steps after which a time is measured again
-CLOSE = 0.8  # times of depths that are expected to give less than this share of the best are not measured
+HELD = 2  # steps of a trial that measures a time: the first one still verifies what the depth before it has drafted
+CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured
 
 
 class DepthChoice(NamedTuple):
@@ -68,6 +69,7 @@ class DepthPolicy:
         self._saved = 0.0  # seconds that may be spent on trials
         self._count, self._age = -1, 0  # requests of the last choice, and the steps since
         self._rest = 0  # steps without a trial that are left
+        self._held, self._trial = 0, 0  # steps for which a trial goes on, and its depth
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many tokens the usual drafts would have given
 
     # ------------------------------------------------------------------------------------------------- choice
@@ -80,7 +82,10 @@ class DepthPolicy:
             if self.forced is None and not self.adaptive:
                 self.depth = self.deepest
             return self.deepest if self.forced is None else self.forced
-        self._age, self._rest = self._age + 1, self._rest - 1
+        if self._held > 0 and self._count == len(seqs):
+            self._held -= 1
+            return self._trial
+        self._age, self._rest, self._held = self._age + 1, self._rest - 1, 0
         if self._count == len(seqs) and self._age < EVERY:
             return self.depth
         self._decide(seqs)
@@ -135,11 +140,11 @@ class DepthPolicy:
 
     def _tried(self, seqs: Seq[Sequence]) -> int | None:
         """The depth of a trial, where one is due."""
-        depth = self._candidate(seqs) if self._rest <= 0 else None
+        depth, steps = self._candidate(seqs) if self._rest <= 0 else (None, 0)
         if depth is None:
             return None
         tried = seqs if depth < self.depth else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
-        cost = self._cost(seqs, depth, len(tried))
+        cost = steps * self._cost(seqs, depth, len(tried))
         if cost > self._saved:
             return None
         self._saved -= max(cost, 0.0)
@@ -149,13 +154,14 @@ class DepthPolicy:
         for seq in tried:
             seq.most, seq.tried = self._ranks(depth), self.trials
         self._age, self._rest = EVERY, EVERY  # the numbers of drafts are chosen anew
+        self._held, self._trial = steps - 1, depth
         return depth
 
-    def _candidate(self, seqs: Seq[Sequence]) -> int | None:
-        """The whole depth, to learn what is accepted; in every other trial a depth whose time is not known."""
+    def _candidate(self, seqs: Seq[Sequence]) -> tuple[int | None, int]:
+        """The whole depth, to learn what is accepted; in every other trial a depth whose time is not known. And for how many steps."""
         others = [depth for depth in self._depths() if depth != self.depth]
         if not others:
-            return None
+            return None, 0
         if self.trials % 2 or self.depth == self.deepest:
             context, count = sum(len(seq.tokens) for seq in seqs), len(seqs)
             unknown = []
@@ -164,8 +170,8 @@ class DepthPolicy:
                 if (age is None or age > FRESH) and (value := self._best(seqs, depth).value) > CLOSE * self.value:
                     unknown.append((value, depth))
             if unknown:
-                return max(unknown)[1]
-        return None if self.depth == self.deepest else self.deepest
+                return max(unknown)[1], HELD
+        return (None, 0) if self.depth == self.deepest else (self.deepest, 1)
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: int) -> float:
         """Seconds that a trial takes longer than the step in its place, or that its missing drafts would have saved."""

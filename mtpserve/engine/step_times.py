@@ -1,7 +1,7 @@
 """How long the engine's steps take on this machine, learned from the steps that it computes.
 
-Steps that are alike (rows, passes, requests) share a cell with their last durations; the median is its time. Between the cells, and
-where nothing was measured yet, a formula with non-negative coefficients is fitted to them:
+Steps that are alike (rows, passes, requests) share a cell with their last durations; the lower quartile is its time, since what disturbs
+a step only makes it longer. Between the cells, and where nothing was measured yet, a formula with non-negative coefficients is fitted:
 
     seconds = c0 + c1 · min(rows, 8) + c2 · rows + c3 · (rows above 16) + c4 · (rows above 64) + c5 · (rows above 256)
                  + c6 · passes + c7 · passes · requests + c8 · tokens of context
@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from math import log2, pow
-from statistics import median
 from typing import NamedTuple
 
 from mtpserve.core.request import StepCosts, StepTime
 
 KEPT = 15  # durations of each cell
-REFIT = 128  # observations between two fits, and fewer at the beginning
+REFIT = 512  # observations between two fits, and fewer at the beginning
 SWEEPS = 40  # of coordinate descent in each
 EXACT = 8  # numbers up to this are cells of their own; larger ones share one with those that differ by less than a seventh
 BENDS = (16, 64, 256)  # rows from which on more may cost more
@@ -54,7 +53,7 @@ class Cell:
 
     @property
     def time(self) -> float:
-        return median(self.seconds)
+        return sorted(self.seconds)[len(self.seconds) // 4]
 
 
 def bucket(number: int) -> int:
@@ -92,7 +91,7 @@ class StepTimes:
         share = 1 / min(cell.seen, KEPT)
         cell.terms = [old + share * (new - old) for old, new in zip(cell.terms, terms, strict=True)]
         self.observed += 1
-        if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64):
+        if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64, 128, 256):
             self.fit()
 
     def seconds(self, work: StepWork) -> float:
