@@ -24,6 +24,13 @@ def test_whole_steps(command: list[str], said: str) -> None:
     assert said in output(command)
 
 
+def test_depths_that_are_chosen_side_by_side(tmp_path: Path) -> None:
+    command = ["never_slower.py", "--models", "demo", "--requests", "1", "--temperatures", "0.8", "--rounds", "1"]
+    output([*command, "--json", str(tmp_path / "out.json")])
+    (row,) = json.loads((tmp_path / "out.json").read_text())["numbers"]["rows"]
+    assert row["least"] == row["against_plain"] == row["most"] > 0 and row["accept_length"] > 1.5
+
+
 def test_servers_side_by_side(tmp_path: Path) -> None:
     """Of the engines only ours: the others are not installed where tests run."""
     command = ["peers/cpu.py", "--size", "toy", "--minutes", "0.01", "--models", "small", "--modes", "plain,mtp", "--concurrency", "2"]
