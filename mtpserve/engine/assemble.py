@@ -97,7 +97,7 @@ class EngineOptions:
     fingerprint: bytes | None = b""  # of all that KV depends on besides tokens; None: no prefix cache
     cache: CacheConfig = field(default_factory=CacheConfig)  # of its tiers below the device
     observer: CacheObserver | None = None
-    watched: bool = False  # the draft model's acceptance is measured at start, and watched: see spec/watchdog
+    floor: float | None = None  # share of first drafts that the draft model has accepted at least, see spec/watchdog; None: nobody watches
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
     name: str = ""
     kernels: str = ""  # for people
@@ -221,6 +221,6 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         adaptive=spec.adaptive,
         fingerprint=options.fingerprint,
         observer=options.observer,
-        watch=Watchdog(spec.steps, arch.vocab) if options.watched and passes is not None and spec.steps and options.rates is None else None,
+        watch=None if options.floor is None or passes is None or options.rates else Watchdog(spec.steps, arch.vocab, options.floor),
         long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if device.type == "cpu" else None,
     )

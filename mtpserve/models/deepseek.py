@@ -150,4 +150,5 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
     )
 
 
-DEEPSEEK = Family(arch, build, trunk_rules, mtp_rules)
+# 85 to 90 %: DeepSeek-V3, https://arxiv.org/abs/2412.19437 §5.4.3
+DEEPSEEK = Family(arch, build, trunk_rules, mtp_rules, floor=0.4)

@@ -19,12 +19,16 @@ Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`."""
+    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`.
+
+    `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
+    what was published: less is a layer that was read or computed wrongly, or hardly trained."""
 
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
     trunk_rules: Callable[[ModelArch], list[Rule]]
     mtp_rules: Callable[[ModelArch, str], list[Rule]]
+    floor: float
 
 
 def trunk_layers(arch: ModelArch, names: Names) -> list[Rule]:

@@ -113,4 +113,5 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
     )
 
 
-MIMO = Family(arch, build, trunk_rules, mtp_rules)
+# About 90 %: MiMo, https://arxiv.org/abs/2505.07608
+MIMO = Family(arch, build, trunk_rules, mtp_rules, floor=0.4)

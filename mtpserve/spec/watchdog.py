@@ -1,7 +1,7 @@
 """Whether the draft model works: measured at start, watched while serving. A broken one changes no text, so that nothing else names it.
 
     at start        The engine's own requests: the model goes on greedily from a few tokens at full depth, and the share of verifications
-                    that accept the first draft is measured. A head that fits its model is above FLOOR, any other at about nothing.
+                    that accept the first draft is measured, and named where it is below the floor of the model's family.
     while serving   WINDOW first drafts of the clients' requests at a time are compared with the best that was seen. Below a quarter of it,
                     or below 5 %, there is a doubt, and no more than that: clients may have begun to send text that nobody can
                     guess, and one client's random tokens look like a broken head.
@@ -33,7 +33,6 @@ from mtpserve.core.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-FLOOR = 0.2  # of the first drafts at start. Trained heads have 0.6 to 0.95 on their model's own greedy text, others below 0.02
 PARTS, TOKENS = 3, 40  # of the engine's own requests: how many, and the length of each output
 ENOUGH, FEWEST = 24, 8  # verifications after which they end, and with less than which they decide nothing
 START_S = 0.5  # that they may take at start: a model that is slower starts without
@@ -128,7 +127,7 @@ class Watchdog:
     The engine calls `start` once, `turn` and `limited` for each step that it plans, and `others` for what each one yielded.
     """
 
-    def __init__(self, full: int = 0, vocab: int = 1, floor: float = FLOOR, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, full: int = 0, vocab: int = 1, floor: float = 0.4, clock: Callable[[], float] = perf_counter) -> None:
         self.full, self.vocab, self.floor, self.clock = full, vocab, floor, clock
         self.health = DraftHealth("unmeasured", floor=floor) if full else DraftHealth()
         self.reached = 0.0  # the best window, or the rate at start

@@ -311,7 +311,7 @@ def test_a_checkpoint_whose_draft_layer_is_random_is_named_at_start(tmp_path: Pa
     health = engine.stats.draft_health
     assert health.state == "weak" and health.start is not None and health.start < 0.2 and health.faults_total == 1
     (said,) = [record.message for record in caplog.records if record.name == watchdog.__name__]
-    assert "AT FAULT" in said and f"of {ENOUGH} verifications" in said and "20 %" in said and "--speculative-draft-model-path" in said
+    assert "AT FAULT" in said and f"of {ENOUGH} verifications" in said and "40 %" in said and "--speculative-draft-model-path" in said
     serve(engine, 30)
     assert health.faults_total == 1 and health.state == "weak", "named once; it drafts on, where that is asked for"
 
@@ -320,16 +320,16 @@ def engine_layers(directory: Path) -> int:
     return int(json.loads((directory / "config.json").read_text())["num_hidden_layers"])
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_a_tiny_models_head_is_weak(watched: bool) -> None:
-    engine = tiny_engine(tiny_model(), 2, watched=watched)
+@pytest.mark.parametrize("floor", [None, 0.4])
+def test_a_tiny_models_head_is_weak(floor: float | None) -> None:
+    engine = tiny_engine(tiny_model(), 2, floor=floor)
     engine._watch.clock = lambda: 0.0
     engine.try_out()
-    assert engine.stats.draft_health.state == ("weak" if watched else "off")
+    assert engine.stats.draft_health.state == ("off" if floor is None else "weak")
     assert engine.stats.pages_cached == engine.stats.draft_tokens_total == 0
 
 
 def test_nothing_is_watched_where_acceptance_is_synthetic_or_n_grams_draft() -> None:
-    assert tiny_engine(tiny_model(), 2, watched=True, rates=[0.5, 0.5])._watch.health.state == "off"
+    assert tiny_engine(tiny_model(), 2, floor=0.4, rates=[0.5, 0.5])._watch.health.state == "off"
     ngram = SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=2)
-    assert tiny_engine(tiny_model(), ngram, watched=True)._watch.health.state == "off"
+    assert tiny_engine(tiny_model(), ngram, floor=0.4)._watch.health.state == "off"
