@@ -102,7 +102,7 @@ class Engine:
         self._want = want
         self.policy = DepthPolicy(sizes, want) if adaptive and want > 0 else None
         self._seeded = config.random_seed is not None
-        self._booked = 0.0  # when the last step was; 0: there was none since the engine was idle
+        self._booked = 0.0  # when the last step was; 0: none was since the engine was idle
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
@@ -142,6 +142,8 @@ class Engine:
 
         `compiled`: `compile` was called for the request's grammar; otherwise that happens here.
         """
+        if not self.has_work:
+            self._booked = 0.0
         own = self._watch.owns(request.id)  # it waits for nobody, and shares no pages
         if not own:
             self._validate(request)
@@ -282,6 +284,7 @@ class Engine:
                 self.step()
         self.policy.forced = None
         self.policy.forget()
+        self.policy.times.serve()
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
         """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""
@@ -335,8 +338,6 @@ class Engine:
                 events += self._report(self._scheduler.commit(planned, result))
             except Exception as error:
                 events += self._failed(planned.seqs, error)
-            if not self.has_work:
-                self._booked = 0.0
         return events
 
     def _timed(self, planned: Planned, seconds: float) -> None:
@@ -344,8 +345,8 @@ class Engine:
             return
         work = work_of(planned.plan)
         self._stats.steps_per_depth[work.passes] += work.requests > 0
-        if self.policy is not None and not any(span.late for span in planned.plan.spans):
-            self.policy.took(work, seconds)
+        if self.policy is not None:
+            self.policy.stepped(planned.plan, seconds)
 
     def _failed(self, seqs: list[Sequence], error: Exception) -> list[TokenEvent]:
         _require_device(error)

@@ -9,7 +9,7 @@ tokens per second by them,
 
     tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes)
 
-Drafting deeper must gain 2 %, and less deep half a per cent, so that errors of the expected times do not make a step slower than a plain
+Drafting deeper must gain 5 %, and less deep 1 %, so that errors of the expected times do not make a step slower than a plain
 one. What is not drafted is not learned, so that now and then a step tries another depth: for 0.5 % of the time, or for nothing where what
 it drafted was worth its time. So drafting comes back when the text changes.
 
@@ -33,15 +33,18 @@ from mtpserve.spec.survival import Survival
 
 log = logging.getLogger(__name__)
 
-GAIN, LESS = 0.02, 0.005  # by which a deeper, and a less deep, choice must be better
-EVERY = 8  # steps between two choices for the same requests
+GAIN, LESS = 0.05, 0.01  # by which a deeper, and a less deep, choice must be better
+EVERY = 8  # steps between two choices
+SURE = 24  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
 TRIALS = 0.005  # of the time
+FIRST = 0.02  # seconds that the first trials may cost
 SAVED = 20.0  # seconds of work from which a share is saved for trials, at most
-POINTS = 12  # numbers of drafts of the whole batch that are compared for each depth
+POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial drafts for
-FRESH = 2000  # steps after which a time is measured again
-HELD = 2  # steps of a trial that measures a time: the first one still verifies what the depth before it has drafted
+FRESH = 200  # steps after which a time may be measured again
+ALONE = 64  # steps after which the times of steps with prompts are learned, too, if no others were seen
+HELD = 6  # steps of a trial that measures a time, at most: the first one still verifies what the depth before it has drafted
 CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured
 
 
@@ -69,6 +72,8 @@ class DepthPolicy:
         self._saved = 0.0  # seconds that may be spent on trials
         self._count, self._age = -1, 0  # requests of the last choice, and the steps since
         self._rest = 0  # steps without a trial that are left
+        self._beside = 0  # steps in a row that computed prompts, too
+        self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
         self._held, self._trial = 0, 0  # steps for which a trial goes on, and its depth
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many tokens the usual drafts would have given
 
@@ -82,11 +87,14 @@ class DepthPolicy:
             if self.forced is None and not self.adaptive:
                 self.depth = self.deepest
             return self.deepest if self.forced is None else self.forced
-        if self._held > 0 and self._count == len(seqs):
+        self._steps += 1
+        if self._held > 0:
             self._held -= 1
             return self._trial
-        self._age, self._rest, self._held = self._age + 1, self._rest - 1, 0
-        if self._count == len(seqs) and self._age < EVERY:
+        self._age, self._rest = self._age + 1, self._rest - 1
+        if self._age < EVERY:
+            if self._count != len(seqs):
+                self._take(seqs, self._best(seqs, self.depth))
             return self.depth
         self._decide(seqs)
         tried = self._tried(seqs)
@@ -94,14 +102,19 @@ class DepthPolicy:
 
     def _decide(self, seqs: Seq[Sequence]) -> None:
         best = max((self._best(seqs, depth) for depth in self._depths()), key=lambda choice: choice.value)
-        if best.depth != self.depth:
-            kept = self._best(seqs, min(self.depth, self.deepest))
-            if best.value <= kept.value * (1 + (GAIN if best.depth > self.depth else LESS)):
-                best = kept
-            else:
-                self.changes += 1
-        self.depth, self.value, self._count, self._age = best.depth, best.value, len(seqs), 0
-        for seq, most in zip(seqs, best.most, strict=True):
+        kept = best if best.depth == self.depth else self._best(seqs, min(self.depth, self.deepest))
+        if best.value <= kept.value * (1 + (GAIN if best.depth > self.depth else LESS)):
+            best, self._settled = kept, self._steps
+        elif self._steps - self._settled < SURE:
+            best = kept
+        else:
+            self.changes, self._settled = self.changes + 1, self._steps
+        self._age = 0
+        self._take(seqs, best)
+
+    def _take(self, seqs: Seq[Sequence], choice: DepthChoice) -> None:
+        self.depth, self.value, self._count = choice.depth, choice.value, len(seqs)
+        for seq, most in zip(seqs, choice.most, strict=True):
             seq.most = most
 
     def _depths(self) -> Seq[int]:
@@ -164,13 +177,13 @@ class DepthPolicy:
             return None, 0
         if self.trials % 2 or self.depth == self.deepest:
             context, count = sum(len(seq.tokens) for seq in seqs), len(seqs)
-            unknown = []
+            old = []
             for depth in others:
                 age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, context))
-                if (age is None or age > FRESH) and (value := self._best(seqs, depth).value) > CLOSE * self.value:
-                    unknown.append((value, depth))
-            if unknown:
-                return max(unknown)[1], HELD
+                if (age is None or age > FRESH) and self._best(seqs, depth).value > CLOSE * self.value:
+                    old.append((age is None, age or 0, -depth))
+            if old:
+                return -max(old)[2], HELD
         return (None, 0) if self.depth == self.deepest else (self.deepest, 1)
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: int) -> float:
@@ -184,8 +197,16 @@ class DepthPolicy:
 
     # ------------------------------------------------------------------------------------------- what is learned
 
+    def stepped(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long. Steps that catch up on rows are like no others, and those with prompts are learned for want of others."""
+        self._beside = self._beside + 1 if any(not span.samples or span.length > 1 for span in plan.spans) else 0
+        if not any(span.late for span in plan.spans) and (self._beside == 0 or self._beside > ALONE):
+            work = work_of(plan)
+            self.took(work, seconds)
+            if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
+                self._held = 0
+
     def took(self, work: StepWork, seconds: float) -> None:
-        """A step took so long."""
         self.times.observe(work, seconds)
         self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
 
@@ -201,7 +222,7 @@ class DepthPolicy:
 
     def forget(self) -> None:
         """What was accepted is void; what steps take is not."""
-        self.survival, self._saved = Survival(self.sizes.proposed, self.sizes.trees), 0.0
+        self.survival, self._saved = Survival(self.sizes.proposed, self.sizes.trees), FIRST
         self._trying.clear()
 
     # -------------------------------------------------------------------------------------------------- from outside

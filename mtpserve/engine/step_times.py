@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 from mtpserve.core.request import StepCosts, StepTime
 
-KEPT = 15  # durations of each cell
+KEPT = 31  # durations of each cell
 REFIT = 512  # observations between two fits, and fewer at the beginning
 SWEEPS = 40  # of coordinate descent in each
 EXACT = 8  # numbers up to this are cells of their own; larger ones share one with those that differ by less than a seventh
 BENDS = (16, 64, 256)  # rows from which on more may cost more
 NAMES = ("step", "first_rows", "rows", *(f"rows_above_{bend}" for bend in BENDS), "passes", "passes_x_requests", "context_kilotokens")
 TERMS = len(NAMES)
+PROVISIONAL = 0.1  # weight of what was measured before the engine served
 FULL = 1.0  # durations after which a cell counts for half against the formula
 
 
@@ -50,6 +51,7 @@ class Cell:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     seen: int = 0
     last: int = 0  # number of the step that was the last
+    provisional: bool = False  # from before the engine served, see StepTimes.serve
 
     @property
     def time(self) -> float:
@@ -85,6 +87,8 @@ class StepTimes:
         """A step took so long."""
         terms = terms_of(work)
         cell = self.cells.setdefault(key_of(work), Cell(terms))
+        if cell.provisional:
+            cell = self.cells[key_of(work)] = Cell(terms)
         cell.seconds.append(seconds)
         cell.seen += 1
         cell.last = self.observed
@@ -102,10 +106,15 @@ class StepTimes:
             return expected
         return expected * pow(cell.time / usual, cell.seen / (cell.seen + FULL))
 
+    def serve(self) -> None:
+        """What is known so far was measured on an idle machine: the first steps that serve replace it."""
+        for cell in self.cells.values():
+            cell.provisional = True
+
     def age(self, work: StepWork) -> int | None:
-        """Observations since a step like it; None: there was none."""
+        """Observations since a step like it; None: there was none that served."""
         cell = self.cells.get(key_of(work))
-        return None if cell is None else self.observed - cell.last
+        return None if cell is None or cell.provisional else self.observed - cell.last
 
     def costs(self) -> StepCosts:
         """For people."""
@@ -124,7 +133,7 @@ class StepTimes:
         right = [0.0] * TERMS
         for cell in self.cells.values():
             time = cell.time
-            weight = min(cell.seen, KEPT) / max(time, 1e-9) ** 2
+            weight = min(cell.seen, KEPT) * (PROVISIONAL if cell.provisional else 1) / max(time, 1e-9) ** 2
             for i, a in enumerate(cell.terms):
                 if a:
                     right[i] += weight * a * time
