@@ -9,9 +9,9 @@ tokens per second by them,
 
     tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes)
 
-Drafting deeper must gain 5 %, and less deep 1 %, so that errors of the expected times do not make a step slower than a plain
-one. What is not drafted is not learned, so that now and then a step tries another depth: for 0.5 % of the time, or for nothing where what
-it drafted was worth its time. So drafting comes back when the text changes.
+Drafting deeper must gain 5 %, and less deep 1 %, for 24 steps, so that errors of the expected times do not make a step slower than a plain
+one, and changes, which cost something themselves, are few. What is not drafted is not learned, so that now and then a step tries another
+depth: for 0.5 % of the time, or for nothing where what it drafted was worth its time. So drafting comes back when the text changes.
 
 Texts do not depend on any of this: greedy text never depends on drafts, the law of a sampled text does not, and a request with a seed gets
 drafts that are coupled to the target's noise (spec/accept), by which its text is that of plain decoding.
@@ -70,7 +70,7 @@ class DepthPolicy:
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start
         self._saved = 0.0  # seconds that may be spent on trials
-        self._count, self._age = -1, 0  # requests of the last choice, and the steps since
+        self._count, self._age = -1, EVERY  # requests of the last choice, and the steps since
         self._rest = 0  # steps without a trial that are left
         self._beside = 0  # steps in a row that computed prompts, too
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
@@ -236,7 +236,7 @@ class DepthPolicy:
             self.deepest = change.num_steps
         if change.reset:
             self.forget()
-        self._age, self.depth = EVERY, min(self.depth, self.deepest)
+        self._age, self._held, self.depth = EVERY, 0, min(self.depth, self.deepest)
         log.info("drafts are %s %d deep%s", "at most" if self.adaptive else "always", self.deepest, ", and are learned anew" * change.reset)
 
     @property
