@@ -71,7 +71,7 @@ class DepthPolicy:
         self.forced: int | None = None  # while step times are measured at start
         self._saved = 0.0  # seconds that may be spent on trials
         self._count, self._age = -1, EVERY  # requests of the last choice, and the steps since
-        self._rest = 0  # steps without a trial that are left
+        self._rest = EVERY  # steps without a trial that are left
         self._beside = 0  # steps in a row that computed prompts, too
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
         self._held, self._trial = 0, 0  # steps for which a trial goes on, and its depth
@@ -236,7 +236,7 @@ class DepthPolicy:
             self.deepest = change.num_steps
         if change.reset:
             self.forget()
-        self._age, self._held, self.depth = EVERY, 0, min(self.depth, self.deepest)
+        self._age, self._held, self._settled, self.depth = EVERY, 0, self._steps - SURE, min(self.depth, self.deepest)
         log.info("drafts are %s %d deep%s", "at most" if self.adaptive else "always", self.deepest, ", and are learned anew" * change.reset)
 
     @property

@@ -114,12 +114,13 @@ def plan_memory(
 
     def working(running: int) -> list[tuple[str, int]]:
         rows = workspace(config, arch, fixed.itemsize, running)
-        waiting = running * boundary * draft_sizes(spec, scheduler.chunked_prefill_size).deferred
+        # Layers with a window defer nothing: see engine/assemble.
+        deferred = draft_sizes(spec, scheduler.chunked_prefill_size).deferred if page_groups(arch.layers) == (None,) else 0
         captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
         return [
             ("request state", state(running)),
             ("tables of penalties and biases, once asked for", tables(running)),
-            ("hidden rows that the draft model absorbs later", waiting),
+            ("hidden rows that the draft model absorbs later", running * boundary * deferred),
             (f"one step's numbers{ESTIMATE}", rows),
             (f"captured steps{ESTIMATE}", captured),
         ]
