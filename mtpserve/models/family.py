@@ -28,7 +28,7 @@ class Family:
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
     trunk_rules: Callable[[ModelArch], list[Rule]]
     mtp_rules: Callable[[ModelArch, str], list[Rule]]
-    floor: float
+    floor: float = 0.2
 
 
 def trunk_layers(arch: ModelArch, names: Names) -> list[Rule]:

@@ -52,6 +52,9 @@ class TableHead:
 
     step = absorb
 
+    def fill(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: object) -> None:
+        """Its rows depend on no others."""
+
     def logits(self, head: Tensor) -> Tensor:
         return tables()[head.squeeze(1).long()]
 

@@ -198,12 +198,12 @@ def test_pages_are_found_once_all_of_their_rows_are_absorbed(tmp_path: Path, mak
     tiny, page_size = make(tmp_path), 4
     engine = engine_of(tiny, 64, 400, page_size, adaptive=True)
     assert engine.policy is not None
-    engine.policy.deepest = 0
+    engine.policy.choose = lambda seqs: 0  # type: ignore[method-assign]
     text, sampling = [5, 3, 8, 1, 7], SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     engine.add(Request("first", text, sampling))
     while engine.has_work:
         text = text + [token for event in engine.step() for token in event.tokens]
-    engine.policy.deepest, listener, cached = STEPS, listen(engine), 0
+    listener, cached = listen(engine), 0
     engine.policy.choose = lambda seqs: STEPS  # type: ignore[method-assign]
     engine.add(Request("second", text, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)))
     while engine.has_work:
