@@ -85,7 +85,9 @@ def main() -> None:
     args = parser.parse_args()
     try:
         whole = json.loads(args.result.read_text(encoding="utf-8"))
-        medians = [row | {"engine": row["engine"]} for row in whole["numbers"]["medians"]]
+        medians = whole["numbers"]["medians"]
+        if not all("engine" in row for row in medians):
+            raise KeyError("engine")
     except OSError as error:
         raise SystemExit(f"{args.result}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):

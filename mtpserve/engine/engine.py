@@ -205,6 +205,7 @@ class Engine:
         """From now on all requests are drafted for in this shape. Only while nothing runs; raises ConfigError for more than was built."""
         assert not self.has_work
         self._runner.reshape(shape)
+        self._scheduler.most_deferred = self._runner.sizes.deferred
         self._want, self.policy, self._watch = shape.steps, None, Watchdog()  # it is not limited any more
         self._stats = new_stats(self._runner.sizes.depth, self._pages.total)
         self.reset_prefix_cache()  # plain decoding keeps nothing of a draft model

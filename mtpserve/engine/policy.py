@@ -199,16 +199,13 @@ class DepthPolicy:
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long. Steps that catch up on rows are like no others, and those with prompts are learned for want of others."""
+        self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
         self._beside = self._beside + 1 if any(not span.samples or span.length > 1 for span in plan.spans) else 0
         if not any(span.late for span in plan.spans) and (self._beside == 0 or self._beside > ALONE):
             work = work_of(plan)
-            self.took(work, seconds)
+            self.times.observe(work, seconds)
             if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
                 self._held = 0
-
-    def took(self, work: StepWork, seconds: float) -> None:
-        self.times.observe(work, seconds)
-        self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
 
     def verified(self, seq: Sequence, drafts: int, path: Seq[int]) -> None:
         """What came of a request's drafts: the nodes that were accepted, from 1 on."""

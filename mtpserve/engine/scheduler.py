@@ -79,7 +79,7 @@ class Scheduler:
         self._max_running = max_running
         self._token_budget = token_budget
         self._max_drafts = max_drafts
-        self._most_deferred = most_deferred  # rows of a request that wait for a draft model to absorb them
+        self.most_deferred = most_deferred  # rows of a request that wait for a draft model to absorb them
         self._eos_ids = frozenset(eos_ids)
         self._service = service
         self._free_seats = list(range(max_running))  # a heap
@@ -139,8 +139,8 @@ class Scheduler:
         planned, left = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
         prompts, admissions = self._prompts([seq for seq in others if not decodes(seq) and not ends(seq)], left)
-        if self._most_deferred:
-            planned = deferred(planned, want, self._most_deferred, beside=bool(prompts))
+        if self.most_deferred:
+            planned = deferred(planned, want, self.most_deferred, beside=bool(prompts))
         planned += prompts
         busy = self.moving or any(seq.in_flight for seq in self.running)
         assert planned or not self.live or busy, "a plan without spans would repeat for ever"
@@ -384,7 +384,7 @@ class Scheduler:
             columns = min(held.end for held in seq.held)
             if not seq.computed < len(seq.tokens) < seq.max_len or seq.launched > columns * self._pages.page_size:
                 raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, pages of {columns} columns")
-            if not seq.absorbed <= seq.computed <= seq.absorbed + self._most_deferred or seq.deferred > self._most_deferred:
+            if not seq.absorbed <= seq.computed <= seq.absorbed + self.most_deferred or seq.deferred > self.most_deferred:
                 raise RuntimeError(f"request {seq.id}: {seq.absorbed} of {seq.computed} rows absorbed, {seq.deferred} deferred")
             if seq.in_flight != (seq.launched > seq.computed) or seq.ahead < 0 or (seq.ahead and not seq.in_flight):
                 raise RuntimeError(f"request {seq.id}: {seq.launched} rows launched, {seq.computed} booked, {seq.ahead} tokens ahead")

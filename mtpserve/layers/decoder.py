@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,14 @@ class Methods:
         return self.draft if drafts else self.layers
 
 
+class StoresRows(Protocol):
+    """What an attention module offers in addition to its call."""
+
+    def store(self, x: Tensor, rotation: Rotation, context: Context) -> object:
+        """x [T, hidden]: the rows' keys and values are stored, and nothing is attended to."""
+        ...
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, arch: ModelArch, attention: nn.Module, mlp: nn.Module, kernels: Kernels) -> None:
         super().__init__()
@@ -55,7 +63,7 @@ class DecoderLayer(nn.Module):
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
         """Of `forward`, what other rows need: keys and values."""
-        cast(Any, self.attention).store(self.attention_norm(x), rotation, context)
+        cast(StoresRows, self.attention).store(self.attention_norm(x), rotation, context)
 
 
 class DraftHead(nn.Module):

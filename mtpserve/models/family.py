@@ -22,7 +22,7 @@ class Family:
     """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`.
 
     `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
-    what was published: less is a layer that was read or computed wrongly, or hardly trained."""
+    what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches."""
 
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]

@@ -63,7 +63,7 @@ def measured(sizes: DraftSizes, batch: int, cost: StepCost) -> DepthPolicy:
             rows, context = requests * (1 + depth), requests * 10
             for _ in range(5):
                 absorbed = [rows] if depth else []
-                policy.took(StepWork(requests, rows, depth, context), cost.seconds(rows, context, rows * 10, depth, absorbed))
+                policy.times.observe(StepWork(requests, rows, depth, context), cost.seconds(rows, context, rows * 10, depth, absorbed))
     policy.forget()
     return policy
 
