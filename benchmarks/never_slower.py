@@ -1,9 +1,9 @@
-"""Throughput with depths chosen while serving, against plain decoding and each fixed depth: offline, interleaved, medians of ratios.
+"""Throughput with depths chosen while serving, against plain decoding and each fixed depth: offline, in turns, at a constant number of requests.
 
 python benchmarks/never_slower.py --json FILE
 
 The demo, and the demo inflated to some hundred million parameters (common/inflate.py), which answers the same. `untrained` is that with a
-random projection in its draft layer, which guesses next to nothing. A ratio is taken in each round, whose arms run one after the other.
+random projection in its draft layer, which guesses next to nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 
 import torch
-from common.demo import prompts, run
+from common.demo import prompts
 from common.inflate import Shape, inflate, opened
 from common.record import save
 from rich.console import Console
@@ -27,10 +27,12 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 
-DEPTH, TOKENS, PROMPT = 3, 96, 128
+DEPTH, TOKENS, PROMPT = 3, 128, 128
 LARGE = {"layers": 12, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 64, "experts_per_token": 8}
 ARMS = {
     "plain": SpecConfig(),
@@ -69,7 +71,7 @@ def engine_of(model: Path, spec: SpecConfig, most: int) -> Engine:
         EngineConfig(
             model=ModelConfig(model=str(model)),
             # Each run computes its prompts, as the first one does.
-            cache=CacheConfig(max_total_tokens=most * (PROMPT + TOKENS + 32), disable_radix_cache=True),
+            cache=CacheConfig(max_total_tokens=most * (PROMPT + 3 * TOKENS // 2 + 32), disable_radix_cache=True),
             scheduler=SchedulerConfig(max_running_requests=most),
             spec=spec,
         )
@@ -78,9 +80,41 @@ def engine_of(model: Path, spec: SpecConfig, most: int) -> Engine:
     return engine
 
 
+class Load:
+    """As many requests at a time as are asked for: when one ends, the next one starts. All arms get the same ones in the same order."""
+
+    def __init__(self, engine: Engine, requests: int, temperature: float) -> None:
+        self.engine, self.requests, self.temperature = engine, requests, temperature
+        self.prompts, self.started, self.ended = prompts(16), 0, 0
+
+    def start(self) -> None:
+        number, self.started = self.started, self.started + 1
+        # They differ in length, so that they do not end together.
+        tokens = TOKENS // 2 + 37 * number % TOKENS
+        params = SamplingParams(max_tokens=tokens, temperature=self.temperature, seed=number, ignore_eos=True)
+        self.engine.add(Request(str(number), self.prompts[number % len(self.prompts)], params))
+
+    def run(self, seconds: float) -> tuple[int, float]:
+        """→ tokens, and seconds"""
+        began, tokens = time.perf_counter(), 0
+        while (now := time.perf_counter()) - began < seconds:
+            while self.started - self.ended < self.requests:
+                self.start()
+            for event in self.engine.step():
+                tokens += len(event.tokens)
+                self.ended += event.finish is not None
+        return tokens, now - began
+
+    def end(self) -> None:
+        for number in range(self.started):
+            self.engine.abort(str(number))
+        while self.engine.has_work:
+            self.engine.step()
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model, number of requests and temperature. `least`, `most`: of the adaptive arm's ratios to plain, by round."""
+    """One model, number of requests and temperature. `least`, `most`: quartiles of the adaptive arm's ratios to plain, by turn."""
 
     model: str
     requests: int
@@ -92,26 +126,34 @@ class Row:
     most: float
     best: str
     against_best: float
+    depths: list[int]  # the adaptive arm's steps by depth
 
 
-def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, rounds: int) -> Row:
-    """The first round warms up, and is not one of `rounds`."""
-    asked = (prompts(min(requests, 16)) * requests)[:requests]
+def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int, seconds: float) -> Row:
+    """All arms have their requests open, and step in turns of so many seconds: what disturbs the machine disturbs all. The first turn of
+    each warms up, and is not one of `turns`."""
+    loads = {name: Load(engine, requests, temperature) for name, engine in engines.items()}
     speeds: dict[str, list[float]] = {name: [] for name in engines}
-    deepest = engines[f"k = {DEPTH}"]
-    before = list(deepest.stats.accept_lengths)
-    for number in range(rounds + 1):
-        for name, engine in engines.items():
-            began = time.perf_counter()
-            made = run(engine, asked, TOKENS, temperature, seed=1000 * number)
+    totals = {name: [0.0, 0.0] for name in engines}
+    deepest, adaptive = engines[f"k = {DEPTH}"], engines["adaptive"]
+    before, steps = list(deepest.stats.accept_lengths), list(adaptive.stats.steps_per_depth)
+    for number in range(turns + 1):
+        for name in list(loads) if number % 2 else reversed(loads):
+            tokens, took = loads[name].run(seconds)
             if number:
-                speeds[name].append(made / (time.perf_counter() - began))
+                speeds[name].append(tokens / took)
+                totals[name][0] += tokens
+                totals[name][1] += took
+    for load in loads.values():
+        load.end()
     lengths = [now - then for now, then in zip(deepest.stats.accept_lengths, before, strict=True)]
-    medians = {arm: median(values) for arm, values in speeds.items()}
-    best = max((arm for arm in ARMS if arm.startswith("k")), key=medians.__getitem__)
-    plain, fixed = ([a / b for a, b in zip(speeds["adaptive"], speeds[other], strict=True)] for other in ("plain", best))
+    rates = {arm: tokens / took for arm, (tokens, took) in totals.items()}
+    best = max((arm for arm in ARMS if arm.startswith("k")), key=rates.__getitem__)
+    least, _, most = quantiles((a / b for a, b in zip(speeds["adaptive"], speeds["plain"], strict=True)), n=4)
     length = sum((n + 1) * count for n, count in enumerate(lengths)) / max(1, sum(lengths))
-    return Row(model, requests, temperature, length, medians, median(plain), min(plain), max(plain), best, median(fixed))
+    depths = [now - then for now, then in zip(adaptive.stats.steps_per_depth, steps, strict=True)]
+    against = rates["adaptive"] / rates["plain"], rates["adaptive"] / rates[best]
+    return Row(model, requests, temperature, length, rates, against[0], least, most, best, against[1], depths)
 
 
 def main() -> None:
@@ -119,7 +161,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=["demo", "large", "untrained"], default=["demo", "large", "untrained"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=8, help="of each arm, for each cell")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
     parser.add_argument("--json")
     args = parser.parse_args()
     table, rows = Table("model", "requests", "T", "accept length", *ARMS, "adaptive / plain", "adaptive / best k"), list[Row]()
@@ -131,15 +174,15 @@ def main() -> None:
             path = untrained(path, folder) if model == "untrained" else path
             engines = {arm: engine_of(path, spec, max(args.requests)) for arm, spec in ARMS.items()}
             for requests, temperature in product(args.requests, args.temperatures):
-                row = measured(model, engines, requests, temperature, args.rounds)
+                row = measured(model, engines, requests, temperature, args.turns, args.seconds)
                 rows.append(row)
-                print(f"{model}, {requests} requests, T = {temperature}: {row.against_plain:.2f} x plain", file=sys.stderr, flush=True)
+                print(f"{model}, {requests} requests, T = {temperature}: {row.against_plain:.2f} x plain, {row.against_best:.2f} x {row.best}, {row.depths}", file=sys.stderr, flush=True)
     for row in rows:
         speeds = (f"{row.tokens_per_s[arm]:.0f}" for arm in ARMS)
         ratios = f"{row.against_plain:.2f} ({row.least:.2f} to {row.most:.2f})", f"{row.against_best:.2f}"
         table.add_row(row.model, str(row.requests), str(row.temperature), f"{row.accept_length:.2f}", *speeds, *ratios)
     Console().print(table)
-    save(args.json, {"tokens": TOKENS, "rounds": args.rounds, "rows": [asdict(row) for row in rows]})
+    save(args.json, {"tokens": TOKENS, "turns": args.turns, "seconds": args.seconds, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

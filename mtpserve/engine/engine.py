@@ -47,7 +47,8 @@ from mtpserve.spec.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 # At start, unless depths are fixed. More requests at once are not measured when the time is over.
-MEASURED_S, MEASURED_STEPS, MEASURED_TOKENS = 0.3, 6, 64
+PRIME = 7919
+MEASURED_S, MEASURED_STEPS, MEASURED_TOKENS = 3.0, 6, 64
 
 
 class Engine:
@@ -272,10 +273,11 @@ class Engine:
             return
         until, tokens = perf_counter() + MEASURED_S, min(MEASURED_TOKENS, self.context_length - 1)
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
-        for requests, depth in product(_ladder(self._max_running), sorted({self._want, min(1, self._want), 0}, reverse=True)):
+        for requests, depth in product(_ladder(self._max_running), reversed(self.policy.depths)):
             self.policy.forced, steps = depth, 0
             for number in range(requests):
-                self.add(Request(f"measure {number}", [0], sampling))
+                # Different tokens, which go to different experts.
+                self.add(Request(f"measure {number}", [(number + 1) * PRIME % self.card.vocab], sampling))
             while steps < MEASURED_STEPS and perf_counter() < until:
                 self.step()
                 steps += 1
@@ -333,9 +335,9 @@ class Engine:
             planned, launched, began = self._in_flight.popleft()
             try:
                 result = launched.result()
-                # While steps follow each other, each takes from the end of the last one to its own.
-                began, self._booked = self._booked or began, perf_counter()
-                self._timed(planned, self._booked - began)
+                # While steps follow each other, each takes from the end of the last one to its own. A longer pause is the caller's.
+                last, self._booked = self._booked or began, perf_counter()
+                self._timed(planned, min(self._booked - last, 2 * (self._booked - began)))
                 events += self._report(self._scheduler.commit(planned, result))
             except Exception as error:
                 events += self._failed(planned.seqs, error)

@@ -34,8 +34,9 @@ from mtpserve.spec.survival import Survival
 log = logging.getLogger(__name__)
 
 GAIN, LESS = 0.05, 0.01  # by which a deeper, and a less deep, choice must be better
-EVERY = 8  # steps between two choices
+EVERY = 8  # steps between two choices, which take 0.1 to 0.4 ms each
 SURE = 24  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
+CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
 TRIALS = 0.005  # of the time
 FIRST = 0.02  # seconds that the first trials may cost
@@ -44,8 +45,8 @@ POINTS = 8  # numbers of drafts of the whole batch that are compared for each de
 TRIED = 8  # requests that a trial drafts for
 FRESH = 200  # steps after which a time may be measured again
 ALONE = 64  # steps after which the times of steps with prompts are learned, too, if no others were seen
-HELD = 6  # steps of a trial that measures a time, at most: the first one still verifies what the depth before it has drafted
-CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured
+HELD, SEEN = 8, 3  # steps of a trial that measures a time, at most, and times after which it ends: its first step verifies older drafts
+CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured, but for plain decoding's
 
 
 class DepthChoice(NamedTuple):
@@ -56,8 +57,7 @@ class DepthChoice(NamedTuple):
 
 def work_of(plan: StepPlan) -> StepWork:
     drafted = sum(span.drafts_next for span in plan.spans)
-    rows, context = sum(span.width for span in plan.spans), sum(span.start + span.width for span in plan.spans)
-    return StepWork(drafted, rows, plan.want if drafted else 0, context)
+    return StepWork(drafted, sum(span.width for span in plan.spans), plan.want if drafted else 0)
 
 
 class DepthPolicy:
@@ -74,7 +74,7 @@ class DepthPolicy:
         self._rest = EVERY  # steps without a trial that are left
         self._beside = 0  # steps in a row that computed prompts, too
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
-        self._held, self._trial = 0, 0  # steps for which a trial goes on, and its depth
+        self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many tokens the usual drafts would have given
 
     # ------------------------------------------------------------------------------------------------- choice
@@ -101,11 +101,11 @@ class DepthPolicy:
         return self.depth if tried is None else tried
 
     def _decide(self, seqs: Seq[Sequence]) -> None:
-        best = max((self._best(seqs, depth) for depth in self._depths()), key=lambda choice: choice.value)
+        best = max((self._best(seqs, depth) for depth in self.depths), key=lambda choice: choice.value)
         kept = best if best.depth == self.depth else self._best(seqs, min(self.depth, self.deepest))
         if best.value <= kept.value * (1 + (GAIN if best.depth > self.depth else LESS)):
             best, self._settled = kept, self._steps
-        elif self._steps - self._settled < SURE:
+        elif self._steps - self._settled < SURE and best.value < CLEAR * kept.value:
             best = kept
         else:
             self.changes, self._settled = self.changes + 1, self._steps
@@ -117,7 +117,8 @@ class DepthPolicy:
         for seq, most in zip(seqs, choice.most, strict=True):
             seq.most = most
 
-    def _depths(self) -> Seq[int]:
+    @property
+    def depths(self) -> Seq[int]:
         # A tree is grown to its whole depth or not at all: fewer nodes are those with the best scores.
         return (0, self.deepest) if self.sizes.trees and self.deepest > 0 else range(self.deepest + 1)
 
@@ -134,8 +135,7 @@ class DepthPolicy:
         gained = [0.0, *accumulate(chance for chance, _ in nodes)]
         step = max(len(nodes) // POINTS, 1)
         counts = sorted({*range(0, len(nodes) + 1, step), len(nodes)} if depth else {0})
-        context = sum(len(seq.tokens) for seq in seqs)
-        value, count = max((self._value(len(seqs), count, depth, context, gained[count]), count) for count in counts)
+        value, count = max((self._value(len(seqs), count, depth, gained[count]), count) for count in counts)
         most = [0] * len(seqs)
         for _, i in nodes[:count]:
             most[i] += 1
@@ -144,8 +144,8 @@ class DepthPolicy:
     def _ranks(self, depth: int) -> int:
         return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
 
-    def _value(self, requests: int, drafts: int, depth: int, context: int, gained: float) -> float:
-        seconds = self.times.seconds(StepWork(requests, requests + drafts, depth, context))
+    def _value(self, requests: int, drafts: int, depth: int, gained: float) -> float:
+        seconds = self.times.seconds(StepWork(requests, requests + drafts, depth))
         # Before anything was measured all depths cost the same.
         return (requests + gained) / (seconds or 1.0)
 
@@ -167,20 +167,19 @@ class DepthPolicy:
         for seq in tried:
             seq.most, seq.tried = self._ranks(depth), self.trials
         self._age, self._rest = EVERY, EVERY  # the numbers of drafts are chosen anew
-        self._held, self._trial = steps - 1, depth
+        self._held, self._trial, self._seen = steps - 1, depth, 0
         return depth
 
     def _candidate(self, seqs: Seq[Sequence]) -> tuple[int | None, int]:
         """The whole depth, to learn what is accepted; in every other trial a depth whose time is not known. And for how many steps."""
-        others = [depth for depth in self._depths() if depth != self.depth]
+        others = [depth for depth in self.depths if depth != self.depth]
         if not others:
             return None, 0
         if self.trials % 2 or self.depth == self.deepest:
-            context, count = sum(len(seq.tokens) for seq in seqs), len(seqs)
-            old = []
+            count, old = len(seqs), []
             for depth in others:
-                age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, context))
-                if (age is None or age > FRESH) and self._best(seqs, depth).value > CLOSE * self.value:
+                age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth))
+                if (age is None or age > FRESH) and self._best(seqs, depth).value > CLOSE * self.value * (depth > 0):
                     old.append((age is None, age or 0, -depth))
             if old:
                 return -max(old)[2], HELD
@@ -188,12 +187,12 @@ class DepthPolicy:
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: int) -> float:
         """Seconds that a trial takes longer than the step in its place, or that its missing drafts would have saved."""
-        count, context = len(seqs), sum(len(seq.tokens) for seq in seqs)
-        usual = self.times.seconds(StepWork(count, count + sum(seq.most or 0 for seq in seqs), self.depth, context))
+        count = len(seqs)
+        usual = self.times.seconds(StepWork(count, count + sum(seq.most or 0 for seq in seqs), self.depth))
         if depth < self.depth:
             return usual * max(1 - self._best(seqs, depth).value / max(self.value, 1e-9), 0.0)
         rows = count + tried * self._ranks(depth) + sum(seq.most or 0 for seq in seqs[tried:])
-        return self.times.seconds(StepWork(count, rows, depth, context)) - usual
+        return self.times.seconds(StepWork(count, rows, depth)) - usual
 
     # ------------------------------------------------------------------------------------------- what is learned
 
@@ -205,7 +204,8 @@ class DepthPolicy:
             work = work_of(plan)
             self.times.observe(work, seconds)
             if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
-                self._held = 0
+                self._seen += 1
+                self._held *= self._seen < SEEN
 
     def verified(self, seq: Sequence, drafts: int, path: Seq[int]) -> None:
         """What came of a request's drafts: the nodes that were accepted, from 1 on."""

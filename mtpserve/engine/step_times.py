@@ -1,10 +1,17 @@
 """How long the engine's steps take on this machine, learned from the steps that it computes.
 
-Steps that are alike (rows, passes, requests) share a cell with their last durations; the lower quartile is its time, since what disturbs
-a step only makes it longer. Between the cells, and where nothing was measured yet, a formula with non-negative coefficients is fitted:
+Steps that are alike (rows, passes, requests) share a cell. Machines get slower and faster while they serve, by what else runs on them, by
+longer contexts, by more experts that texts need: an observation is a cell's usual time by a factor that all cells share,
+
+    log seconds = log cell + log pace + noise
+
+of which both are estimated at once, each corrected as far as it is uncertain (a Kalman filter's gains, Kalman 1960; the pace may always
+change). So a depth that was last computed a minute ago is compared with one that is computed now.
+
+Between the cells, and where nothing was measured yet, a formula with non-negative coefficients is fitted:
 
     seconds = c0 + c1 · min(rows, 8) + c2 · rows + c3 · (rows above 16) + c4 · (rows above 64) + c5 · (rows above 256)
-                 + c6 · passes + c7 · passes · requests + c8 · tokens of context
+                 + c6 · passes + c7 · passes · requests
 
 The first term is what weights cost to read, the next ones what rows cost to multiply: concave on a CPU, flat and then rising on a GPU. By
 what a cell differs from the formula, steps like its own are expected to differ, too.
@@ -12,22 +19,24 @@ what a cell differs from the formula, steps like its own are expected to differ,
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from math import log2, pow
+from dataclasses import dataclass
+from math import exp, log, log2, pow
 from typing import NamedTuple
 
 from mtpserve.core.request import StepCosts, StepTime
 
-KEPT = 31  # durations of each cell
+KEPT = 31  # observations of a cell that count
+FOLLOWED = 12  # observations over which the pace is followed
+UNKNOWN = 4.0  # variance of a pace of which nothing is known, relative to that of an observation
+SLOWER, FASTER = 0.3, 1.0  # of an observation's logarithm: more than that is a disturbance, and counts as so much
 REFIT = 512  # observations between two fits, and fewer at the beginning
-SWEEPS = 40  # of coordinate descent in each
+SWEEPS = 120  # of coordinate descent in each
 EXACT = 8  # numbers up to this are cells of their own; larger ones share one with those that differ by less than a seventh
 BENDS = (16, 64, 256)  # rows from which on more may cost more
-NAMES = ("step", "first_rows", "rows", *(f"rows_above_{bend}" for bend in BENDS), "passes", "passes_x_requests", "context_kilotokens")
+NAMES = ("step", "first_rows", "rows", *(f"rows_above_{bend}" for bend in BENDS), "passes", "passes_x_requests")
 TERMS = len(NAMES)
 PROVISIONAL = 0.1  # weight of what was measured before the engine served
-FULL = 1.0  # durations after which a cell counts for half against the formula
+FULL = 1.0  # observations after which a cell counts for half against the formula
 
 
 class StepWork(NamedTuple):
@@ -36,7 +45,6 @@ class StepWork(NamedTuple):
     requests: int  # that decode
     rows: int  # of the trunk, those of prompts too
     passes: int  # after the trunk's
-    context: int  # tokens of all requests
 
 
 class CellKey(NamedTuple):
@@ -47,15 +55,12 @@ class CellKey(NamedTuple):
 
 @dataclass(slots=True)
 class Cell:
-    terms: list[float]  # means of its steps'
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    seen: int = 0
-    last: int = 0  # number of the step that was the last
-    provisional: bool = False  # from before the engine served, see StepTimes.serve
+    """`last`: the number of the observation that was the last; None: there was none while the engine served."""
 
-    @property
-    def time(self) -> float:
-        return sorted(self.seconds)[len(self.seconds) // 4]
+    terms: list[float]  # means of its steps'
+    log: float  # of its seconds at the usual pace
+    seen: int = 0
+    last: int | None = None
 
 
 def bucket(number: int) -> int:
@@ -72,57 +77,73 @@ def key_of(work: StepWork) -> CellKey:
 
 
 def terms_of(work: StepWork) -> list[float]:
-    requests, rows, passes, context = work
+    requests, rows, passes = work
     convex = (max(rows - bend, 0) for bend in BENDS)
-    return [1.0, min(rows, EXACT), rows, *convex, passes, passes * requests, context / 1000]
+    return [1.0, min(rows, EXACT), rows, *convex, passes, passes * requests]
 
 
 class StepTimes:
     def __init__(self) -> None:
         self.cells: dict[CellKey, Cell] = {}
-        self.coefficients = [0.0] * TERMS
+        self.coefficients = [0.0] * TERMS  # at the usual pace
+        self.pace = 0.0  # logarithm of how much longer steps take now than usually
         self.observed = 0
+        self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step took so long."""
-        terms = terms_of(work)
-        cell = self.cells.setdefault(key_of(work), Cell(terms))
-        if cell.provisional:
-            cell = self.cells[key_of(work)] = Cell(terms)
-        cell.seconds.append(seconds)
+        terms, key, found = terms_of(work), key_of(work), log(max(seconds, 1e-9)) - self.pace
+        cell = self.cells.get(key)
+        if cell is None:
+            cell = self.cells[key] = Cell(terms, found)
+        else:
+            self._correct(cell, min(max(found - cell.log, -FASTER), SLOWER))
         cell.seen += 1
-        cell.last = self.observed
         share = 1 / min(cell.seen, KEPT)
         cell.terms = [old + share * (new - old) for old, new in zip(cell.terms, terms, strict=True)]
         self.observed += 1
+        cell.last = None if self._paced is None else self.observed
         if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64, 128, 256):
             self.fit()
 
+    def _correct(self, cell: Cell, error: float) -> None:
+        cells = 1 / min(cell.seen, KEPT)
+        if self._paced is None:
+            paces = 0.0
+        else:
+            paces = 1 / min(self._paced, FOLLOWED) if self._paced else UNKNOWN
+            self._paced += 1
+        cell.log += error * cells / (cells + paces + 1)
+        self.pace += error * paces / (cells + paces + 1)
+
+    def serve(self) -> None:
+        """What is known so far was measured on an idle machine, whose pace is another one."""
+        self.fit()
+        self._paced = 0
+        for cell in self.cells.values():
+            cell.last = None
+
     def seconds(self, work: StepWork) -> float:
         """Expected; 0 before anything was fitted."""
-        expected = self._formula(terms_of(work))
+        expected = self._formula(terms_of(work)) * exp(self.pace)
         cell = self.cells.get(key_of(work))
         if cell is None or (usual := self._formula(cell.terms)) <= 0:
             return expected
-        return expected * pow(cell.time / usual, cell.seen / (cell.seen + FULL))
-
-    def serve(self) -> None:
-        """What is known so far was measured on an idle machine: the first steps that serve replace it."""
-        for cell in self.cells.values():
-            cell.provisional = True
+        return expected * pow(exp(cell.log) / usual, cell.seen / (cell.seen + FULL))
 
     def age(self, work: StepWork) -> int | None:
         """Observations since a step like it; None: there was none that served."""
         cell = self.cells.get(key_of(work))
-        return None if cell is None or cell.provisional else self.observed - cell.last
+        return None if cell is None or cell.last is None else self.observed - cell.last
 
     def costs(self) -> StepCosts:
         """For people."""
+        scale = 1000 * exp(self.pace)
         steps = [
-            StepTime(middle(key.requests), middle(key.rows), middle(key.passes), 1000 * cell.time, cell.seen)
+            StepTime(middle(key.requests), middle(key.rows), middle(key.passes), scale * exp(cell.log), cell.seen)
             for key, cell in sorted(self.cells.items())
         ]
-        return StepCosts(steps, {name: 1000 * value for name, value in zip(NAMES, self.coefficients, strict=True)})
+        return StepCosts(steps, {name: scale * value for name, value in zip(NAMES, self.coefficients, strict=True)})
 
     def _formula(self, terms: list[float]) -> float:
         return sum(c * t for c, t in zip(self.coefficients, terms, strict=True))
@@ -132,8 +153,8 @@ class StepTimes:
         normal = [[0.0] * TERMS for _ in range(TERMS)]
         right = [0.0] * TERMS
         for cell in self.cells.values():
-            time = cell.time
-            weight = min(cell.seen, KEPT) * (PROVISIONAL if cell.provisional else 1) / max(time, 1e-9) ** 2
+            time = exp(cell.log)
+            weight = min(cell.seen, KEPT) * (PROVISIONAL if cell.last is None else 1) / time**2
             for i, a in enumerate(cell.terms):
                 if a:
                     right[i] += weight * a * time

@@ -59,11 +59,12 @@ def measured(sizes: DraftSizes, batch: int, cost: StepCost) -> DepthPolicy:
     """As the engine does at start."""
     policy = DepthPolicy(sizes, sizes.steps)
     for requests in [*(1 << i for i in range((batch - 1).bit_length())), batch]:
-        for depth in (sizes.steps, 1, 0):
+        for depth in reversed(policy.depths):
             rows, context = requests * (1 + depth), requests * 10
             for _ in range(5):
                 absorbed = [rows] if depth else []
-                policy.times.observe(StepWork(requests, rows, depth, context), cost.seconds(rows, context, rows * 10, depth, absorbed))
+                policy.times.observe(StepWork(requests, rows, depth), cost.seconds(rows, context, rows * 10, depth, absorbed))
+    policy.times.serve()
     policy.forget()
     return policy
 

@@ -34,7 +34,7 @@ def learn(client: FakeClient) -> None:
     assert policy is not None
     for _ in range(8):
         for requests, depth, seconds in ((1, 0, 0.010), (1, 2, 0.012), (40, 2, 0.020)):
-            policy.times.observe(StepWork(requests, requests * (1 + depth), depth, 100), seconds)
+            policy.times.observe(StepWork(requests, requests * (1 + depth), depth), seconds)
     policy.value, policy.changes, policy.trials = 321.5, 3, 7
 
 
