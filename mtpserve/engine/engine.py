@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence as Seq
-from itertools import product
 from random import Random, SystemRandom
 from time import perf_counter
 
@@ -35,6 +34,7 @@ from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, S
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.faults import is_fatal
+from mtpserve.engine.first_times import ladder, measure
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.line import ServiceOrder
 from mtpserve.engine.policy import DepthPolicy, report, work_of
@@ -45,10 +45,6 @@ from mtpserve.spec.counts import new_stats
 from mtpserve.spec.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-# At start, unless depths are fixed. More requests at once are not measured when the time is over.
-PRIME = 7919
-MEASURED_S, MEASURED_STEPS, MEASURED_TOKENS = 3.0, 6, 64
 
 
 class Engine:
@@ -254,40 +250,19 @@ class Engine:
         if compiles:
             began = perf_counter()
             longest = min(self._budget, self.context_length - 1)
-            for length in _ladder(longest):
+            for length in ladder(longest):
                 self._try([length], launched=True)
-            for requests in _ladder(self._max_running):
+            for requests in ladder(self._max_running):
                 self._try([1] * requests, launched=True)
             log.info("warmed up in %.1f s: prompts of up to %d tokens, %d requests", perf_counter() - began, longest, self._max_running)
-        self._measure()
+        if self.policy is not None:
+            measure(self, self.policy, self._max_running)
         self._watch.start(self)
         self._fingerprint = fingerprint
         if self._observer is not None:
             self._observer.cleared()  # whatever routers know of a predecessor
             self._publish()
         self._stats = new_stats(self._runner.sizes.depth, self._pages.total)
-
-    def _measure(self) -> None:
-        """What steps take with few and many requests, deep and not: the first choices of a depth are no guesses then."""
-        if self.policy is None:
-            return
-        until, tokens = perf_counter() + MEASURED_S, min(MEASURED_TOKENS, self.context_length - 1)
-        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
-        for requests, depth in product(_ladder(self._max_running), reversed(self.policy.depths)):
-            self.policy.forced, steps = depth, 0
-            for number in range(requests):
-                # Different tokens, which go to different experts.
-                self.add(Request(f"measure {number}", [(number + 1) * PRIME % self.card.vocab], sampling))
-            while steps < MEASURED_STEPS and perf_counter() < until:
-                self.step()
-                steps += 1
-            for number in range(requests):
-                self.abort(f"measure {number}")
-            while self.has_work:
-                self.step()
-        self.policy.forced = None
-        self.policy.forget()
-        self.policy.times.serve()
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
         """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""
@@ -389,11 +364,6 @@ def _require_device(error: Exception) -> None:
         reason = str(error).partition("\n")[0]  # what follows is advice for CUDA's developers
         log.debug("the device has failed", exc_info=error)  # the receiver of EngineDead logs its message
         raise EngineDead(f"the device has failed: {reason}") from error
-
-
-def _ladder(most: int) -> list[int]:
-    """1, 2, 4, … and `most`."""
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 def _require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:

@@ -30,6 +30,10 @@ from mtpserve.core.batch import Batch, Hidden, Verdict, Want
 from mtpserve.core.protocols import AttentionBackend, DraftModel
 from mtpserve.spec.propose import Propose, propose
 
+# From so many rows on, and so many for each request, a pass for their keys and values and another one for the outputs that are used are
+# cheaper than one for all. Few rows take as long as one.
+SPLIT_ROWS, SPLIT_EACH = 16, 2
+
 
 @dataclass(frozen=True, slots=True)
 class ReducedHead:
@@ -61,10 +65,16 @@ class DraftPasses:
     def absorb(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
         """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
         may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
-        rows = self.after(batch, hidden.features)
-        absorbed = self.model.absorb(rows.ids, rows.positions, hidden.features, self.attention.plan(rows))
-        last = batch.last_row + verdict.accepted * batch.samples
-        return absorbed.at(batch.drafted(last)), batch.drafted(batch.seat_ids)
+        features, seat_ids = hidden.features, batch.drafted(batch.seat_ids)
+        last = batch.drafted(batch.last_row + verdict.accepted * batch.samples)
+        rows = self.after(batch, features)
+        if len(rows.ids) < max(SPLIT_ROWS, SPLIT_EACH * len(last)):
+            return self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows)).at(last), seat_ids
+        # Of most rows only what later rows need is of use.
+        self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
+        ends = self.rows(batch, seat_ids, rows.ids[last], rows.index[last], rows.positions[last])
+        own = None if features is None else features[last]
+        return self.model.absorb(ends.ids, ends.positions, own, self.attention.plan(ends)), seat_ids
 
     def skip(self, batch: Batch, hidden: Hidden, want: Want) -> None:
         """In the place of `absorb`, where nothing is drafted."""

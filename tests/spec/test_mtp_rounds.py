@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,9 +164,14 @@ MODELS: dict[str, Callable[[Path], Tiny]] = {
 PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and preemption": (9, 60, 5)}
 
 
+@pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "keys and values in a pass of their own"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
-def test_drafts_are_those_of_a_computation_from_scratch(tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int]) -> None:
+def test_drafts_are_those_of_a_computation_from_scratch(
+    tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtpserve.spec.passes.SPLIT_ROWS", sys.maxsize if passes == 1 else 0)
+    monkeypatch.setattr("mtpserve.spec.passes.SPLIT_EACH", 1)
     tiny = make(tmp_path)
     engine = engine_of(tiny, *place)
     listener = listen(engine)

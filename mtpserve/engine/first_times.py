@@ -1,0 +1,55 @@
+"""What steps take with few and many requests, deep and not, measured at start: the first choices of a depth are no guesses then."""
+
+from __future__ import annotations
+
+from itertools import product
+from time import perf_counter
+from typing import Protocol
+
+from mtpserve.core.request import ModelCard, Request, TokenEvent
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.policy import DepthPolicy
+
+SECONDS, STEPS, TOKENS = 3.0, 6, 64  # in all, and of each number of requests; more requests are not measured when the time is over
+PRIME = 7919  # tokens that are this far apart: different ones go to different experts
+
+
+class Steps(Protocol):
+    """Of the engine."""
+
+    context_length: int
+    card: ModelCard
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request, compiled: bool = False) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def step(self) -> list[TokenEvent]: ...
+
+
+def ladder(most: int) -> list[int]:
+    """1, 2, 4, … and `most`."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
+def measure(engine: Steps, policy: DepthPolicy, most: int) -> None:
+    """`most` requests at once."""
+    until, tokens = perf_counter() + SECONDS, min(TOKENS, engine.context_length - 1)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
+    for requests, depth in product(ladder(most), reversed(policy.depths)):
+        policy.forced, steps = depth, 0
+        for number in range(requests):
+            engine.add(Request(f"measure {number}", [(number + 1) * PRIME % engine.card.vocab], sampling))
+        while steps < STEPS and perf_counter() < until:
+            engine.step()
+            steps += 1
+        for number in range(requests):
+            engine.abort(f"measure {number}")
+        while engine.has_work:
+            engine.step()
+    policy.forced = None
+    policy.forget()
+    policy.times.serve()
