@@ -140,7 +140,7 @@ class StepTimes:
         """For people."""
         scale = 1000 * exp(self.pace)
         steps = [
-            StepTime(middle(key.requests), middle(key.rows), middle(key.passes), scale * exp(cell.log), cell.seen)
+            StepTime(middle(key.requests), middle(key.rows), middle(key.passes), round(scale * exp(cell.log), 4), cell.seen)
             for key, cell in sorted(self.cells.items())
         ]
         return StepCosts(steps, {name: scale * value for name, value in zip(NAMES, self.coefficients, strict=True)})
