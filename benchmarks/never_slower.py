@@ -33,6 +33,7 @@ from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 
 DEPTH, TOKENS, PROMPT = 3, 128, 128
+WARM = 4  # turns that the first one is as long as
 # As many layers as MiMo-7B has, the smallest of the published models with a draft layer: what drafting costs, it costs relative to them.
 LARGE = {"layers": 36, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 32, "experts_per_token": 4}
 ARMS = {
@@ -132,7 +133,7 @@ class Row:
 
 def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int, seconds: float) -> Row:
     """All arms have their requests open, and step in turns of so many seconds: what disturbs the machine disturbs all. The first turn of
-    each warms up, and is not one of `turns`."""
+    each warms up: it is longer, and not one of `turns`."""
     loads = {name: Load(engine, requests, temperature) for name, engine in engines.items()}
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     totals = {name: [0.0, 0.0] for name in engines}
@@ -140,7 +141,7 @@ def measured(model: str, engines: dict[str, Engine], requests: int, temperature:
     before, steps = list(deepest.stats.accept_lengths), list(adaptive.stats.steps_per_depth)
     for number in range(turns + 1):
         for name in list(loads) if number % 2 else reversed(loads):
-            tokens, took = loads[name].run(seconds)
+            tokens, took = loads[name].run(seconds if number else WARM * seconds)
             if number:
                 speeds[name].append(tokens / took)
                 totals[name][0] += tokens
@@ -161,7 +162,7 @@ def measured(model: str, engines: dict[str, Engine], requests: int, temperature:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=["demo", "large", "untrained"], default=["demo", "large", "untrained"])
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--turns", type=int, default=8, help="of each arm, for each cell")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")

@@ -33,6 +33,7 @@ from mtpserve.spec.survival import Survival
 
 log = logging.getLogger(__name__)
 
+RISK = 0.97  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN, LESS = 0.05, 0.01  # by which a deeper, and a less deep, choice must be better
 EVERY = 8  # steps between two choices, which take 0.1 to 0.4 ms each
 SURE = 24  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
@@ -147,7 +148,7 @@ class DepthPolicy:
     def _value(self, requests: int, drafts: int, depth: int, gained: float) -> float:
         seconds = self.times.seconds(StepWork(requests, requests + drafts, depth))
         # Before anything was measured all depths cost the same.
-        return (requests + gained) / (seconds or 1.0)
+        return (requests + gained) / (seconds or 1.0) * (RISK if depth else 1.0)
 
     # ------------------------------------------------------------------------------------------------- trials
 
@@ -197,11 +198,12 @@ class DepthPolicy:
     # ------------------------------------------------------------------------------------------- what is learned
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long. Steps that catch up on rows are like no others, and those with prompts are learned for want of others."""
+        """A step took so long. Steps that catch up on rows to draft are like no others, and those with prompts are learned for want of others."""
         self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
         self._beside = self._beside + 1 if any(not span.samples or span.length > 1 for span in plan.spans) else 0
-        if not any(span.late for span in plan.spans) and (self._beside == 0 or self._beside > ALONE):
-            work = work_of(plan)
+        work = work_of(plan)
+        # While nothing is drafted it is usual to catch up at times.
+        if (work.passes == 0 or not any(span.late for span in plan.spans)) and (self._beside == 0 or self._beside > ALONE):
             self.times.observe(work, seconds)
             if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
                 self._seen += 1

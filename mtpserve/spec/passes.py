@@ -79,7 +79,10 @@ class DraftPasses:
     def skip(self, batch: Batch, hidden: Hidden, want: Want) -> None:
         """In the place of `absorb`, where nothing is drafted."""
         if want.keeps and self.deferred is not None and hidden.features is not None:
-            self.deferred.keep(batch.seat_ids, batch.index[batch.last_row], hidden.features[batch.last_row])
+            index, rows = batch.index, hidden.features
+            if len(index) > len(batch.seat_ids):
+                index, rows = index[batch.last_row], rows[batch.last_row]
+            self.deferred.keep(batch.seat_ids, index, rows)
         if want.absorbs:
             self.fill(batch, hidden.features)
 
