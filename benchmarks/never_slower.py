@@ -33,7 +33,7 @@ from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 
 DEPTH, TOKENS, PROMPT = 3, 128, 128
-WARM = 4  # turns that the first one is as long as
+EACH = 2  # requests, at least, that end in a turn of each arm
 # As many layers as MiMo-7B has, the smallest of the published models with a draft layer: what drafting costs, it costs relative to them.
 LARGE = {"layers": 36, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 32, "experts_per_token": 4}
 ARMS = {
@@ -96,16 +96,16 @@ class Load:
         params = SamplingParams(max_tokens=tokens, temperature=self.temperature, seed=number, ignore_eos=True)
         self.engine.add(Request(str(number), self.prompts[number % len(self.prompts)], params))
 
-    def run(self, seconds: float) -> tuple[int, float]:
-        """→ tokens, and seconds"""
+    def run(self, ended: int) -> tuple[int, float]:
+        """Until so many requests have ended in all → tokens, and seconds."""
         began, tokens = time.perf_counter(), 0
-        while (now := time.perf_counter()) - began < seconds:
+        while self.ended < ended:
             while self.started - self.ended < self.requests:
                 self.start()
             for event in self.engine.step():
                 tokens += len(event.tokens)
                 self.ended += event.finish is not None
-        return tokens, now - began
+        return tokens, time.perf_counter() - began
 
     def end(self) -> None:
         for number in range(self.started):
@@ -131,17 +131,18 @@ class Row:
     depths: list[int]  # the adaptive arm's steps by depth
 
 
-def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int, seconds: float) -> Row:
-    """All arms have their requests open, and step in turns of so many seconds: what disturbs the machine disturbs all. The first turn of
-    each warms up: it is longer, and not one of `turns`."""
+def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int) -> Row:
+    """All arms have their requests open, and step in turns until some more have ended: what disturbs the machine disturbs all, and all
+    compute the same number of prompts. The first turn of each warms up, and is not one of `turns`."""
     loads = {name: Load(engine, requests, temperature) for name, engine in engines.items()}
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     totals = {name: [0.0, 0.0] for name in engines}
     deepest, adaptive = engines[f"k = {DEPTH}"], engines["adaptive"]
     before, steps = list(deepest.stats.accept_lengths), list(adaptive.stats.steps_per_depth)
+    each = max(requests // 4, EACH)
     for number in range(turns + 1):
         for name in list(loads) if number % 2 else reversed(loads):
-            tokens, took = loads[name].run(seconds if number else WARM * seconds)
+            tokens, took = loads[name].run(requests + number * each)
             if number:
                 speeds[name].append(tokens / took)
                 totals[name][0] += tokens
@@ -164,8 +165,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=["demo", "large", "untrained"], default=["demo", "large", "untrained"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--turns", type=int, default=8, help="of each arm, for each cell")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
+    parser.add_argument("--turns", type=int, default=10, help="of each arm, for each cell")
     parser.add_argument("--json")
     args = parser.parse_args()
     table, rows = Table("model", "requests", "T", "accept length", *ARMS, "adaptive / plain", "adaptive / best k"), list[Row]()
@@ -177,7 +177,7 @@ def main() -> None:
             path = untrained(path, folder) if model == "untrained" else path
             engines = {arm: engine_of(path, spec, max(args.requests)) for arm, spec in ARMS.items()}
             for requests, temperature in product(args.requests, args.temperatures):
-                row = measured(model, engines, requests, temperature, args.turns, args.seconds)
+                row = measured(model, engines, requests, temperature, args.turns)
                 rows.append(row)
                 found = f"{row.against_plain:.2f} x plain, {row.against_best:.2f} x {row.best}; steps by depth {row.depths}"
                 print(f"{model}, {requests} requests, T = {temperature}: {found}", file=sys.stderr, flush=True)
@@ -186,7 +186,7 @@ def main() -> None:
         ratios = f"{row.against_plain:.2f} ({row.least:.2f} to {row.most:.2f})", f"{row.against_best:.2f}"
         table.add_row(row.model, str(row.requests), str(row.temperature), f"{row.accept_length:.2f}", *speeds, *ratios)
     Console().print(table)
-    save(args.json, {"tokens": TOKENS, "turns": args.turns, "seconds": args.seconds, "rows": [asdict(row) for row in rows]})
+    save(args.json, {"tokens": TOKENS, "turns": args.turns, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

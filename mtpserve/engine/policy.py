@@ -9,7 +9,7 @@ tokens per second by them,
 
     tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes)
 
-Drafting deeper must gain 5 %, and less deep 1 %, for 24 steps, so that errors of the expected times do not make a step slower than a plain
+Drafting deeper must gain 3 %, and less deep 1 %, for 24 steps, so that errors of the expected times do not make a step slower than a plain
 one, and changes, which cost something themselves, are few. What is not drafted is not learned, so that now and then a step tries another
 depth: for 0.5 % of the time, or for nothing where what it drafted was worth its time. So drafting comes back when the text changes.
 
@@ -33,8 +33,8 @@ from mtpserve.spec.survival import Survival
 
 log = logging.getLogger(__name__)
 
-RISK = 0.97  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
-GAIN, LESS = 0.05, 0.01  # by which a deeper, and a less deep, choice must be better
+RISK = 0.98  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
+GAIN, LESS = 0.03, 0.01  # by which a deeper, and a less deep, choice must be better
 EVERY = 8  # steps between two choices, which take 0.1 to 0.4 ms each
 SURE = 24  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
 CLEAR = 1.25  # how many times as good another depth must be to be taken at once

@@ -25,7 +25,7 @@ def test_whole_steps(command: list[str], said: str) -> None:
 
 
 def test_depths_that_are_chosen_side_by_side(tmp_path: Path) -> None:
-    command = ["never_slower.py", "--models", "demo", "--requests", "1", "--temperatures", "0.8", "--turns", "2", "--seconds", "0.4"]
+    command = ["never_slower.py", "--models", "demo", "--requests", "1", "--temperatures", "0.8", "--turns", "2"]
     output([*command, "--json", str(tmp_path / "out.json")])
     (row,) = json.loads((tmp_path / "out.json").read_text())["numbers"]["rows"]
     assert 0 < row["least"] <= row["most"] and row["against_plain"] > 0 and row["accept_length"] > 1.3 and sum(row["depths"]) > 10
