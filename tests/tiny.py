@@ -43,7 +43,7 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
         eos_ids=(),
         dtype="float32",
         mla=MLAArch(24, 16, 16, 8, 12) if latent else None,
-        moe=MoEArch(8, 2, 16, 1, first_dense=1, groups=4, top_groups=2, scale=1.5, renormalise=True) if latent else None,
+        moe=MoEArch(8, 2, 16, 1, dense=(0,), groups=4, top_groups=2, scale=1.5, renormalise=True) if latent else None,
         mtp=MTPArch(1, "embedding-hidden", "post", "post") if latent else MTPArch(1, "hidden-embedding", "pre", "pre"),
         qkv_bias=not latent,
     )

@@ -50,16 +50,36 @@ def page_groups(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RopeArch:
-    """Rotary position embedding. `scaling` None: plain; otherwise YaRN's numbers (https://arxiv.org/abs/2309.00071)."""
+    """Rotary position embedding of the first `dim` numbers of each head."""
 
     dim: int
     theta: float
     interleaved: bool
-    scaling: YarnArch | None = None
+    scaling: YarnArch | Llama3RopeArch | LinearRopeArch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRopeArch:
+    """Positions divided by `factor` (https://arxiv.org/abs/2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3RopeArch:
+    """Dimensions that turn less often than `low` times in the original context are stretched by `factor`, those that turn more often than
+    `high` times are left alone (Llama 3.1, https://arxiv.org/abs/2407.21783 §3.4.2 and its published code)."""
+
+    factor: float
+    low: float
+    high: float
+    original_length: int
 
 
 @dataclass(frozen=True, slots=True)
 class YarnArch:
+    """https://arxiv.org/abs/2309.00071"""
+
     factor: float
     original_length: int
     beta_fast: float = 32.0
@@ -81,17 +101,20 @@ class MLAArch:
 
 @dataclass(frozen=True, slots=True)
 class MoEArch:
-    """DeepSeek-V3's routing: sigmoid scores; a correction bias for the choice alone; the best groups, then top_k of their experts."""
+    """`scores` sigmoid is DeepSeek-V3's routing: a correction bias for the choice alone; the best groups, then top_k of their experts.
+    With softmax over all experts there are neither biases nor groups."""
 
     experts: int
     top_k: int
     size: int  # intermediate size of one expert
     shared: int  # shared experts, computed for every token
-    first_dense: int  # layers before the first MoE layer
+    dense: tuple[int, ...]  # layers without experts
     groups: int
     top_groups: int
     scale: float
     renormalise: bool
+    scores: Literal["sigmoid", "softmax"] = "sigmoid"
+    shared_gate: bool = False  # the shared expert's output is multiplied with the sigmoid of a number of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +158,8 @@ class ModelArch:
     moe: MoEArch | None = None
     mtp: MTPArch | None = None
     qkv_bias: bool = False
+    out_bias: bool = False  # of the attention
+    head_norms: bool = False  # each head of q and k is normed before it is rotated
 
     @property
     def num_layers(self) -> int:

@@ -66,8 +66,8 @@ class ModelShape:
         if moe is None:
             used, stored = used + layers * dense, stored + layers * dense
         else:
-            expert, routed = 3 * size * moe.size, layers - moe.first_dense
-            always = moe.first_dense * dense + routed * (size * moe.experts + moe.shared * expert)
+            expert, routed = 3 * size * moe.size, layers - len(moe.dense)
+            always = len(moe.dense) * dense + routed * (size * moe.experts + moe.shared * expert)
             used, stored = used + always + routed * moe.top_k * expert, stored + always + routed * moe.experts * expert
         return ModelShape(
             layers,

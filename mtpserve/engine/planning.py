@@ -62,6 +62,9 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     family, checkpoint = family_of(hf_config), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
     layers = hf_config.get_int("num_hidden_layers", at_least=1)
     layout = dummy_layers(hf_config) if dummy else mtp_layers(checkpoint.tensors, layers)
+    if want_mtp and family.mtp_rules is None:
+        name = hf_config.raw("architectures")[0]
+        raise UnsupportedModel(f"{directory}: a {name} has no MTP layer; start without --speculative-algorithm for plain decoding")
     nextn, prefix = None, None
     if dummy and config.spec.speculative_draft_model_path is not None:
         raise ConfigError("--speculative-draft-model-path has no use with --load-format dummy: the layer is random too")
@@ -193,6 +196,7 @@ def sources(described: Described) -> list[WeightSource]:
     rules, also = family.trunk_rules(arch), []
     own = described.layout.prefixes if described.layout else ()
     if arch.mtp is not None and described.nextn is None:
+        assert family.mtp_rules is not None
         rules += family.mtp_rules(arch, own[0])
     else:
         rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
@@ -203,6 +207,7 @@ def sources(described: Described) -> list[WeightSource]:
 
 def nextn_rules(described: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
     """The layer's own tensors; what is outside its prefix is another copy of the trunk's."""
+    assert described.family.mtp_rules is not None
     others = {name.split(".weight")[0] for name in nextn.tensors if not name.startswith(prefix)}
     return described.family.mtp_rules(described.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention: projections and rotation, as Qwen2 and Llama have them, around what a context offers."""
+"""Grouped-query attention: projections and rotation, as Llama, Qwen and GLM have them, around what a context offers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from mtpserve.core.arch import LayerKind, ModelArch
 from mtpserve.core.protocols import Context, LinearMethod
-from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.kernels import HeadNorms, Kernels
 from mtpserve.layers.linear import Linear
+from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
 
 
@@ -18,7 +19,13 @@ class GQA(nn.Module):
         self.heads, self.kernels = arch.heads, kernels
         self.all_heads = arch.heads + 2 * kind.kv.heads
         self.qkv = Linear(arch.hidden, (q, kv, kv), method, bias=arch.qkv_bias)
-        self.out = Linear(q, (arch.hidden,), method)
+        self.out = Linear(q, (arch.hidden,), method, bias=arch.out_bias)
+        self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
+        self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
+
+    @property
+    def norms(self) -> HeadNorms | None:
+        return None if self.q_norm is None or self.k_norm is None else HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
@@ -28,4 +35,4 @@ class GQA(nn.Module):
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden] → q [T, heads, head_dim]; keys and values are stored."""
         qkv = self.qkv(x).unflatten(-1, (self.all_heads, -1))  # [T, heads + 2 kv_heads, head_dim]
-        return self.kernels.rope_store(qkv, rotation, context.slots, context.keys, context.values, self.heads)
+        return self.kernels.rope_store(qkv, rotation, context.slots, context.keys, context.values, self.heads, self.norms)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import Array
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 from weakref import ref
 
@@ -22,14 +23,14 @@ from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
-from mtpserve.layers.kernels import HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, Route, RunLayers, SharedExpert
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import pack_layers as one_by_one, torch_kernels
+from mtpserve.layers.torch_kernels import normed, pack_layers as one_by_one, route, torch_kernels
 
 
 def cpu_kernels() -> Kernels:
@@ -54,7 +55,10 @@ def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return fused.silu_mul(gate_up(x))
 
 
-def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+def rope_store(
+    qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, norms: HeadNorms | None
+) -> Tensor:  # fmt: skip
+    qkv = normed(qkv, heads, norms)
     return fused.rope_store(qkv, rotation.positions, rotation.cos, rotation.sin, slots, keys, values, heads, rotation.interleaved)
 
 
@@ -65,7 +69,9 @@ def latent_store(
     return fused.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved)
 
 
-def pack_router(weight: Tensor, bias: Tensor, arch: MoEArch) -> PanelRouter:
+def pack_router(weight: Tensor, bias: Tensor | None, arch: MoEArch) -> Route:
+    if bias is None:
+        return partial(route, weight, bias, arch)
     routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
     return PanelRouter(moe.pack_router(weight.detach(), bias.detach(), *routing))
 
@@ -204,16 +210,21 @@ def described_layer(layer: Layer) -> stacks.Layer:
         made.gate_up, made.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
         if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates:
             raise NotDescribed
-    elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.mix, PanelExperts) and layer.mlp.mix.apart is None:
+    elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.mix, PanelExperts) and whole(layer.mlp):
         made.router, made.experts = cast(PanelRouter, layer.mlp.route).router, layer.mlp.mix.experts
     else:
         raise NotDescribed
     return made
 
 
+def whole(moe: MoE) -> bool:
+    """Nothing of it is computed beside the op for routers and the one for experts."""
+    return isinstance(moe.route, PanelRouter) and isinstance(moe.mix, PanelExperts) and moe.mix.apart is None and moe.shared_gate is None
+
+
 def described_attention(module: object) -> stacks.AttentionLayer:
     made = stacks.AttentionLayer()
-    if type(module) is GQA:
+    if type(module) is GQA and module.norms is None:
         out = matrix_of(module.out)
         made.out, made.heads, made.dim = out, module.heads, out.inputs // module.heads
         made.kv_heads = (module.all_heads - module.heads) // 2

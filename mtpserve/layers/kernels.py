@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -30,9 +30,20 @@ class Gated(Protocol):
         ...
 
 
+class HeadNorms(NamedTuple):
+    """Weights [D] of the norms of each head."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 class RopeStore(Protocol):
-    def __call__(self, qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, /) -> Tensor:
-        """qkv [T, heads + 2 kv_heads, D] → rotated q [T, heads, D]; rotated k, and v, are stored in `slots` [T] of keys and values."""
+    def __call__(
+        self, qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, norms: HeadNorms | None, /
+    ) -> Tensor:
+        """qkv [T, heads + 2 kv_heads, D] → rotated q [T, heads, D]; rotated k, and v, are stored in `slots` [T] of keys and values. q and
+        k are normed before."""
         ...
 
 
@@ -52,8 +63,8 @@ class Route(Protocol):
 
 
 class PackRouter(Protocol):
-    def __call__(self, weight: Tensor, bias: Tensor, arch: MoEArch, /) -> Route:
-        """weight [E, H] and bias [E] float32, after loading. May reorder the memory of the weight, as core.protocols.Pack."""
+    def __call__(self, weight: Tensor, bias: Tensor | None, arch: MoEArch, /) -> Route:
+        """weight [E, H] and bias [E] float32, after loading; no bias where scores are a softmax. May reorder the memory of the weight, as core.protocols.Pack."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts as DeepSeek-V3 routes it (https://arxiv.org/abs/2412.19437 §2.1.2)."""
+"""Mixture of experts as DeepSeek-V3 routes it (https://arxiv.org/abs/2412.19437 §2.1.2), or by a softmax as Qwen does."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from torch import Tensor, nn
 from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.kernels import Kernels, MixExperts, Route
+from mtpserve.layers.linear import Linear
 from mtpserve.layers.mlp import MLP
 
 
 class Router(nn.Module):
-    """`bias` steers the choice towards even load; the weights of the chosen come from the scores without it."""
+    """`bias` steers the choice towards even load; the weights of the chosen come from the scores without it. None with a softmax."""
 
     def __init__(self, hidden: int, arch: MoEArch) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(arch.experts, hidden, dtype=torch.float32), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(arch.experts, dtype=torch.float32), requires_grad=False)
+        biased = arch.scores == "sigmoid"
+        self.bias = nn.Parameter(torch.empty(arch.experts, dtype=torch.float32), requires_grad=False) if biased else None
 
 
 class Experts(nn.Module):
@@ -45,12 +47,16 @@ class MoE(nn.Module):
         self.arch, self.kernels = arch, kernels
         self.router, self.experts = Router(hidden, arch), Experts(hidden, arch)
         self.shared = MLP(hidden, arch.size * arch.shared, method, kernels) if arch.shared else None
+        self.shared_gate = Linear(hidden, (1,), method) if arch.shared_gate else None
         self.route: Route
         self.mix: MixExperts
 
     def finish_loading(self) -> None:
         self.route = self.kernels.pack_router(self.router.weight, self.router.bias, self.arch)
-        self.mix = self.kernels.pack_experts(self.experts, self.shared)
+        self.mix = self.kernels.pack_experts(self.experts, self.shared if self.shared_gate is None else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mix(x, *self.route(x))
+        mixed = self.mix(x, *self.route(x))
+        if self.shared is None or self.shared_gate is None:
+            return mixed
+        return mixed + self.shared(x) * self.shared_gate(x).sigmoid()

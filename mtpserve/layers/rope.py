@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split or interleaved, plain or YaRN (https://arxiv.org/abs/2309.00071)."""
+"""Rotary position embedding, half-split or interleaved, with the scalings for longer contexts that models are published with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.arch import RopeArch, YarnArch
+from mtpserve.core.arch import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -19,10 +19,20 @@ def inverse_frequencies(arch: RopeArch) -> Tensor:
     """[dim / 2] float32"""
     exponents = torch.arange(0, arch.dim, 2, dtype=torch.float32, device="cpu") / arch.dim
     plain = arch.theta**-exponents
-    if arch.scaling is None:
-        return plain
-    yarn = arch.scaling
+    match arch.scaling:
+        case None:
+            return plain
+        case LinearRopeArch(factor):
+            return plain / factor
+        case Llama3RopeArch() as llama:
+            turns = llama.original_length * plain / (2 * math.pi)  # in the original context
+            kept = ((turns - llama.low) / (llama.high - llama.low)).clamp(0, 1)
+            return plain / llama.factor * (1 - kept) + plain * kept
+        case YarnArch() as yarn:
+            return yarn_frequencies(arch, yarn, plain)
 
+
+def yarn_frequencies(arch: RopeArch, yarn: YarnArch, plain: Tensor) -> Tensor:
     def dimension_of(turns: float) -> float:
         """The dimension that turns that often within the original context."""
         return arch.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(arch.theta))
@@ -34,9 +44,10 @@ def inverse_frequencies(arch: RopeArch) -> Tensor:
     return plain / yarn.factor * ramp + plain * (1 - ramp)
 
 
-def rope_gain(yarn: YarnArch | None) -> float:
+def rope_gain(arch: RopeArch) -> float:
     """What cos and sin are multiplied with."""
-    if yarn is None:
+    yarn = arch.scaling
+    if not isinstance(yarn, YarnArch):
         return 1.0
     return yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
 
@@ -46,9 +57,10 @@ class Rope(nn.Module):
 
     def __init__(self, arch: RopeArch, length: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.interleaved = arch.interleaved
+        self.interleaved, self.dim = arch.interleaved, arch.dim
         angles = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), inverse_frequencies(arch))
-        cos, sin = angles.cos() * rope_gain(arch.scaling), angles.sin() * rope_gain(arch.scaling)
+        gain = rope_gain(arch)
+        cos, sin = angles.cos() * gain, angles.sin() * gain
         if arch.interleaved:
             table = torch.stack([cos, sin], -1)  # [length, dim / 2, 2]: complex numbers, kept in float32
         else:
@@ -93,7 +105,10 @@ class Rotation:
         return torch.view_as_complex(rows).unsqueeze(1) if self.interleaved else rows.unsqueeze(2)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [T, heads, dim], in plain torch"""
+        """x [T, heads, dim or more], in plain torch; numbers after the first dim stay as they are."""
+        dim = self._rope.dim
+        if x.shape[-1] > dim:
+            return torch.cat([self.rotate(x[..., :dim]), x[..., dim:]], -1)
         if self.interleaved:
             pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
             return torch.view_as_real(pairs * self._rows).flatten(-2).to(x.dtype)

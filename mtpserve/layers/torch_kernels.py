@@ -16,7 +16,7 @@ from mtpserve.cache.pool import store
 from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers import onednn
-from mtpserve.layers.kernels import HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
 
@@ -60,8 +60,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
-    kv_heads = keys.shape[1]
+def normed(qkv: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
+    """[T, heads + 2 kv_heads, D] → the same with q and k normed."""
+    if norms is None:
+        return qkv
+    kv_heads = (qkv.shape[1] - heads) // 2
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    return torch.cat([F.rms_norm(q, norms.q.shape, norms.q, norms.eps), F.rms_norm(k, norms.k.shape, norms.k, norms.eps), v], 1)
+
+
+def rope_store(
+    qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, norms: HeadNorms | None
+) -> Tensor:  # fmt: skip
+    kv_heads, qkv = keys.shape[1], normed(qkv, heads, norms)
     rotated = rotation.rotate(qkv[:, :-kv_heads])  # q and k side by side: one rotation for both
     store(keys, slots, rotated[:, heads:])
     store(values, slots, qkv[:, -kv_heads:])
@@ -78,7 +89,9 @@ def latent_store(
     return rotated[:, :heads]
 
 
-def route(weight: Tensor, bias: Tensor, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
+def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
+    if bias is None:
+        return reference.route_softmax(x, weight, arch.top_k, arch.renormalise, arch.scale)
     return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 

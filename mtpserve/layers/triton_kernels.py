@@ -14,15 +14,15 @@ from mtpserve_kernels.quant.linear_fp8 import linear_fp8
 from torch import Tensor
 
 from mtpserve.core.arch import MoEArch
-from mtpserve.layers.kernels import Kernels, RoutedExperts, SharedExpert
+from mtpserve.layers import torch_kernels
+from mtpserve.layers.kernels import HeadNorms, Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.fp8 import BLOCK
 
 
 def triton_kernels() -> Kernels:
     return replace(
-        torch_kernels(),
+        torch_kernels.torch_kernels(),
         add_rms_norm=add_rms_norm,
         gated=gated,
         rope_store=rope_store,
@@ -38,9 +38,12 @@ def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return silu_mul(gate_up(x))
 
 
-def rope_store(qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+def rope_store(
+    qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, norms: HeadNorms | None
+) -> Tensor:  # fmt: skip
     tables = rotation.positions, rotation.cos, rotation.sin
-    return rope.rope_store(qkv, *tables, slots, keys, values, heads, interleaved=rotation.interleaved)
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    return rope.rope_store(qkv, *tables, slots, keys, values, heads, q_norm, k_norm, eps, rotation.interleaved)
 
 
 def latent_store(
@@ -50,7 +53,9 @@ def latent_store(
     return rope.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved)
 
 
-def route(weight: Tensor, bias: Tensor, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
+def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
+    if bias is None:
+        return torch_kernels.route(weight, bias, arch, x)
     return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 

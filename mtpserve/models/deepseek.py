@@ -8,20 +8,21 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch
+from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, YarnArch
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.rope import yarn_mscale
-from mtpserve.models.family import Family, Names, ends, gated, one_layer, trunk_layers
+from mtpserve.models.family import Family, Names, ends, experts as routed, gated, one_layer, trunk_layers
 from mtpserve.weights import hf
 from mtpserve.weights.hf import HFConfig
-from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
+from mtpserve.weights.rules import Copy, Drop, Rule, Stack
 
 
-def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
+def arch(config: HFConfig, mtp_layers: int, family: str = "deepseek", dense: int = 0) -> ModelArch:
+    """`dense`: see experts."""
     heads, rank = config.get_int("num_attention_heads", at_least=1), config.get_int("kv_lora_rank", at_least=1)
     mla = MLAArch(
         q_rank=config.get_int("q_lora_rank", None, at_least=1),
@@ -36,9 +37,9 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     hf.quantization(config)
     vocab = config.get_int("vocab_size", at_least=2)
     # YaRN multiplies query and key by its gain.
-    sharpen = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) if rope.scaling and rope.scaling.mscale_all_dim else 1.0
+    sharpen = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) if isinstance(rope.scaling, YarnArch) and rope.scaling.mscale_all_dim else 1.0
     return ModelArch(
-        family="deepseek",
+        family=family,
         layers=(Attention(KVLayout("mla", 1, rank + mla.rope, rank)),) * (config.get_int("num_hidden_layers", at_least=1) + mtp_layers),
         hidden=config.get_int("hidden_size", at_least=1),
         vocab=vocab,
@@ -53,12 +54,13 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
         eos_ids=hf.eos_ids(config, vocab),
         dtype=hf.dtype(config),
         mla=mla,
-        moe=experts(config),
+        moe=experts(config, dense),
         mtp=MTPArch(mtp_layers, "embedding-hidden", hidden_in="post", recycle="post") if mtp_layers else None,
     )
 
 
-def experts(config: HFConfig) -> MoEArch | None:
+def experts(config: HFConfig, dense: int = 0) -> MoEArch | None:
+    """`dense`: the first layers have no experts, where the config does not say."""
     number = config.get_int("n_routed_experts", None, at_least=1)
     if number is None:
         return None
@@ -76,7 +78,7 @@ def experts(config: HFConfig) -> MoEArch | None:
         top_k=top_k,
         size=config.get_int("moe_intermediate_size", at_least=1),
         shared=config.get_int("n_shared_experts", 0, at_least=0) or 0,
-        first_dense=config.get_int("first_k_dense_replace", 0, at_least=0),
+        dense=dense_layers(config, dense),
         groups=groups,
         top_groups=top_groups,
         scale=config.get_float("routed_scaling_factor", 1.0),
@@ -84,10 +86,20 @@ def experts(config: HFConfig) -> MoEArch | None:
     )
 
 
+def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
+    """From `mlp_layer_types`, or `first_k_dense_replace`; otherwise the `first` ones."""
+    layers, types = config.get_int("num_hidden_layers", at_least=1), config.raw("mlp_layer_types")
+    if types is None:
+        return tuple(range(min(config.get_int("first_k_dense_replace", first, at_least=0), layers)))
+    known = isinstance(types, list) and len(types) == layers and set(types) <= {"dense", "sparse"}
+    config.require(known, "mlp_layer_types", f"a list of num_hidden_layers = {layers} names, each one dense or sparse")
+    return tuple(layer for layer, name in enumerate(types) if name == "dense")
+
+
 def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method = methods.of(drafts=layer >= arch.num_layers)
-        dense = arch.moe is None or layer < arch.moe.first_dense
+        dense = arch.moe is None or layer in arch.moe.dense
         if dense or arch.moe is None:
             return MLA(arch, method, kernels), MLP(arch.hidden, arch.intermediate, method, kernels)
         return MLA(arch, method, kernels), MoE(arch.hidden, arch.moe, method, kernels)
@@ -116,19 +128,7 @@ def layer_names(arch: ModelArch) -> Names:
         (r"input_layernorm\.weight", "attention_norm.weight", Copy()),
         (r"post_attention_layernorm\.weight", "mlp_norm.weight", Copy()),
     ]
-    return (
-        norms
-        + attention
-        + gated("mlp", "mlp")
-        + gated(r"mlp\.shared_experts", "mlp.shared")
-        + [
-            (r"mlp\.gate\.weight", "mlp.router.weight", Copy()),
-            (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy()),
-            (r"mlp\.experts\.(?P<expert>\d+)\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
-            (r"mlp\.experts\.(?P<expert>\d+)\.up_proj\.weight", "mlp.experts.gate_up", Expert(1)),
-            (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
-        ]
-    )
+    return norms + attention + gated("mlp", "mlp") + (routed(arch.moe) if arch.moe is not None else [])
 
 
 def trunk_rules(arch: ModelArch) -> list[Rule]:
@@ -136,7 +136,12 @@ def trunk_rules(arch: ModelArch) -> list[Rule]:
 
 
 def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
-    return one_layer(prefix, "mtp_head.layer.", layer_names(arch)) + one_layer(
+    return mtp_layer(prefix, layer_names(arch))
+
+
+def mtp_layer(prefix: str, names: Names) -> list[Rule]:
+    """An MTP layer whose decoder layer has these names, also in other families."""
+    return one_layer(prefix, "mtp_head.layer.", names) + one_layer(
         prefix,
         "mtp_head.",
         [

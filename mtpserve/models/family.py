@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch import ModelArch, MoEArch
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.weights.hf import HFConfig
-from mtpserve.weights.rules import Copy, Drop, How, Rule, Stack
+from mtpserve.weights.rules import Copy, Drop, Expert, How, Rule, Stack
 
 Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a pattern, the parameter's, how
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`.
+    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`, None for
+    a family that is published without an MTP layer.
 
     `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
     what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches."""
@@ -27,7 +28,7 @@ class Family:
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
     trunk_rules: Callable[[ModelArch], list[Rule]]
-    mtp_rules: Callable[[ModelArch, str], list[Rule]]
+    mtp_rules: Callable[[ModelArch, str], list[Rule]] | None = None
     floor: float = 0.2
 
 
@@ -61,6 +62,18 @@ def gated(name: str, target: str) -> Names:
         (rf"{name}\.up_proj\.weight", f"{target}.gate_up.weight", Stack(1)),
         (rf"{name}\.down_proj\.weight", f"{target}.down.weight", Copy()),
     ]
+
+
+def experts(arch: MoEArch) -> Names:
+    """Routed experts, their router and the shared expert, whose names are the same in most families."""
+    names: Names = [
+        (r"mlp\.gate\.weight", "mlp.router.weight", Copy()),
+        (r"mlp\.experts\.(?P<expert>\d+)\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
+        (r"mlp\.experts\.(?P<expert>\d+)\.up_proj\.weight", "mlp.experts.gate_up", Expert(1)),
+        (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
+        *gated(r"mlp\.shared_experts", "mlp.shared"),
+    ]
+    return names if arch.scores == "softmax" else [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
 
 
 def dropped(prefix: str, reason: str) -> Rule:

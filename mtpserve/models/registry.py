@@ -12,7 +12,13 @@ FAMILIES: Registry[Family] = Registry(
     {
         "DeepseekV3ForCausalLM": "mtpserve.models.deepseek:DEEPSEEK",
         "DeepseekV3ForCausalLMNextN": "mtpserve.models.deepseek:DEEPSEEK",
+        "Glm4MoeForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE",
+        "Glm4MoeLiteForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE_LITE",
+        "LlamaForCausalLM": "mtpserve.models.llama:LLAMA",
         "MiMoForCausalLM": "mtpserve.models.mimo:MIMO",
+        "Qwen2ForCausalLM": "mtpserve.models.qwen2:QWEN2",
+        "Qwen3ForCausalLM": "mtpserve.models.qwen3:QWEN3",
+        "Qwen3MoeForCausalLM": "mtpserve.models.qwen3:QWEN3_MOE",
     },
 )
 

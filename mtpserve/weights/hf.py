@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from mtpserve.core.arch import FP8_BLOCK, RopeArch, YarnArch
+from mtpserve.core.arch import FP8_BLOCK, LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
 from mtpserve.core.errors import LoadError, UnsupportedModel
 
 T = TypeVar("T")
@@ -140,10 +140,11 @@ def quantization(config: HFConfig) -> Literal["none", "fp8"]:
     return "fp8"
 
 
-def rope(config: HFConfig, dim: int, interleaved: bool) -> RopeArch:
-    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files: none, default, or yarn.
+def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> RopeArch:
+    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files: none, default, linear, llama3 or yarn.
 
-    `dim` and `interleaved` come from the family: most configs have no key for them.
+    `dim`, of a head, and `interleaved` come from the family: most configs have no key for them. `part` of a head's numbers are rotated
+    where `partial_rotary_factor` says nothing else.
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     section = config.section(name)
@@ -154,9 +155,23 @@ def rope(config: HFConfig, dim: int, interleaved: bool) -> RopeArch:
         theta = config.get_float("rope_theta", 10000.0, above=0)
     kind_key = "rope_type" if section.has("rope_type") else "type"
     kind = section.get_str(kind_key, "default")
-    if kind not in ("default", "none", "yarn"):
-        raise section.unsupported(kind_key, "default and yarn")
-    return RopeArch(dim, theta, interleaved, _yarn(config, section) if kind == "yarn" else None)
+    if kind not in SCALINGS:
+        raise section.unsupported(kind_key, ", ".join(SCALINGS))
+    where = section if section.has("partial_rotary_factor") else config
+    rotated = int(dim * where.get_float("partial_rotary_factor", part, above=0))
+    where.require(2 <= rotated <= dim and rotated % 2 == 0, "partial_rotary_factor", f"such that an even part of a head's {dim} is rotated")
+    return RopeArch(rotated, theta, interleaved, SCALINGS[kind](config, section))
+
+
+def _llama3(config: HFConfig, section: HFConfig) -> Llama3RopeArch:
+    low, high = section.get_float("low_freq_factor", above=0), section.get_float("high_freq_factor", above=0)
+    section.require(low < high, "high_freq_factor", f"more than low_freq_factor = {low:g}")
+    length = section.get_int("original_max_position_embeddings", at_least=1)
+    return Llama3RopeArch(section.get_float("factor", above=0), low, high, length)
+
+
+def _linear(config: HFConfig, section: HFConfig) -> LinearRopeArch:
+    return LinearRopeArch(section.get_float("factor", above=0))
 
 
 def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
@@ -179,3 +194,16 @@ def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
         mscale=mscale,
         mscale_all_dim=all_dim,
     )
+
+
+def _plain(config: HFConfig, section: HFConfig) -> None:
+    return None
+
+
+SCALINGS: dict[str, Callable[[HFConfig, HFConfig], LinearRopeArch | Llama3RopeArch | YarnArch | None]] = {
+    "default": _plain,
+    "none": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -15,8 +15,25 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from mtpserve.quant.fp8 import dequantize_block, quantize_block
@@ -89,6 +106,45 @@ MIMO: dict[str, Any] = {
 }
 
 
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 24,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+QWEN3_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
+GLM4_MOE: dict[str, Any] = LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_nextn_predict_layers": 1,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+
+
 class MTP(nn.Module):
     """The fusing tensors around one of transformers' decoder layers, under neutral names."""
 
@@ -106,7 +162,7 @@ class Tiny:
     directory: Path
     config: dict[str, Any]
     trunk: Any  # DeepseekV3ForCausalLM or Qwen2ForCausalLM
-    mtp: MTP
+    mtp: Any  # MTP; None where the family is published without one
     order: Literal["embedding-hidden", "hidden-embedding"]
     fed: Literal["pre", "post"]  # hidden states before or after the final norm, the trunk's and the layer's own alike
     tensors: dict[str, Tensor]  # as they were written
@@ -152,10 +208,31 @@ class Tiny:
 def deepseek(directory: Path, *, fp8: bool | Literal["trunk", "mtp"] = False, with_mtp: bool = True, seed: int = 0, **options: Any) -> Tiny:
     """`options` replace entries of DEEPSEEK; `fp8` may be one part's alone."""
     config = DEEPSEEK | options
-    ours = DeepseekV3Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")}, attn_implementation="eager")
-    trunk = DeepseekV3ForCausalLM(ours).float().eval()
+    return numbered(directory, config, DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV3DecoderLayer, fp8, with_mtp, seed)
+
+
+def glm4_moe(directory: Path, *, fp8: bool = False, seed: int = 0, **options: Any) -> Tiny:
+    """`options` replace entries of GLM4_MOE."""
+    return numbered(directory, GLM4_MOE | options, Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeDecoderLayer, fp8, True, seed)
+
+
+def glm4_moe_lite(directory: Path, *, seed: int = 0, **options: Any) -> Tiny:
+    """`options` replace entries of DEEPSEEK, whose layout it has."""
+    config = DEEPSEEK | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"} | options
+    config = {key: value for key, value in config.items() if key != "first_k_dense_replace"}
+    return numbered(directory, config, Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, Glm4MoeLiteDecoderLayer, False, True, seed)
+
+
+def numbered(
+    directory: Path, config: dict[str, Any], config_of: Any, trunk_of: Any, layer_of: Any, fp8: bool | str, with_mtp: bool, seed: int
+) -> Tiny:  # fmt: skip
+    """The MTP layer's number is the first after the trunk's."""
     layers = config["num_hidden_layers"]
-    mtp = MTP(DeepseekV3DecoderLayer(ours, layers), config["hidden_size"], config["rms_norm_eps"]).eval()
+    ours = config_of(**settings(config), attn_implementation="eager")
+    trunk = trunk_of(ours).float().eval()
+    if getattr(ours, "mlp_layer_types", None) is not None:
+        ours.mlp_layer_types = [*ours.mlp_layer_types, "sparse"]
+    mtp = MTP(layer_of(ours, layers), config["hidden_size"], config["rms_norm_eps"]).eval()
     randomise(trunk, mtp, seed=seed)
     prefix = f"model.layers.{layers}."
     names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
@@ -172,10 +249,47 @@ def deepseek(directory: Path, *, fp8: bool | Literal["trunk", "mtp"] = False, wi
     return Tiny(directory, config, trunk, mtp, "embedding-hidden", "post", tensors, prefix)
 
 
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers' config classes take."""
+    return {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+
+
+def without_mtp(directory: Path, config: dict[str, Any], config_of: Any, trunk_of: Any, seed: int = 0) -> Tiny:
+    """A family that is published without an MTP layer."""
+    trunk = trunk_of(config_of(**settings(config), attn_implementation="eager")).float().eval()
+    randomise(trunk, seed=seed)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in trunk.state_dict().items():
+        tensors |= stored(name, tensor, False)
+    if config["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    write(directory, config, tensors)
+    return Tiny(directory, config, trunk, None, "embedding-hidden", "post", tensors, "")
+
+
+def llama(directory: Path, **options: Any) -> Tiny:
+    return without_mtp(directory, LLAMA | options, LlamaConfig, LlamaForCausalLM)
+
+
+def qwen2(directory: Path, **options: Any) -> Tiny:
+    config = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | options
+    return without_mtp(directory, {k: v for k, v in config.items() if k != "attention_bias"}, Qwen2Config, Qwen2ForCausalLM)
+
+
+def qwen3(directory: Path, **options: Any) -> Tiny:
+    config = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | options
+    return without_mtp(directory, config, Qwen3Config, Qwen3ForCausalLM)
+
+
+def qwen3_moe(directory: Path, **options: Any) -> Tiny:
+    config = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | QWEN3_EXPERTS | options
+    return without_mtp(directory, config, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+
+
 def mimo(directory: Path, seed: int = 0, **options: Any) -> Tiny:
     """`options` replace entries of MIMO."""
     config = MIMO | options
-    ours = Qwen2Config(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")}, attn_implementation="eager")
+    ours = Qwen2Config(**settings(config), attn_implementation="eager")
     trunk = Qwen2ForCausalLM(ours).float().eval()
     mtp = MTP(Qwen2DecoderLayer(ours, config["num_hidden_layers"] - 1), config["hidden_size"], config["rms_norm_eps"]).eval()
     randomise(trunk, mtp, seed=seed)

@@ -84,7 +84,7 @@ def test_a_layer_without_scales_is_multiplied_as_ever() -> None:
 def test_experts(monkeypatch: pytest.MonkeyPatch, rows: int, kept: tuple[str, ...]) -> None:
     """An expert of 140 rows: up does not begin where a block of 128 would, so that it has blocks of its own."""
     torch.manual_seed(0)
-    arch = MoEArch(6, 2, 140, 0, first_dense=0, groups=1, top_groups=1, scale=1.0, renormalise=True)
+    arch = MoEArch(6, 2, 140, 0, dense=(), groups=1, top_groups=1, scale=1.0, renormalise=True)
     here, there = Experts(96, arch), Experts(96, arch)
     for name in ("gate_up", "down"):
         wide: Tensor = getattr(there, name).data.normal_(0, 0.1)

@@ -31,6 +31,13 @@ def route(
     return weights * scale, experts
 
 
+def route_softmax(x: Tensor, weight: Tensor, top_k: int, renormalise: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """x [T, H], weight [E, H] → weights [T, top_k] float32, experts [T, top_k] int64: the best of a softmax over all experts
+    (Mixtral, https://arxiv.org/abs/2401.04088 §2.1; Qwen renormalises after the choice)."""
+    weights, experts = F.linear(x.float(), weight.float()).softmax(-1).topk(top_k, -1)
+    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights) * scale, experts
+
+
 def experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,

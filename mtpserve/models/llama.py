@@ -1,0 +1,20 @@
+"""Llama 3, and what has its layout: SmolLM2, Mistral's later models without a window."""
+
+from __future__ import annotations
+
+from mtpserve.core.arch import ModelArch
+from mtpserve.models import gqa
+from mtpserve.models.family import Family
+from mtpserve.weights.hf import HFConfig
+
+
+def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
+    if config.get_bool("mlp_bias", False):
+        raise config.unsupported("mlp_bias", "false")
+    if config.has("sliding_window"):
+        raise config.unsupported("sliding_window", "null")
+    bias = config.get_bool("attention_bias", False)
+    return gqa.arch(config, "llama", positions=2048, qkv_bias=bias, out_bias=bias)
+
+
+LLAMA = Family(arch, gqa.build, gqa.trunk_rules)

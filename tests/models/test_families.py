@@ -1,0 +1,78 @@
+"""Families' trunks: the logits are transformers', however the tokens are cut into steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
+from mtpserve.core.errors import LoadError, UnsupportedModel
+from mtpserve.engine.planning import describe
+from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe
+from tests.models.test_parity import compare
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+Make = Callable[..., Tiny]
+TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "llama": (llama, {}),
+    "llama 3.1's rotation": (llama, {"rope_scaling": LLAMA3, "rope_theta": 10000.0}),
+    "llama, linear rotation": (llama, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 4}),
+    "llama, all biases, tied head": (llama, {"attention_bias": True, "tie_word_embeddings": True}),
+    "llama, other heads": (llama, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}),
+    "qwen2": (qwen2, {}),
+    "qwen2, windows": (qwen2, WINDOWS),
+    "qwen3": (qwen3, {}),
+    "qwen3, biases, windows, tied head": (qwen3, {"attention_bias": True, "tie_word_embeddings": True, **WINDOWS}),
+    "qwen3, heads that are wider": (qwen3, {"head_dim": 20, "num_key_value_heads": 4}),
+    "qwen3 moe": (qwen3_moe, {}),
+    "qwen3 moe, some layers dense": (qwen3_moe, {"decoder_sparse_step": 2, "num_hidden_layers": 4, "norm_topk_prob": False}),
+    "qwen3 moe, named layers dense": (qwen3_moe, {"mlp_only_layers": [0, 2], "num_experts_per_tok": 1}),
+    "glm 4.5": (glm4_moe, {"use_qk_norm": False}),
+    "glm 4.6": (glm4_moe, {"attention_bias": False}),
+    "glm, groups, fp8": (glm4_moe, {"fp8": True, "hidden_size": 160, "n_group": 4, "topk_group": 2, "head_dim": 16}),
+    "glm, a quarter rotated": (glm4_moe, {"head_dim": 16, "partial_rotary_factor": 0.25, "first_k_dense_replace": 0}),
+    "glm 4.7 flash": (glm4_moe_lite, {}),
+    "glm 4.7 flash, named layers dense": (glm4_moe_lite, {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None}),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("make", "options"), TRUNKS.values(), ids=TRUNKS.keys())
+def test_trunks(tmp_path: Path, make: Make, options: dict[str, Any], backend: str) -> None:
+    if backend == "cpu":
+        pytest.importorskip("mtpserve_kernels.cpu.library")
+    compare(make(tmp_path, **options), 5, backend)
+
+
+@pytest.mark.parametrize("make", [llama, qwen2, qwen3, qwen3_moe])
+def test_a_family_without_an_mtp_layer_says_so(tmp_path: Path, make: Make) -> None:
+    name = make(tmp_path).config["architectures"][0]
+    config = EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=SpecConfig(speculative_algorithm="NEXTN"))
+    with pytest.raises(UnsupportedModel, match=f"a {name} has no MTP layer; start without --speculative-algorithm"):
+        describe(config, want_mtp=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong", "message"),
+    [
+        (llama, {"mlp_bias": True}, "mlp_bias = true is not supported; supported: false"),
+        (llama, {"hidden_act": "gelu"}, "hidden_act must be one of silu"),
+        (llama, {"sliding_window": 8}, "sliding_window = 8 is not supported; supported: null"),
+        (llama, {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor must be more than low_freq_factor = 1, got 1.0"),
+        (llama, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_type = "dynamic" is not supported'),
+        (qwen3_moe, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts = 8, got 9"),
+        (qwen3_moe, {"mlp_only_layers": ["0"]}, "mlp_only_layers must be a list of numbers of layers"),
+        (glm4_moe, {"partial_rotary_factor": 0.1}, "partial_rotary_factor must be such that an even part of a head's 12 is rotated"),
+        (glm4_moe_lite, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of num_hidden_layers = 3 names"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_said(tmp_path: Path, make: Make, wrong: dict[str, Any], message: str) -> None:
+    config = make(tmp_path).config | wrong
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=message):
+        describe(EngineConfig(model=ModelConfig(model=str(tmp_path))), want_mtp=False)
