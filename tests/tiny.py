@@ -16,7 +16,7 @@ from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
-from mtpserve.models import deepseek, mimo
+from mtpserve.models import deepseek, gqa
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.graphs import Recorder, StepGraphs
 
@@ -27,7 +27,7 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
     """`window`: of every second layer of the trunk."""
     latent = family == "deepseek"
     kv = KVLayout("mla", 1, 24, 16) if latent else KVLayout("gqa", 2, 8, 8)
-    return ModelArch(
+    arch = ModelArch(
         family=family,
         layers=(*(Attention(kv, window if i % 2 else None) for i in range(layers)), Attention(kv)),
         hidden=32,
@@ -43,17 +43,25 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
         eos_ids=(),
         dtype="float32",
         mla=MLAArch(24, 16, 16, 8, 12) if latent else None,
-        moe=MoEArch(8, 2, 16, 1, dense=(0,), groups=4, top_groups=2, scale=1.5, renormalise=True) if latent else None,
+        moe=MoEArch(8, 2, 16, 16, dense=(0,), groups=4, top_groups=2, scale=1.5, renormalise=True) if latent else None,
         mtp=MTPArch(1, "embedding-hidden", "post", "post") if latent else MTPArch(1, "hidden-embedding", "pre", "pre"),
         qkv_bias=not latent,
     )
+    # Heads that are normed: in one half of each is rotated, the other one has a softmax over experts and gates its shared one.
+    if family == "glm":
+        moe = MoEArch(8, 2, 16, 16, dense=(0,), groups=1, top_groups=1, scale=1.5, renormalise=True)
+        return replace(arch, rope=RopeArch(4, 10000.0, interleaved=False), head_norms=True, moe=moe)
+    if family == "qwen":
+        moe = MoEArch(8, 2, 16, 24, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", shared_gate=True)
+        return replace(arch, head_norms=True, out_bias=True, moe=moe)
+    return arch
 
 
 def tiny_model(
     family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32, kernels: str = "torch", **arch: Any
 ) -> DecoderModel:
     """`kernels`: of layers/kernels; "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
-    build = deepseek.build if family == "deepseek" else mimo.build
+    build = deepseek.build if family == "deepseek" else gqa.build
     made = KERNELS.get(kernels)()
     model = build(tiny_arch(family, **arch), Methods.all(Unquantized(made)), dtype, CONTEXT + 160, made)
     generator = torch.Generator().manual_seed(seed)

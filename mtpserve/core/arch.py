@@ -107,7 +107,7 @@ class MoEArch:
     experts: int
     top_k: int
     size: int  # intermediate size of one expert
-    shared: int  # shared experts, computed for every token
+    shared: int  # intermediate size of the shared expert, which is computed for every token; 0: there is none
     dense: tuple[int, ...]  # layers without experts
     groups: int
     top_groups: int

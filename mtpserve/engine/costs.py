@@ -67,7 +67,7 @@ class ModelShape:
             used, stored = used + layers * dense, stored + layers * dense
         else:
             expert, routed = 3 * size * moe.size, layers - len(moe.dense)
-            always = len(moe.dense) * dense + routed * (size * moe.experts + moe.shared * expert)
+            always = len(moe.dense) * dense + routed * (size * moe.experts + 3 * size * moe.shared)
             used, stored = used + always + routed * moe.top_k * expert, stored + always + routed * moe.experts * expert
         return ModelShape(
             layers,

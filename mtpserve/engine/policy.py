@@ -198,7 +198,7 @@ class DepthPolicy:
     # ------------------------------------------------------------------------------------------- what is learned
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long. Steps that catch up on rows to draft are like no others, and those with prompts are learned for want of others."""
+        """A step took so long. Steps that catch up on rows to draft are like no others; those with prompts count if there are no others."""
         self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
         self._beside = self._beside + 1 if any(not span.samples or span.length > 1 for span in plan.spans) else 0
         work = work_of(plan)

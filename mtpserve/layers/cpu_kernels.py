@@ -23,7 +23,7 @@ from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
-from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, Route, RunLayers, SharedExpert
+from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, Route, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP

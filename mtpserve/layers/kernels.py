@@ -64,7 +64,8 @@ class Route(Protocol):
 
 class PackRouter(Protocol):
     def __call__(self, weight: Tensor, bias: Tensor | None, arch: MoEArch, /) -> Route:
-        """weight [E, H] and bias [E] float32, after loading; no bias where scores are a softmax. May reorder the memory of the weight, as core.protocols.Pack."""
+        """weight [E, H] and bias [E] float32, after loading; no bias where scores are a softmax. May reorder the memory of the
+        weight, as core.protocols.Pack."""
         ...
 
 

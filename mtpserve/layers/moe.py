@@ -46,7 +46,7 @@ class MoE(nn.Module):
         super().__init__()
         self.arch, self.kernels = arch, kernels
         self.router, self.experts = Router(hidden, arch), Experts(hidden, arch)
-        self.shared = MLP(hidden, arch.size * arch.shared, method, kernels) if arch.shared else None
+        self.shared = MLP(hidden, arch.shared, method, kernels) if arch.shared else None
         self.shared_gate = Linear(hidden, (1,), method) if arch.shared_gate else None
         self.route: Route
         self.mix: MixExperts
@@ -59,4 +59,5 @@ class MoE(nn.Module):
         mixed = self.mix(x, *self.route(x))
         if self.shared is None or self.shared_gate is None:
             return mixed
-        return mixed + self.shared(x) * self.shared_gate(x).sigmoid()
+        beside: Tensor = self.shared(x) * self.shared_gate(x).sigmoid()
+        return mixed + beside

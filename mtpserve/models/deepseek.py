@@ -37,7 +37,11 @@ def arch(config: HFConfig, mtp_layers: int, family: str = "deepseek", dense: int
     hf.quantization(config)
     vocab = config.get_int("vocab_size", at_least=2)
     # YaRN multiplies query and key by its gain.
-    sharpen = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) if isinstance(rope.scaling, YarnArch) and rope.scaling.mscale_all_dim else 1.0
+    sharpen = (
+        yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim)
+        if isinstance(rope.scaling, YarnArch) and rope.scaling.mscale_all_dim
+        else 1.0
+    )
     return ModelArch(
         family=family,
         layers=(Attention(KVLayout("mla", 1, rank + mla.rope, rank)),) * (config.get_int("num_hidden_layers", at_least=1) + mtp_layers),
@@ -73,11 +77,12 @@ def experts(config: HFConfig, dense: int = 0) -> MoEArch | None:
     config.require(top_groups == groups or number // groups >= 2, "n_group", "such that a group has at least 2 experts")
     top_k = config.get_int("num_experts_per_tok", at_least=1)
     config.require(top_k <= number // groups * top_groups, "num_experts_per_tok", "at most the experts of the chosen groups")
+    size = config.get_int("moe_intermediate_size", at_least=1)
     return MoEArch(
         experts=number,
         top_k=top_k,
-        size=config.get_int("moe_intermediate_size", at_least=1),
-        shared=config.get_int("n_shared_experts", 0, at_least=0) or 0,
+        size=size,
+        shared=size * config.get_int("n_shared_experts", 0, at_least=0),
         dense=dense_layers(config, dense),
         groups=groups,
         top_groups=top_groups,

@@ -19,8 +19,8 @@ Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`, None for
-    a family that is published without an MTP layer.
+    """`arch(config, mtp_layers)`; `build(arch, methods, dtype, positions, kernels)`; `trunk_rules(arch)`; `mtp_rules(arch, prefix)`,
+    None for a family that is published without an MTP layer.
 
     `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
     what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches."""

@@ -17,6 +17,7 @@ FAMILIES: Registry[Family] = Registry(
         "LlamaForCausalLM": "mtpserve.models.llama:LLAMA",
         "MiMoForCausalLM": "mtpserve.models.mimo:MIMO",
         "Qwen2ForCausalLM": "mtpserve.models.qwen2:QWEN2",
+        "Qwen2MoeForCausalLM": "mtpserve.models.qwen2:QWEN2_MOE",
         "Qwen3ForCausalLM": "mtpserve.models.qwen3:QWEN3",
         "Qwen3MoeForCausalLM": "mtpserve.models.qwen3:QWEN3_MOE",
     },

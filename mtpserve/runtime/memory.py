@@ -174,7 +174,7 @@ def concurrency(tokens: int, context: int, most: int) -> int:
 def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int) -> int:
     """The widest layer's numbers, of a step that fills its budget, and the logits in float32 with three copies on their way to tokens."""
     rows = config.scheduler.chunked_prefill_size
-    inner = arch.intermediate if arch.moe is None else max(arch.intermediate, arch.moe.size * (arch.moe.top_k + arch.moe.shared))
+    inner = arch.intermediate if arch.moe is None else max(arch.intermediate, arch.moe.size * arch.moe.top_k + arch.moe.shared)
     layer = 4 * arch.hidden + 3 * inner + 2 * arch.heads * max(kind.kv.key_dim for kind in arch.layers)
     sampled = min(rows, running * (config.spec.nodes + 1))
     return rows * layer * itemsize + sampled * arch.vocab * 4 * 4

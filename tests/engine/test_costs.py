@@ -15,7 +15,7 @@ LLAMA_8B = ModelArch(
 DEEPSEEK_V3 = ModelArch(
     family="deepseek", layers=(Attention(KVLayout("mla", 1, 576, 512)),) * 61, hidden=7168, vocab=129280, heads=128, head_dim=192,
     intermediate=18432, rope=RopeArch(64, 1e4, True), norm_eps=1e-6, scale=0.1, max_positions=163840, tied_head=False, eos_ids=(1,),
-    dtype="bfloat16", mla=MLAArch(1536, 512, 128, 64, 128), moe=MoEArch(256, 8, 2048, 1, 3, 8, 4, 2.5, True),
+    dtype="bfloat16", mla=MLAArch(1536, 512, 128, 64, 128), moe=MoEArch(256, 8, 2048, 2048, (0, 1, 2), 8, 4, 2.5, True),
 )  # fmt: skip
 
 

@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -279,6 +281,12 @@ def qwen2(directory: Path, **options: Any) -> Tiny:
 def qwen3(directory: Path, **options: Any) -> Tiny:
     config = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | options
     return without_mtp(directory, config, Qwen3Config, Qwen3ForCausalLM)
+
+
+def qwen2_moe(directory: Path, **options: Any) -> Tiny:
+    config = LLAMA | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"} | QWEN3_EXPERTS | options
+    config = {k: v for k, v in config.items() if k != "attention_bias"} | {"shared_expert_intermediate_size": 28}
+    return without_mtp(directory, config, Qwen2MoeConfig, Qwen2MoeForCausalLM)
 
 
 def qwen3_moe(directory: Path, **options: Any) -> Tiny:

@@ -12,11 +12,12 @@ import pytest
 from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import LoadError, UnsupportedModel
 from mtpserve.engine.planning import describe
-from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen3, qwen3_moe
+from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from tests.models.test_parity import compare
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 Make = Callable[..., Tiny]
 TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "llama": (llama, {}),
@@ -26,6 +27,8 @@ TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "llama, other heads": (llama, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}),
     "qwen2": (qwen2, {}),
     "qwen2, windows": (qwen2, WINDOWS),
+    "qwen2 moe": (qwen2_moe, {}),
+    "qwen2 moe, no bias, windows": (qwen2_moe, {"qkv_bias": False, "norm_topk_prob": False, **WINDOWS, "layer_types": TYPES}),
     "qwen3": (qwen3, {}),
     "qwen3, biases, windows, tied head": (qwen3, {"attention_bias": True, "tie_word_embeddings": True, **WINDOWS}),
     "qwen3, heads that are wider": (qwen3, {"head_dim": 20, "num_key_value_heads": 4}),
@@ -49,7 +52,7 @@ def test_trunks(tmp_path: Path, make: Make, options: dict[str, Any], backend: st
     compare(make(tmp_path, **options), 5, backend)
 
 
-@pytest.mark.parametrize("make", [llama, qwen2, qwen3, qwen3_moe])
+@pytest.mark.parametrize("make", [llama, qwen2, qwen2_moe, qwen3, qwen3_moe])
 def test_a_family_without_an_mtp_layer_says_so(tmp_path: Path, make: Make) -> None:
     name = make(tmp_path).config["architectures"][0]
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=SpecConfig(speculative_algorithm="NEXTN"))
@@ -65,6 +68,7 @@ def test_a_family_without_an_mtp_layer_says_so(tmp_path: Path, make: Make) -> No
         (llama, {"sliding_window": 8}, "sliding_window = 8 is not supported; supported: null"),
         (llama, {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor must be more than low_freq_factor = 1, got 1.0"),
         (llama, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_type = "dynamic" is not supported'),
+        (qwen2_moe, {"use_sliding_window": True}, "use_sliding_window = true is not supported; supported: false, or true with layer_types"),
         (qwen3_moe, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts = 8, got 9"),
         (qwen3_moe, {"mlp_only_layers": ["0"]}, "mlp_only_layers must be a list of numbers of layers"),
         (glm4_moe, {"partial_rotary_factor": 0.1}, "partial_rotary_factor must be such that an even part of a head's 12 is rotated"),

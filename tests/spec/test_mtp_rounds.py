@@ -26,7 +26,7 @@ from mtpserve.runtime.runner import Runner
 from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.sizes import DEFERRED
-from tests.models.checkpoints import YARN, Tiny, deepseek, mimo
+from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
@@ -159,6 +159,8 @@ MODELS: dict[str, Callable[[Path], Tiny]] = {
     "deepseek": lambda directory: deepseek(directory, n_group=4, topk_group=2, routed_scaling_factor=1.5),
     "deepseek without q_lora, yarn": lambda directory: deepseek(directory, q_lora_rank=None, rope_scaling=YARN, n_shared_experts=2),
     "mimo": mimo,
+    "glm 4.6": glm4_moe,
+    "glm 4.7 flash": glm4_moe_lite,
 }
 # Rows per step, tokens in the pool, tokens in a page. The second pool is so small that requests are preempted.
 PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and preemption": (9, 60, 5)}

@@ -19,7 +19,7 @@ from mtpserve.engine.planning import describe, empty_model, plan, positions
 from mtpserve.engine.storage import Storage
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.torch_kernels import torch_kernels
-from mtpserve.models import deepseek, mimo
+from mtpserve.models import deepseek, gqa
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.text.tokenizer import tokenizer_of
 from mtpserve.weights.dummy import fill
@@ -43,7 +43,7 @@ def configured(bare: Path, spec: SpecConfig = MTP) -> EngineConfig:
 def deep(family: str, dtype: torch.dtype, layers: int = 60) -> DecoderModel:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    build = deepseek.build if family == "deepseek" else mimo.build
+    build = deepseek.build if family == "deepseek" else gqa.build
     try:
         model = build(tiny_arch(family, layers), Methods.all(Unquantized(torch_kernels())), dtype, CONTEXT + 160, torch_kernels())
     finally:

@@ -48,7 +48,9 @@ def test_a_gain_that_is_given_becomes_an_mscale() -> None:
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize(("name", "key"), [("rope_scaling", "type"), ("rope_scaling", "rope_type"), ("rope_parameters", "rope_type")])
 def test_other_kinds_are_refused_by_name(kind: str, name: str, key: str) -> None:
-    with pytest.raises(UnsupportedModel, match=rf'{name}\.{key} = "{kind}" is not supported; supported: default, none, linear, llama3, yarn'):
+    with pytest.raises(
+        UnsupportedModel, match=rf'{name}\.{key} = "{kind}" is not supported; supported: default, none, linear, llama3, yarn'
+    ):
         read({name: {key: kind, "factor": 2.0}})
 
 
