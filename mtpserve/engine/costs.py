@@ -66,8 +66,9 @@ class ModelShape:
         if moe is None:
             used, stored = used + layers * dense, stored + layers * dense
         else:
-            expert, routed = 3 * size * moe.size, layers - len(moe.dense)
-            always = len(moe.dense) * dense + routed * (size * moe.experts + 3 * size * moe.shared)
+            expert, without = 3 * size * moe.size, sum(layer < layers for layer in moe.dense)
+            routed = layers - without
+            always = without * dense + routed * (size * moe.experts + 3 * size * moe.shared)
             used, stored = used + always + routed * moe.top_k * expert, stored + always + routed * moe.experts * expert
         return ModelShape(
             layers,

@@ -28,6 +28,11 @@ def from_yaml(folder: Path, text: str, *arguments: str) -> Settings:
     return parse("--config", str(file), *arguments)
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_example_configs_are_understood(file: Path) -> None:
+    assert parse("--config", str(file)).engine.model.model in file.read_text(encoding="utf-8")
+
+
 def test_nothing_given_is_the_dataclasses_own_defaults() -> None:
     assert parse() == settings({})
 

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
-from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import LoadError, UnsupportedModel
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import describe
 from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from tests.models.test_parity import compare
+from tests.tiny import run
 
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -50,6 +54,42 @@ def test_trunks(tmp_path: Path, make: Make, options: dict[str, Any], backend: st
     if backend == "cpu":
         pytest.importorskip("mtpserve_kernels.cpu.library")
     compare(make(tmp_path, **options), 5, backend)
+
+
+SHAPES = [
+    SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=1, speculative_adaptive=False),
+    SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=3),
+    SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=2, speculative_eagle_topk=2, speculative_num_draft_tokens=5),
+    SpecConfig(speculative_algorithm="NGRAM"),
+]
+
+
+@pytest.mark.parametrize("make", [llama, qwen2, qwen2_moe, qwen3, qwen3_moe, glm4_moe, glm4_moe_lite])
+def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make) -> None:
+    """Chunks, small pages and preemption, too; all requests at once against each one alone."""
+    tiny = make(tmp_path)
+    # Texts that repeat themselves, so that n-grams are drafted, too.
+    asked = [[token % 5 + i for token in range(n)] for i, n in enumerate((9, 17, 30, 1, 12, 21))]
+    sampling = [SamplingParams(max_tokens=24, temperature=0.6 * (i % 2), seed=i, ignore_eos=True) for i in range(len(asked))]
+    plain = [run(engine_of(tiny, SpecConfig(), 400, 64), [ids], one)[0] for ids, one in zip(asked, sampling, strict=True)]
+    for shape in SHAPES if tiny.mtp is not None else SHAPES[-1:]:
+        for tokens, budget in ((400, 64), (130, 14)):
+            engine = engine_of(tiny, shape, tokens, budget)
+            texts = run(engine, asked, sampling)
+            # With a fixed depth only the law of a sampled text is that of plain decoding.
+            kept = [i for i in range(len(asked)) if i % 2 == 0 or shape.speculative_adaptive]
+            assert [texts[i] for i in kept] == [plain[i] for i in kept]
+            assert (engine.stats.preemptions_total > 0) == (tokens == 130) and engine.stats.accepted_tokens_total > 0
+
+
+def engine_of(tiny: Tiny, spec: SpecConfig, tokens: int, budget: int) -> Engine:
+    config = EngineConfig(
+        model=ModelConfig(model=str(tiny.directory), device="cpu", dtype="float32"),
+        cache=CacheConfig(page_size=5, max_total_tokens=tokens),
+        spec=spec,
+        scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=budget),
+    )
+    return build_engine(config, poison=True)
 
 
 @pytest.mark.parametrize("make", [llama, qwen2, qwen2_moe, qwen3, qwen3_moe])
