@@ -93,7 +93,8 @@ class Load:
         number, self.started = self.started, self.started + 1
         # They differ in length, so that they do not end together.
         tokens = TOKENS // 2 + 37 * number % TOKENS
-        params = SamplingParams(max_tokens=tokens, temperature=self.temperature, seed=number, ignore_eos=True)
+        # No seeds: a seeded request's drafts are coupled to its noise while depths are chosen, and fewer of them are accepted.
+        params = SamplingParams(max_tokens=tokens, temperature=self.temperature, ignore_eos=True)
         self.engine.add(Request(str(number), self.prompts[number % len(self.prompts)], params))
 
     def run(self, ended: int) -> tuple[int, float]:

@@ -135,7 +135,8 @@ class DepthPolicy:
         nodes.sort(reverse=True)
         gained = [0.0, *accumulate(chance for chance, _ in nodes)]
         step = max(len(nodes) // POINTS, 1)
-        counts = sorted({*range(0, len(nodes) + 1, step), len(nodes)} if depth else {0})
+        # Passes for no draft at all are worth nothing; their steps are hardly ever seen, and expected with large errors.
+        counts = sorted({*range(step, len(nodes) + 1, step), len(nodes)} if depth else {0})
         value, count = max((self._value(len(seqs), count, depth, gained[count]), count) for count in counts)
         most = [0] * len(seqs)
         for _, i in nodes[:count]:

@@ -145,6 +145,19 @@ def test_the_likeliest_drafts_come_first() -> None:
     assert [seq.most for seq in seqs] == [3, 3, 0, 0]
 
 
+def test_a_depth_without_drafts_is_never_chosen() -> None:
+    """However cheap its passes seem to be."""
+    policy, seqs = measured(DraftSizes(steps=3, proposed=3, written=3), 2, StepCost(overhead=0.01, row=0.001)), [sequence(0), sequence(1)]
+    for depth in (1, 2, 3):
+        policy.times.observe(StepWork(2, 2, depth), 0.001)
+    for _ in range(100):
+        for seq in seqs:
+            policy.verified(seq, 3, [])
+    for _ in range(4 * EVERY):
+        depth = policy.choose(seqs)
+        assert depth == 0 or any(seq.most for seq in seqs)
+
+
 def test_a_request_may_want_less() -> None:
     policy = measured(DraftSizes(steps=3, proposed=3, written=3), 2, StepCost(overhead=0.01))
     seqs = [sequence(0), sequence(1, depth=1)]
