@@ -12,10 +12,8 @@ from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch,
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mla import MLA
-from mtpserve.layers.mlp import MLP
-from mtpserve.layers.moe import MoE
 from mtpserve.layers.rope import yarn_mscale
-from mtpserve.models.family import Family, Names, ends, experts as routed, gated, one_layer, trunk_layers
+from mtpserve.models.family import Family, Names, ends, experts as routed, feed_forward, gated, one_layer, trunk_layers
 from mtpserve.weights import hf
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule, Stack
@@ -105,10 +103,7 @@ def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
 def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method = methods.of(drafts=layer >= arch.num_layers)
-        dense = arch.moe is None or layer in arch.moe.dense
-        if dense or arch.moe is None:
-            return MLA(arch, method, kernels), MLP(arch.hidden, arch.intermediate, method, kernels)
-        return MLA(arch, method, kernels), MoE(arch.hidden, arch.moe, method, kernels)
+        return MLA(arch, method, kernels), feed_forward(arch, layer, method, kernels)
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)
 

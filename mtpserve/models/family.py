@@ -7,10 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from mtpserve.core.arch import ModelArch, MoEArch
+from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.mlp import MLP
+from mtpserve.layers.moe import MoE
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, How, Rule, Stack
 
@@ -30,6 +34,13 @@ class Family:
     trunk_rules: Callable[[ModelArch], list[Rule]]
     mtp_rules: Callable[[ModelArch, str], list[Rule]] | None = None
     floor: float = 0.2
+
+
+def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Kernels) -> nn.Module:
+    """Of the layer with this number in `arch.layers`: with experts, or dense."""
+    if arch.moe is None or layer in arch.moe.dense:
+        return MLP(arch.hidden, arch.intermediate, method, kernels)
+    return MoE(arch.hidden, arch.moe, method, kernels)
 
 
 def trunk_layers(arch: ModelArch, names: Names) -> list[Rule]:

@@ -9,9 +9,7 @@ from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch, MoEArc
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.mlp import MLP
-from mtpserve.layers.moe import MoE
-from mtpserve.models.family import Names, ends, experts, gated, trunk_layers
+from mtpserve.models.family import Names, ends, experts, feed_forward, gated, trunk_layers
 from mtpserve.weights import hf
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule, Stack
@@ -81,10 +79,7 @@ def kinds(config: HFConfig, kv: KVLayout) -> list[LayerKind]:
 def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method = methods.of(drafts=layer >= arch.num_layers)
-        attention = GQA(arch, arch.layers[layer], method, kernels)
-        if arch.moe is None or layer in arch.moe.dense:
-            return attention, MLP(arch.hidden, arch.intermediate, method, kernels)
-        return attention, MoE(arch.hidden, arch.moe, method, kernels)
+        return GQA(arch, arch.layers[layer], method, kernels), feed_forward(arch, layer, method, kernels)
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)
 

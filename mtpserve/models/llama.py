@@ -1,4 +1,4 @@
-"""Llama 3, and what has its layout: SmolLM2, Mistral's later models without a window."""
+"""Llama 3, and what is published as one: SmolLM2."""
 
 from __future__ import annotations
 

@@ -85,29 +85,6 @@ DEEPSEEK: dict[str, Any] = {
     "eos_token_id": 1,
     "torch_dtype": "float32",
 }
-MIMO: dict[str, Any] = {
-    "architectures": ["MiMoForCausalLM"],
-    "model_type": "mimo",
-    "vocab_size": 24,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_nextn_predict_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "attention_bias": True,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 640000.0,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-}
-
-
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -127,6 +104,16 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 1,
     "torch_dtype": "float32",
 }
+MIMO: dict[str, Any] = LLAMA | {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "num_nextn_predict_layers": 1,
+    "attention_bias": True,
+    "rope_theta": 640000.0,
+    "use_sliding_window": False,
+}
+
+
 QWEN3_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
 GLM4_MOE: dict[str, Any] = LLAMA | {
     "architectures": ["Glm4MoeForCausalLM"],
