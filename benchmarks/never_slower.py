@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import quantiles
+from random import Random
 
 import torch
 from common.demo import prompts
@@ -33,7 +33,8 @@ from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 
 DEPTH, TOKENS, PROMPT = 3, 128, 128
-EACH = 2  # requests, at least, that end in a turn of each arm
+SLICE_S = 0.25  # an arm's turn: what slows the machine down for seconds slows all arms down
+RESAMPLED = 1000  # times, for the spread of a ratio
 # As many layers as MiMo-7B has, the smallest of the published models with a draft layer: what drafting costs, it costs relative to them.
 LARGE = {"layers": 36, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 32, "experts_per_token": 4}
 ARMS = {
@@ -97,16 +98,17 @@ class Load:
         params = SamplingParams(max_tokens=tokens, temperature=self.temperature, ignore_eos=True)
         self.engine.add(Request(str(number), self.prompts[number % len(self.prompts)], params))
 
-    def run(self, ended: int) -> tuple[int, float]:
-        """Until so many requests have ended in all → tokens, and seconds."""
-        began, tokens = time.perf_counter(), 0
-        while self.ended < ended:
+    def run(self) -> tuple[int, float]:
+        """A turn → tokens, and seconds."""
+        began, tokens, took = time.perf_counter(), 0, 0.0
+        while took < SLICE_S:
             while self.started - self.ended < self.requests:
                 self.start()
             for event in self.engine.step():
                 tokens += len(event.tokens)
                 self.ended += event.finish is not None
-        return tokens, time.perf_counter() - began
+            took = time.perf_counter() - began
+        return tokens, took
 
     def end(self) -> None:
         for number in range(self.started):
@@ -117,7 +119,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model, number of requests and temperature. `least`, `most`: quartiles of the adaptive arm's ratios to plain, by turn."""
+    """One model, number of requests and temperature. `least`, `most`: the quartiles of `against_plain` when turns are drawn again."""
 
     model: str
     requests: int
@@ -133,32 +135,39 @@ class Row:
 
 
 def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int) -> Row:
-    """All arms have their requests open, and step in turns until some more have ended: what disturbs the machine disturbs all, and all
-    compute the same number of prompts. The first turn of each warms up, and is not one of `turns`."""
+    """All arms have their requests open, always as many, and step in short turns. Each arm's first tenth of the turns warms up."""
     loads = {name: Load(engine, requests, temperature) for name, engine in engines.items()}
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    totals = {name: [0.0, 0.0] for name in engines}
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in engines}
     deepest, adaptive = engines[f"k = {DEPTH}"], engines["adaptive"]
     before, steps = list(deepest.stats.accept_lengths), list(adaptive.stats.steps_per_depth)
-    each = max(requests // 4, EACH)
-    for number in range(turns + 1):
+    for number in range(turns + turns // 10):
         for name in list(loads) if number % 2 else reversed(loads):
-            tokens, took = loads[name].run(requests + number * each)
-            if number:
-                speeds[name].append(tokens / took)
-                totals[name][0] += tokens
-                totals[name][1] += took
+            turn = loads[name].run()
+            if number >= turns // 10:
+                found[name].append(turn)
     for load in loads.values():
         load.end()
     lengths = [now - then for now, then in zip(deepest.stats.accept_lengths, before, strict=True)]
-    rates = {arm: tokens / took for arm, (tokens, took) in totals.items()}
+    rates = {arm: rate(of) for arm, of in found.items()}
     best = max((arm for arm in ARMS if arm.startswith("k")), key=rates.__getitem__)
-    ratios = [a / b for a, b in zip(speeds["adaptive"], speeds["plain"], strict=True)]
-    least, _, most = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    least, most = spread(found["adaptive"], found["plain"])
     length = sum((n + 1) * count for n, count in enumerate(lengths)) / max(1, sum(lengths))
     depths = [now - then for now, then in zip(adaptive.stats.steps_per_depth, steps, strict=True)]
     against = rates["adaptive"] / rates["plain"], rates["adaptive"] / rates[best]
     return Row(model, requests, temperature, length, rates, against[0], least, most, best, against[1], depths)
+
+
+def rate(turns: list[tuple[int, float]]) -> float:
+    """Tokens per second."""
+    return sum(tokens for tokens, _ in turns) / sum(took for _, took in turns)
+
+
+def spread(turns: list[tuple[int, float]], others: list[tuple[int, float]]) -> tuple[float, float]:
+    """Quartiles of the ratio of two arms' rates, by the bootstrap."""
+    random, both = Random(0), list(zip(turns, others, strict=True))
+    drawn = (random.choices(both, k=len(both)) for _ in range(RESAMPLED))
+    ratios = sorted(rate([a for a, _ in some]) / rate([b for _, b in some]) for some in drawn)
+    return ratios[RESAMPLED // 4], ratios[3 * RESAMPLED // 4]
 
 
 def main() -> None:
@@ -166,7 +175,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=["demo", "large", "untrained"], default=["demo", "large", "untrained"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--turns", type=int, default=10, help="of each arm, for each cell")
+    parser.add_argument("--turns", type=int, default=60, help=f"of each arm, for each cell, {SLICE_S} seconds each")
     parser.add_argument("--json")
     args = parser.parse_args()
     table, rows = Table("model", "requests", "T", "accept length", *ARMS, "adaptive / plain", "adaptive / best k"), list[Row]()
