@@ -40,12 +40,49 @@ class Attention:
         return f"{self.kv}" if self.window is None else f"{self.kv}, window {self.window:,}"
 
 
-LayerKind = Attention  # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A layer kind: the gated delta rule after a short convolution (https://arxiv.org/abs/2412.06464). It keeps of each request a matrix
+    [key_dim, value_dim] for each of the value heads, and the convolution's inputs of the last `taps` - 1 tokens. A key head serves
+    value_heads / key_heads of them."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    grouped: bool = False  # the projections of the inputs have q, k, v and gates of each key head side by side
+
+    @property
+    def channels(self) -> int:
+        """The convolution's inputs of a token: q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def numbers(self) -> int:
+        """Of the state of one request, without the convolution's inputs."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    def __str__(self) -> str:
+        return f"state of {self.value_heads} heads x {self.key_dim} x {self.value_dim}"
+
+
+LayerKind = Attention | Recurrent  # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
+
+
+def attention_kinds(layers: Iterable[LayerKind]) -> list[Attention]:
+    """Those that keep something of each token."""
+    return [kind for kind in layers if isinstance(kind, Attention)]
+
+
+def recurrent_kinds(layers: Iterable[LayerKind]) -> list[Recurrent]:
+    """Those that keep a state of each request."""
+    return [kind for kind in layers if isinstance(kind, Recurrent)]
 
 
 def page_groups(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
     """Layers with one window share their pages: the windows, each once. Full attention, None, comes first where there is any."""
-    return tuple(sorted({kind.window for kind in layers}, key=lambda window: window or 0))
+    return tuple(sorted({kind.window for kind in attention_kinds(layers)}, key=lambda window: window or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +197,7 @@ class ModelArch:
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention
     head_norms: bool = False  # each head of q and k is normed before it is rotated
+    out_gate: bool = False  # what a head has attended to is multiplied by the sigmoid of numbers that the projection of q gives after q
 
     @property
     def num_layers(self) -> int:

@@ -34,6 +34,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
     shared: int = 0  # tokens in pages that another request has computed: one of them may be computed again, and is not stored
     coupled: bool = False  # its drafts are coupled to the target's noise, so that a seed's text does not depend on how many there are
+    state: int = -1  # where `computed` is not 0: the kept state that its recurrent layers start from
 
     @property
     def point_masses(self) -> bool:
@@ -68,6 +69,8 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     most: int | None = None  # drafts that the algorithm may then give it; None: as many as it has
     deferred: bool = False  # the draft model absorbs the span's only row with a later step, not with this one
     late: int = 0  # the last rows before the span, which it absorbs before this step
+    keep_after: int = 0  # recurrent layers keep the state after so many of the span's rows; 0: nowhere
+    keep_in: int = -1  # as this one
 
     @property
     def width(self) -> int:

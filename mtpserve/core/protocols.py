@@ -42,6 +42,15 @@ class Context(Protocol):
         ...
 
 
+class RecurrentContext(Protocol):
+    """What a layer that keeps a state is handed of a planned batch."""
+
+    def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor) -> Tensor:
+        """inputs [T, channels], gates [T, 2, value_heads] float32 (the logarithm of the decay, and the share that is replaced), conv
+        [channels, taps] → [T, value_heads, value_dim]: see mtpserve_kernels.recurrent.reference. Called once for each step."""
+        ...
+
+
 class AttentionBackend(Protocol):
     graph_safe: bool
     exact: bool  # a row's numbers do not depend on the other rows, and neither do those of the layers' kernels that belong to it
@@ -49,7 +58,8 @@ class AttentionBackend(Protocol):
     def supports(self, kind: LayerKind) -> bool: ...
 
     def plan(self, batch: Batch) -> Seq[Context]:
-        """Index work, once per batch and store: one context per layer, in the order of the stores' layers."""
+        """Index work, once per batch and store: one context per layer, in the order of the layers. A RecurrentContext for a layer that
+        keeps a state."""
         ...
 
 

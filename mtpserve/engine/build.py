@@ -112,7 +112,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     running, record = memory.max_running, config.scheduler.record_steps
     engine = assemble(
         model,
-        EngineSizes(pages=memory.pages, page_size=page_size, seats=running, context=memory.context_length),
+        EngineSizes(pages=memory.pages, page_size=page_size, seats=running, context=memory.context_length, states=memory.states),
         EngineOptions(
             spec=spec,
             scheduler=config.scheduler,

@@ -135,6 +135,7 @@ class Scheduler:
     def plan(self, want: int) -> Planned:
         """The next step, which drafts `want` deep for the one after it: decoding requests, then prompt chunks, then new requests. Has
         spans while a request lives, unless what is in flight ends them all."""
+        self._pages.settle()
         decoding = self._reserve()
         planned, left = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
@@ -148,7 +149,7 @@ class Scheduler:
             seq.launched += span.length
             seq.ahead += span.samples
             seq.drafts = seq.most_proposals if span.drafts_next and want > 0 else 0
-        pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq)]
+        pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq, self._pages.dense)]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
         return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers), [seq for seq, _ in planned])
 
@@ -189,7 +190,7 @@ class Scheduler:
             left -= sum(rows for _, rows in chosen)
             more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
             chosen, admitted = chosen + more, admitted + others
-        return [(seq, chunk(seq, rows)) for seq, rows in chosen], [admission(seq) for seq in admitted]
+        return [(seq, self._prefixes.keep(seq, chunk(seq, rows))) for seq, rows in chosen], [admission(seq) for seq in admitted]
 
     def _share(
         self, running: Seq[Sequence], left: int, long: bool, limit: int | None = None
@@ -230,6 +231,7 @@ class Scheduler:
             if held is None:
                 return None
             seq.held, seq.grown, seq.shared = held, True, columns * self._pages.page_size
+            seq.state = self._pages.state_of(held)
             seq.computed = seq.absorbed = seq.launched = start
             if not seq.ran:
                 seq.cached, seq.ran = start, True
@@ -381,7 +383,7 @@ class Scheduler:
         if any(queue != sorted(queue, key=RANK) for queue in (self.running, self.waiting)):
             raise RuntimeError("running or waiting requests are out of order")
         for seq in self.running:
-            columns = min(held.end for held in seq.held)
+            columns = min(held.end for held in seq.held[: self._pages.dense])
             if not seq.computed < len(seq.tokens) < seq.max_len or seq.launched > columns * self._pages.page_size:
                 raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, pages of {columns} columns")
             if not seq.absorbed <= seq.computed <= seq.absorbed + self.most_deferred or seq.deferred > self.most_deferred:

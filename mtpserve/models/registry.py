@@ -20,6 +20,11 @@ FAMILIES: Registry[Family] = Registry(
         "Qwen2MoeForCausalLM": "mtpserve.models.qwen2:QWEN2_MOE",
         "Qwen3ForCausalLM": "mtpserve.models.qwen3:QWEN3",
         "Qwen3MoeForCausalLM": "mtpserve.models.qwen3:QWEN3_MOE",
+        "Qwen3NextForCausalLM": "mtpserve.models.qwen3_next:QWEN3_NEXT",
+        "Qwen3_5ForCausalLM": "mtpserve.models.qwen3_next:QWEN3_5",
+        "Qwen3_5ForConditionalGeneration": "mtpserve.models.qwen3_next:QWEN3_5",
+        "Qwen3_5MoeForCausalLM": "mtpserve.models.qwen3_next:QWEN3_5_MOE",
+        "Qwen3_5MoeForConditionalGeneration": "mtpserve.models.qwen3_next:QWEN3_5_MOE",
     },
 )
 

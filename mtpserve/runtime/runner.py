@@ -14,13 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Logprobs, Want
+from mtpserve.core.batch import Keep, Logprobs, Want
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.grammars import GrammarCompiler
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols import Drafter
-from mtpserve.runtime.admissions import seat
+from mtpserve.runtime.admissions import seat, start_states
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
 from mtpserve.runtime.paging import Transfers
@@ -162,7 +162,10 @@ class Runner:
             except Exception as error:
                 log.exception("request %s could not be seated", record.id)
                 record.refuse(error)
-        seat([record for record in records if record.error is None], plan.pages, self.seats, self.sampling)
+        seated = [record for record in records if record.error is None]
+        seat(seated, plan.pages, self.seats, self.sampling)
+        if self.step.states is not None and seated:
+            start_states([record.admission for record in seated], self.step.states)
 
     def follow(self, record: Record) -> None:
         try:
@@ -174,7 +177,8 @@ class Runner:
     def replayable(self, span: Span) -> bool:
         _, plan, record = span
         plain = record.plain and record.sampling.logprobs is None and not record.has_rules and not self.processors
-        return plan.samples and plan.length == 1 and plain and not is_first(plan, record, self.drafter.lag)
+        ordinary = plan.length == 1 and plan.keep_after == 0
+        return plan.samples and ordinary and plain and not is_first(plan, record, self.drafter.lag)
 
     def run(self, spans: Seq[Span], want: int) -> Part:
         _, plans, records = zip(*spans, strict=True)
@@ -211,6 +215,7 @@ class Runner:
             resumed_spans if resumed else None,
             unstored_spans if unstored else None,
             self.seats.predicted(hosts),
+            keep_of(plans, self.seats.device),
         )
 
     def asked(self, records: Seq[Record]) -> Asked:
@@ -249,6 +254,12 @@ class Runner:
         if self.overlapped:
             return [self.sizes.proposals(record.wanted(want), record.plain, plan.most) for plan, record in drafted]
         return Download(count)
+
+
+def keep_of(plans: Seq[SpanPlan], device: torch.device) -> Keep | None:
+    if not any(plan.keep_after for plan in plans):
+        return None
+    return Keep(*staged([[plan.keep_after for plan in plans], [max(plan.keep_in, 0) for plan in plans]], device))
 
 
 def deferral(plans: Seq[SpanPlan]) -> tuple[bool, bool]:

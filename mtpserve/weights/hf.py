@@ -49,6 +49,10 @@ class HFConfig:
     def get_bool(self, name: str, default: T = REQUIRED) -> bool | T:
         return self._get(name, default, "true or false", lambda v: type(v) is bool)
 
+    def with_default(self, name: str, value: Any) -> HFConfig:
+        """With this value where the key is absent."""
+        return self if self.has(name) else HFConfig(self.path, self.values | {name: value}, self.prefix)
+
     def section(self, name: str) -> HFConfig:
         """The nested object of that name; an empty one if there is none."""
         values: dict[str, Any] = self._get(name, {}, "an object", lambda v: type(v) is dict)
@@ -84,7 +88,9 @@ def read_config(directory: str | Path) -> HFConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise LoadError(f"{directory}: no config.json in this directory")
-    return _read_object(path)
+    config = _read_object(path)
+    # What sees pictures has the text model's keys in a section of their own.
+    return HFConfig(path, config.values | config.section("text_config").values)
 
 
 def _read_object(path: Path) -> HFConfig:
@@ -148,6 +154,9 @@ def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> Ro
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     section = config.section(name)
+    if section.get_bool("mrope_interleaved", False):
+        # Of text alone the three parts of a position are equal.
+        section = HFConfig(section.path, {k: v for k, v in section.values.items() if not k.startswith("mrope")}, section.prefix)
     if any(isinstance(value, dict) for value in section.values.values()):
         raise config.unsupported(name, "one set of numbers for all layers")
     theta = section.get_float("rope_theta", None, above=0)

@@ -82,7 +82,7 @@ def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
     if placement.scale is not None:
         scale = placement.checkpoint.tensor(placement.scale)
         tensor = dequantize_block(tensor.to(place.device), scale.to(place.device))
-    place.copy_(tensor)
+    place.copy_(tensor.float() + placement.plus if placement.plus else tensor)
     # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
     if check_finite and not all_finite(place):
         what = f"numbers too large for {place.dtype}" if all_finite(tensor) else "NaN or infinite numbers"

@@ -17,7 +17,7 @@ from mtpserve.core.errors import LoadError
 from mtpserve.quant.fp8 import BLOCK, SCALE, scale_shape
 from mtpserve.weights.audit import Audit, Fill, parameters, row_count
 from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
-from mtpserve.weights.rules import Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
+from mtpserve.weights.rules import Copy, Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
 
 SHOWN = 3  # names in the message about a missing tensor
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -71,6 +71,7 @@ class Placement:
     target: str
     region: Region
     size: int
+    plus: float = 0.0
 
     @property
     def entry(self) -> TensorEntry:
@@ -115,7 +116,8 @@ def _place(module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, name: st
     scale = name + SCALE if name + SCALE in tensors else None
     _check(name, entry, target, region.of(parameter), tensors[scale] if scale else None)
     audit.record(target, region.fill(parameter, name))
-    return Placement(checkpoint, name, scale, target, region, entry.size + (tensors[scale].size if scale else 0))
+    plus = rule.how.plus if isinstance(rule.how, Copy) else 0.0
+    return Placement(checkpoint, name, scale, target, region, entry.size + (tensors[scale].size if scale else 0), plus)
 
 
 def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
