@@ -68,6 +68,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "propose": "mtpserve.spec.cpu",
     },
 }  # of a backend; imported only where they run
+RECUR: dict[str, str] = {}  # the same for recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +130,13 @@ def make_states(arch: ModelArch, sizes: EngineSizes, drafts: DraftSizes, options
     kinds = recurrent_kinds(arch.layers)
     seats = sizes.seats + 1
     return States(kinds, seats, drafts.nodes, sizes.states, options.dtype, options.device, options.poison) if kinds else None
+
+
+def recur_of(backend: str) -> Recur:
+    """The kernel of recurrent layers."""
+    name = RECUR.get(backend)
+    recur: Recur = reference_recur if name is None else import_module(name).recur
+    return recur
 
 
 def trunk_attention(name: str, arch: ModelArch, stores: Stores, states: States | None, recur: Recur) -> AttentionBackend:
@@ -197,7 +205,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     )  # fmt: skip
     stores.clear_last()
     drafts = sizes_of(options, layers)
-    states, recur = make_states(arch, sizes, drafts, options), kernels.get("recur", reference_recur)
+    states, recur = make_states(arch, sizes, drafts, options), recur_of(options.backend)
     attention = trunk_attention(options.backend, arch, stores, states, recur)
     check(layers, attention, options.backend, drafts)
     passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, drafts, options, kernels)

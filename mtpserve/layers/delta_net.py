@@ -37,7 +37,7 @@ class GatedDeltaNet(nn.Module):
         forgotten = -self.decay.exp() * F.softplus(a.float() + self.decay_bias)
         gates = torch.stack([forgotten, b.float().sigmoid()], 1)
         read = cast(RecurrentContext, context).recur(inputs, gates, self.conv.squeeze(1))  # [T, value_heads, value_dim]
-        gated = self.norm(read) * F.silu(z.view_as(read))
+        gated = self.norm(read.flatten(0, 1)).view_as(read) * F.silu(z.reshape(read.shape))
         return self.out(gated.flatten(1))  # type: ignore[no-any-return]
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
