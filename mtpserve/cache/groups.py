@@ -127,7 +127,7 @@ class PageGroups:
 
     def needed(self, columns: int) -> list[range]:
         """The columns of each group that a request needs which starts after so many of them."""
-        return [range(self._low(window, columns * self.page_size - 1), columns) for window, _ in self.groups]
+        return [range(self._low(window, columns * self.page_size - 1), columns) for window, *_ in self.groups]
 
     def _seen(self, found: Callable[[Key], bool], window: int, keys: Sequence[Key], columns: int) -> int:
         """The longest prefix of at most so many columns after which the next row sees no page that is missing."""

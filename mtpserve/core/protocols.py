@@ -47,7 +47,7 @@ class RecurrentContext(Protocol):
 
     def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor) -> Tensor:
         """inputs [T, channels], gates [T, 2, value_heads] float32 (the logarithm of the decay, and the share that is replaced), conv
-        [channels, taps] → [T, value_heads, value_dim]: see mtpserve_kernels.recurrent.reference. Called once for each step."""
+        [taps, channels] float32 → [T, value_heads, value_dim]: see mtpserve_kernels.recurrent.reference. Called once for each step."""
         ...
 
 

@@ -68,7 +68,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "propose": "mtpserve.spec.cpu",
     },
 }  # of a backend; imported only where they run
-RECUR: dict[str, str] = {}  # the same for recurrent layers
+RECUR: dict[str, str] = {"cpu": "mtpserve_kernels.cpu.recurrent"}  # the same for recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

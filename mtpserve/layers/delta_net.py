@@ -30,13 +30,18 @@ class GatedDeltaNet(nn.Module):
         self.decay_bias = nn.Parameter(torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False)
         self.norm = RMSNorm(kind.value_dim, arch.norm_eps, kernels)
         self.out = Linear(size, (arch.hidden,), method)
+        self.taps: Tensor  # [taps, channels] float32
+        self.rate: Tensor  # [value_heads]
+
+    def finish_loading(self) -> None:
+        self.taps, self.rate = self.conv.squeeze(1).float().T.contiguous(), -self.decay.exp()
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
         inputs, z, b, a = self.projected(x)
-        forgotten = -self.decay.exp() * F.softplus(a.float() + self.decay_bias)
+        forgotten = self.rate * F.softplus(a.float() + self.decay_bias)
         gates = torch.stack([forgotten, b.float().sigmoid()], 1)
-        read = cast(RecurrentContext, context).recur(inputs, gates, self.conv.squeeze(1))  # [T, value_heads, value_dim]
+        read = cast(RecurrentContext, context).recur(inputs, gates, self.taps)  # [T, value_heads, value_dim]
         gated = self.norm(read.flatten(0, 1)).view_as(read) * F.silu(z.reshape(read.shape))
         return self.out(gated.flatten(1))  # type: ignore[no-any-return]
 

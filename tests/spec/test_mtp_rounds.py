@@ -27,6 +27,7 @@ from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.sizes import DEFERRED
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
+from tests.models.hybrids import qwen3_5, qwen3_5_moe, qwen3_next
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
@@ -161,6 +162,9 @@ MODELS: dict[str, Callable[[Path], Tiny]] = {
     "mimo": mimo,
     "glm 4.6": glm4_moe,
     "glm 4.7 flash": glm4_moe_lite,
+    "qwen3-next": qwen3_next,
+    "qwen3.5": qwen3_5,
+    "qwen3.5 moe": qwen3_5_moe,
 }
 # Rows per step, tokens in the pool, tokens in a page. The second pool is so small that requests are preempted.
 PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and preemption": (9, 60, 5)}
@@ -200,7 +204,8 @@ def test_drafts_after_steps_without_any(tmp_path: Path, make: Callable[[Path], T
     check(tiny, listener.rounds)
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+# Where layers are recurrent, pages of an output are not found at all: a state is kept after the prompt.
+@pytest.mark.parametrize("make", [make for make in MODELS.values() if make not in (qwen3_next, qwen3_5, qwen3_5_moe)])
 @pytest.mark.parametrize("tokens", range(20, 28))
 def test_pages_are_found_once_all_of_their_rows_are_absorbed(tmp_path: Path, make: Callable[[Path], Tiny], tokens: int) -> None:
     tiny, page_size = make(tmp_path), 4

@@ -79,10 +79,10 @@ class Running:
 
 
 def advance(running: Running, x: Tensor, gates: Tensor, conv: Tensor, rule: Rule) -> tuple[Running, Tensor]:
-    """One row x [B, channels], gates [B, 2, value_heads], conv [channels, taps] → the state after it, and its output [B, value_heads,
+    """One row x [B, channels], gates [B, 2, value_heads], conv [taps, channels] → the state after it, and its output [B, value_heads,
     value_dim] float32."""
     seen = torch.cat([running.before, x.unsqueeze(1)], 1)  # [B, taps, channels]
-    mixed = F.silu((seen.float() * conv.float().T).sum(1))
+    mixed = F.silu((seen.float() * conv).sum(1))
     keys = rule.key_heads * rule.key_dim
     q, k, v = mixed.split([keys, keys, rule.value_heads * rule.value_dim], -1)
     each = rule.value_heads // rule.key_heads
@@ -101,7 +101,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def recur(x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule) -> Tensor:
-    """x [T, channels], gates [T, 2, value_heads] float32, conv [channels, taps] → [T, value_heads, value_dim] of x's type. Changes `layer`.
+    """x [T, channels], gates [T, 2, value_heads] float32, conv [taps, channels] float32 → [T, value_heads, value_dim] of x's type. Changes `layer`.
     Reads lengths on the host."""
     out = x.new_empty(len(x), rule.value_heads, rule.value_dim)
     starts, lengths = spans.cu_q.tolist(), spans.length.tolist()
