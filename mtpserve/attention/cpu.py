@@ -10,7 +10,7 @@ from torch import Tensor
 from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 
@@ -28,7 +28,7 @@ class CPUAttention:
         ]
 
     def supports(self, kind: LayerKind) -> bool:
-        return kind.kv.key_dim % 2 == 0
+        return isinstance(kind, Attention) and kind.kv.key_dim % 2 == 0
 
     def plan(self, batch: Batch) -> Contexts[CPUSpans]:
         slots = {group: slots_of(batch, group) for group in self.stores.groups}

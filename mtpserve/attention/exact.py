@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, LayerContext, slots_of
+from mtpserve.attention.recurrent import RowByRow, StateContext
 from mtpserve.attention.reference import attend
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import Context
 
@@ -33,7 +34,7 @@ class ExactAttention:
         self.stores, self.heads, self.scale = stores, heads, scale
 
     def supports(self, kind: LayerKind) -> bool:
-        return True
+        return isinstance(kind, Attention)
 
     def plan(self, batch: Batch) -> Contexts[PlannedExact]:
         planned = []
@@ -109,7 +110,13 @@ class PlannedExact:
 
 def part_of(planned: Sequence[Context], start: int, stop: int, rows: int) -> list[Context]:
     """The contexts of rows start … stop-1 alone, padded to `rows` rows. `planned` are ExactAttention's."""
-    whole = cast("Sequence[LayerContext[PlannedExact]]", planned)
-    parts = {id(context.planned): context.planned for context in whole}
-    cut = {key: plan.part(start, stop, rows) for key, plan in parts.items()}
-    return [LayerContext(cut[id(context.planned)], context.layer) for context in whole]
+    cut: dict[int, PlannedExact] = {}
+    parts = list[Context]()
+    for context in planned:
+        if isinstance(context, StateContext):
+            parts.append(cast(Context, RowByRow(context, start, stop, rows)))
+            continue
+        whole = cast("LayerContext[PlannedExact]", context)
+        part = cut.setdefault(id(whole.planned), whole.planned.part(start, stop, rows))
+        parts.append(LayerContext(part, whole.layer))
+    return parts

@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 MAX_SCORES = 1 << 24  # numbers in one block of scores: bounds the memory of a long prompt's chunk
@@ -57,7 +57,7 @@ class ReferenceAttention:
         self.stores, self.heads, self.scale = stores, heads, scale
 
     def supports(self, kind: LayerKind) -> bool:
-        return True
+        return isinstance(kind, Attention)
 
     def plan(self, batch: Batch) -> Contexts[PlannedAttention]:
         ends, lengths, first = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.positions[batch.cu_q[:-1]].tolist()

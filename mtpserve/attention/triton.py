@@ -10,7 +10,7 @@ from torch import Tensor
 from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 
@@ -22,7 +22,7 @@ class TritonAttention:
         self.stores, self.scale = stores, scale
 
     def supports(self, kind: LayerKind) -> bool:
-        return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
+        return isinstance(kind, Attention) and kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
 
     def plan(self, batch: Batch) -> Contexts[PlannedSpans]:
         rows, spans = len(batch.ids), len(batch.seat_ids)

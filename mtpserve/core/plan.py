@@ -69,8 +69,6 @@ class SpanPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     most: int | None = None  # drafts that the algorithm may then give it; None: as many as it has
     deferred: bool = False  # the draft model absorbs the span's only row with a later step, not with this one
     late: int = 0  # the last rows before the span, which it absorbs before this step
-    keep_after: int = 0  # recurrent layers keep the state after so many of the span's rows; 0: nowhere
-    keep_in: int = -1  # as this one
 
     @property
     def width(self) -> int:
@@ -85,6 +83,14 @@ class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first: int  # column of the first one
     pages: list[int]
     group: int = 0  # of pages: see core.arch.page_groups
+
+
+class KeptState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Recurrent layers keep a state of a request in addition, for others to start from."""
+
+    seat: int
+    after: int  # committed rows of its span
+    state: int  # its place among those that are kept
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -119,6 +125,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     admissions: list[Admission] = []  # each has a span in the same plan
     pages: list[NewPages] = []  # of seats that have a span in the same plan
     transfers: list[Transfer] = []
+    keeps: list[KeptState] = []  # of seats that have a span in the same plan
 
 
 class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):

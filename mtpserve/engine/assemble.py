@@ -68,7 +68,10 @@ KERNELS: dict[str, dict[str, str]] = {
         "propose": "mtpserve.spec.cpu",
     },
 }  # of a backend; imported only where they run
-RECUR: dict[str, str] = {"cpu": "mtpserve_kernels.cpu.recurrent"}  # the same for recurrent layers
+RECUR: dict[str, str] = {
+    "cpu": "mtpserve_kernels.cpu.recurrent",
+    "triton": "mtpserve_kernels.recurrent.delta",
+}  # the same for recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +220,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     exact = spec.speculative_exact and not attention.exact
     step = Step(
         ExactModel(model) if exact else model,
-        trunk_attention("exact", arch, stores, states, recur) if exact else attention,
+        trunk_attention("exact", arch, stores, states, reference_recur) if exact else attention,
         stores,
         drafter,
         seats,

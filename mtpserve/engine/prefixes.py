@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 
-from msgspec.structs import replace
-
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key, extend
-from mtpserve.core.plan import SpanPlan
+from mtpserve.core.plan import KeptState, SpanPlan
 from mtpserve.core.protocols import CacheObserver
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.spans import prefill_end
@@ -83,15 +81,15 @@ class Prefixes:
         wanted = {len(usable), self._pages.matched_without_states(usable), *range(0, len(usable), every)}
         return sorted(column for column in wanted if column > columns)
 
-    def keep(self, seq: Sequence, span: SpanPlan) -> SpanPlan:
-        """A chunk of a prompt, told which state to keep: the last one that it comes to of those that are worth it."""
+    def keep(self, seq: Sequence, span: SpanPlan) -> list[KeptState]:
+        """Of a chunk of a prompt: the last state that it comes to of those that are worth it."""
         size, end = self._pages.page_size, span.start + span.length
         passed = [column for column in seq.keeps if column * size <= end]
         if not passed:
-            return span
+            return []
         seq.keeps = seq.keeps[len(passed) :]
         place = self._pages.keep_state(seq.held, passed[-1] - 1)
-        return span if place is None else replace(span, keep_after=passed[-1] * size - span.start, keep_in=place)
+        return [] if place is None else [KeptState(span.seat, passed[-1] * size - span.start, place)]
 
     def book(self, seq: Sequence) -> None:
         """Tokens of a request were computed: others may find its whole pages."""

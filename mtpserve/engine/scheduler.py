@@ -142,6 +142,7 @@ class Scheduler:
         prompts, admissions = self._prompts([seq for seq in others if not decodes(seq) and not ends(seq)], left)
         if self.most_deferred:
             planned = deferred(planned, want, self.most_deferred, beside=bool(prompts))
+        keeps = [kept for seq, span in prompts if seq.keeps for kept in self._prefixes.keep(seq, span)]
         planned += prompts
         busy = self.moving or any(seq.in_flight for seq in self.running)
         assert planned or not self.live or busy, "a plan without spans would repeat for ever"
@@ -151,7 +152,7 @@ class Scheduler:
             seq.drafts = seq.most_proposals if span.drafts_next and want > 0 else 0
         pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq, self._pages.dense)]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
-        return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers), [seq for seq, _ in planned])
+        return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers, keeps), [seq for seq, _ in planned])
 
     def _decoding(self, ready: list[Sequence]) -> tuple[list[tuple[Sequence, SpanPlan]], int]:
         """Spans with one token and all its drafts, and what is left of the budget. Who finds no room is first in the next step.
@@ -190,7 +191,7 @@ class Scheduler:
             left -= sum(rows for _, rows in chosen)
             more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
             chosen, admitted = chosen + more, admitted + others
-        return [(seq, self._prefixes.keep(seq, chunk(seq, rows))) for seq, rows in chosen], [admission(seq) for seq in admitted]
+        return [(seq, chunk(seq, rows)) for seq, rows in chosen], [admission(seq) for seq in admitted]
 
     def _share(
         self, running: Seq[Sequence], left: int, long: bool, limit: int | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -79,7 +81,7 @@ def kinds(config: HFConfig, kv: KVLayout) -> list[LayerKind]:
 def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method = methods.of(drafts=layer >= arch.num_layers)
-        return GQA(arch, arch.layers[layer], method, kernels), feed_forward(arch, layer, method, kernels)
+        return GQA(arch, cast(Attention, arch.layers[layer]), method, kernels), feed_forward(arch, layer, method, kernels)
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)
 

@@ -1,5 +1,5 @@
-"""Qwen3-Next, and Qwen3.5 to 3.8, dense and with experts: most layers are gated delta-nets, every fourth attends, with a gate for each head.
-Norms multiply by one more than their weight. The MTP layer always attends (https://qwen.ai/blog?id=qwen3-next).
+"""Qwen3-Next, and Qwen3.5 to 3.8, dense and with experts: most layers are gated delta-nets, every fourth attends, with a gate for each
+head. Norms multiply by one more than their weight. The MTP layer always attends (https://qwen.ai/blog?id=qwen3-next).
 
 Of checkpoints that see pictures the text model is loaded.
 """
@@ -78,8 +78,8 @@ def kinds(config: HFConfig, attending: tuple[LayerKind, ...], recurrent: Recurre
 def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method, kind = methods.of(drafts=layer >= arch.num_layers), arch.layers[layer]
-        attention = GQA if isinstance(kind, Attention) else GatedDeltaNet
-        return attention(arch, kind, method, kernels), feed_forward(arch, layer, method, kernels)
+        attention = GatedDeltaNet(arch, kind, method, kernels) if isinstance(kind, Recurrent) else GQA(arch, kind, method, kernels)
+        return attention, feed_forward(arch, layer, method, kernels)
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)
 
@@ -141,7 +141,9 @@ def trunk_rules(arch: ModelArch) -> list[Rule]:
         dropped("model.visual.", "what sees pictures"),
     ]
     for number, kind in enumerate(arch.layers[: arch.num_layers]):
-        rules += [made(rf"{start}layers\.{number}\.{name}", f"layers.{number}.{target}", how) for name, target, how in layer_names(arch, kind)]
+        rules += [
+            made(rf"{start}layers\.{number}\.{name}", f"layers.{number}.{target}", how) for name, target, how in layer_names(arch, kind)
+        ]
     return rules
 
 

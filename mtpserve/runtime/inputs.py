@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.contexts import slots_of
-from mtpserve.cache.stores import Stores
 from mtpserve.cache.states import States
+from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Hidden, Keep, Verdict, Want
 from mtpserve.core.plan import SpanPlan
 from mtpserve.core.protocols import Sampler

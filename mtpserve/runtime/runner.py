@@ -18,7 +18,7 @@ from mtpserve.core.batch import Keep, Logprobs, Want
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.grammars import GrammarCompiler
-from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.plan import KeptState, SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols import Drafter
 from mtpserve.runtime.admissions import seat, start_states
 from mtpserve.runtime.graphs import StepGraphs
@@ -93,6 +93,7 @@ class Runner:
         self.drafter, self.seats = step.drafter, step.seats
         self.records: dict[int, Record] = {}  # by seat
         self.last: tuple[Seq[Record], Asked] = (), Asked()
+        self.keeping: dict[int, KeptState] = {}  # of the step that is launched, by seat
         self.captured: dict[Drafter, StepGraphs] = {}  # with `reshape`: of each drafter that was used
 
     def reshape(self, shape: DraftShape) -> None:
@@ -122,6 +123,7 @@ class Runner:
             assert self.transfers is not None
             self.transfers.start(plan.transfers)
         self.admit(plan)
+        self.keeping = {kept.seat: kept for kept in plan.keeps}
         spans = [(place, span, self.records[span.seat]) for place, span in enumerate(plan.spans)]
         for _, _, record in spans:
             if record.grammar is not None:
@@ -177,7 +179,7 @@ class Runner:
     def replayable(self, span: Span) -> bool:
         _, plan, record = span
         plain = record.plain and record.sampling.logprobs is None and not record.has_rules and not self.processors
-        ordinary = plan.length == 1 and plan.keep_after == 0
+        ordinary = plan.length == 1 and plan.seat not in self.keeping
         return plan.samples and ordinary and plain and not is_first(plan, record, self.drafter.lag)
 
     def run(self, spans: Seq[Span], want: int) -> Part:
@@ -215,8 +217,14 @@ class Runner:
             resumed_spans if resumed else None,
             unstored_spans if unstored else None,
             self.seats.predicted(hosts),
-            keep_of(plans, self.seats.device),
+            self.keep_of(plans),
         )
+
+    def keep_of(self, plans: Seq[SpanPlan]) -> Keep | None:
+        if self.keeping.keys().isdisjoint(plan.seat for plan in plans):
+            return None
+        kept = [self.keeping.get(plan.seat, KeptState(plan.seat, 0, 0)) for plan in plans]
+        return Keep(*staged([[each.after for each in kept], [each.state for each in kept]], self.seats.device))
 
     def asked(self, records: Seq[Record]) -> Asked:
         """The same object as in the last step where the requests are the same, as in steady decoding."""
@@ -254,12 +262,6 @@ class Runner:
         if self.overlapped:
             return [self.sizes.proposals(record.wanted(want), record.plain, plan.most) for plan, record in drafted]
         return Download(count)
-
-
-def keep_of(plans: Seq[SpanPlan], device: torch.device) -> Keep | None:
-    if not any(plan.keep_after for plan in plans):
-        return None
-    return Keep(*staged([[plan.keep_after for plan in plans], [max(plan.keep_in, 0) for plan in plans]], device))
 
 
 def deferral(plans: Seq[SpanPlan]) -> tuple[bool, bool]:

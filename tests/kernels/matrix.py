@@ -142,7 +142,23 @@ def mixtures_and_verdicts(fp8: bool) -> None:
         accept(torch.zeros(2, nodes, 32000), ints(2, nodes - 1), ints(2), parents, depths, ints(2), ints(4), *seats, coupled, q, 3)
 
 
-GROUPS = {"attention": attention, "around": around, "mixtures and verdicts": mixtures_and_verdicts}
+def states(fp8: bool) -> None:
+    from mtpserve_kernels.recurrent.delta import recur
+    from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
+
+    rule = Rule(16, 32, 128, 128, 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        # Decoding, a tree, the widest tree, and chunks of prompts of which a state is kept.
+        for rows, drafts, tree, keeps in ((1, 3, False, False), (1, 15, True, False), (1, 63, True, False), (200, 3, False, True)):
+            x, gates = torch.zeros(2 * rows, rule.channels, dtype=dtype), torch.zeros(2 * rows, 2, rule.value_heads)
+            before, ring = x.new_zeros(3, 3, rule.channels), x.new_zeros(2, drafts, rule.channels)
+            layer = LayerState(torch.zeros(3, 32, 128, 128), before, ring, torch.zeros(2, drafts, 2, 32))
+            kept = (ints(2), ints(2)) if keeps else (None, None)
+            spans = StateSpans(ints(2), ints(3), ints(2), ints(2), ints(2), ints(2, drafts) if tree else None, *kept, drafts)
+            recur(x, gates, torch.zeros(4, rule.channels), layer, spans, rule)
+
+
+GROUPS = {"attention": attention, "around": around, "mixtures and verdicts": mixtures_and_verdicts, "states": states}
 
 
 @contextmanager

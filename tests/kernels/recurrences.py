@@ -25,6 +25,11 @@ class Case:
         layer = self.layer._replace(before=self.layer.before.to(dtype), ring=self.layer.ring.to(dtype))
         return replace(self, x=self.x.to(dtype), layer=layer)
 
+    def at(self, device: torch.device) -> Case:
+        spans = StateSpans(*(part.to(device) if isinstance(part, Tensor) else part for part in self.spans))
+        layer = LayerState(*(part.to(device) for part in self.layer))
+        return replace(self, x=self.x.to(device), gates=self.gates.to(device), conv=self.conv.to(device), layer=layer, spans=spans)
+
     def copied(self) -> LayerState:
         return LayerState(*(part.clone() for part in self.layer))
 
@@ -65,7 +70,7 @@ def case(rule: Rule, seed: int, trees: bool, requests: int = 5, ring: int = 5, l
         ends,
         torch.tensor(lengths),
         torch.tensor(replay),
-        torch.tensor(fresh),
+        torch.tensor(fresh).long(),
         parents if trees else None,
         torch.tensor(keeps) if seed % 2 else None,
         torch.tensor([rows + min(i, kept - 1) for i in range(requests)]) if seed % 2 else None,

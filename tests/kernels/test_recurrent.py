@@ -25,7 +25,7 @@ def whole(x: Tensor, gates: Tensor, conv: Tensor, rule: Rule) -> Tensor:
 def span(length: int, drafts: int, replay: int, fresh: bool, parents: list[int] | None = None) -> StateSpans:
     lists = [0], [0, length + drafts], [length], [replay]
     tree = None if parents is None else torch.tensor([parents])
-    return StateSpans(*map(torch.tensor, lists), torch.tensor([fresh]), tree, None, None, drafts)
+    return StateSpans(*map(torch.tensor, lists), torch.tensor([int(fresh)]), tree, None, None, drafts)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -39,13 +39,17 @@ _recur = Op(
 
 def recur(x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule) -> Tensor:
     """x [T, channels] float32 or bfloat16, as the layer's; gates [T, 2, value_heads], conv [taps, channels]: float32, without gaps."""
-    assert x.dtype == layer.before.dtype == layer.ring.dtype and x.dtype in TYPES and x.stride(1) == 1, (x.dtype, layer.ring.dtype, x.stride())
+    assert x.dtype == layer.before.dtype == layer.ring.dtype and x.dtype in TYPES and x.stride(1) == 1, (
+        x.dtype,
+        layer.ring.dtype,
+        x.stride(),
+    )
     numbers = gates, conv, layer.state, layer.before, layer.ring, layer.ring_gates
     assert all(part.is_contiguous() for part in numbers) and gates.dtype == conv.dtype == layer.state.dtype == torch.float32
-    lists = spans.seats, spans.cu_q, spans.length, spans.replay
-    assert all(part.dtype == torch.int64 and part.is_contiguous() for part in lists) and spans.fresh.dtype == torch.bool
+    lists = spans.seats, spans.cu_q, spans.length, spans.replay, spans.fresh
+    assert all(part.dtype == torch.int64 and part.is_contiguous() for part in lists)
     parents = spans.parents if spans.parents is None or spans.parents.stride(1) == 1 else spans.parents.contiguous()
-    fields = SpanFields(*(part.data_ptr() for part in lists), spans.fresh.data_ptr(), requests=len(spans.seats))
+    fields = SpanFields(*(part.data_ptr() for part in lists), requests=len(spans.seats))
     if parents is not None:
         fields.parents, fields.parents_stride = parents.data_ptr(), parents.stride(0)
     if spans.keep_after is not None and spans.keep_in is not None:

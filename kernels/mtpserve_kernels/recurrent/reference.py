@@ -4,11 +4,11 @@ A request's state is a matrix S [key_dim, value_dim] for each head. A row decays
 
     S ← e^g S        S ← S + k (β (v - Sᵀk))ᵀ        out = Sᵀ q / √key_dim
 
-q, k and v are parts of silu(conv(inputs)), where the convolution sees a row's inputs and those of the `taps` - 1 rows before it; q and k are
-then made as long as 1. A key head serves value_heads / key_heads heads in a row.
+q, k and v are parts of silu(conv(inputs)), where the convolution sees a row's inputs and those of the `taps` - 1 rows before it; q and k
+are then made as long as 1. A key head serves value_heads / key_heads heads in a row.
 
-What a step's rows do to a state. Rows of drafts are computed after it and leave it as it is; only their inputs are kept, in a ring. How many
-of them were accepted is known when the next step begins, which first does what they should have done:
+What a step's rows do to a state. Rows of drafts are computed after it and leave it as it is; only their inputs are kept, in a ring. How
+many of them were accepted is known when the next step begins, which first does what they should have done:
 
     step n         ring: none       | c  c  c | d1 d2 d3        state after the last c; ring: d1 d2 d3
     step n + 1     d1 d2 accepted   | c | d1 d2 d3              state: after d1 and d2 of the ring, then after c; ring: the new ones
@@ -57,7 +57,7 @@ class StateSpans(NamedTuple):
     cu_q: Tensor  # [R + 1]
     length: Tensor  # [R]
     replay: Tensor  # [R], rows of the ring that were accepted
-    fresh: Tensor  # [R] bool: the state begins with this span
+    fresh: Tensor  # [R], 1: the state begins with this span
     parents: Tensor | None  # [R, K] the node that draft j (node j + 1) continues, node 0 is the last committed row; None: all are chains
     keep_after: Tensor | None  # [R]: keep the state after so many committed rows of the span; 0: do not
     keep_in: Tensor | None  # [R]: in this row of the state
@@ -101,8 +101,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def recur(x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule) -> Tensor:
-    """x [T, channels], gates [T, 2, value_heads] float32, conv [taps, channels] float32 → [T, value_heads, value_dim] of x's type. Changes `layer`.
-    Reads lengths on the host."""
+    """x [T, channels], gates [T, 2, value_heads] float32, conv [taps, channels] float32 → [T, value_heads, value_dim] of x's type. Changes
+    `layer`. Reads lengths on the host."""
     out = x.new_empty(len(x), rule.value_heads, rule.value_dim)
     starts, lengths = spans.cu_q.tolist(), spans.length.tolist()
     shapes = [(lengths[r], starts[r + 1] - starts[r] - lengths[r]) for r in range(len(lengths))]
@@ -120,7 +120,7 @@ def one_shape(
     length, drafts = shape
     seats, first, replay = spans.seats[members], spans.cu_q[members], spans.replay[members]
     now = Running(layer.state[seats], layer.before[seats])
-    fresh = spans.fresh[members]
+    fresh = spans.fresh[members].bool()
     now = Running(torch.zeros_like(now.state), torch.zeros_like(now.before)).where(fresh, now)
     for j in range(int(replay.max())):
         after, _ = advance(now, layer.ring[seats, j], layer.ring_gates[seats, j], conv, rule)

@@ -11,7 +11,6 @@ from tests.kernels.recurrences import RULES, case
 from tests.kernels.test_recurrent import compared, span
 
 
-
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rule", RULES)

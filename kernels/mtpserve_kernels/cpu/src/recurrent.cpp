@@ -28,8 +28,7 @@ struct LayerState {
 };
 
 struct StateSpans {
-  const int64_t *seats, *cu_q, *length, *replay;
-  const bool* fresh;
+  const int64_t *seats, *cu_q, *length, *replay, *fresh;
   const int64_t* parents;  // [requests, parents_stride] or null: chains
   const int64_t *keep_after, *keep_in;
   int64_t requests, parents_stride;
