@@ -11,8 +11,7 @@ from tests.kernels.recurrences import RULES, case
 from tests.kernels.test_recurrent import compared
 
 
-@pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize(("seed", "longest"), [(0, 9), (1, 9), (2, 1), (3, 70)])
+@pytest.mark.parametrize(("seed", "longest", "trees"), [(1, 9, False), (2, 1, True), (3, 70, True)])
 @pytest.mark.parametrize("rule", RULES[:-1])
 def test_it_computes_what_the_reference_does(rule: Rule, seed: int, longest: int, trees: bool, device: torch.device) -> None:
     compared(case(rule, seed, trees, longest=longest).at(device), recur, 1e-4)
