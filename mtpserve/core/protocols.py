@@ -37,8 +37,9 @@ class Context(Protocol):
         """[slots, kv_heads, value_dim]; the latent layout's are a part of its keys."""
         ...
 
-    def attend(self, q: Tensor) -> Tensor:
-        """[T, heads, key_dim] → [T, heads, value_dim]"""
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """[T, heads, key_dim] → [T, heads, value_dim]. sinks [heads] float32: one more score for each row, which takes its part of the
+        softmax and has no value (https://arxiv.org/abs/2309.17453 §3.3)."""
         ...
 
 
