@@ -86,6 +86,7 @@ class YarnArch:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True  # the range of blended dimensions ends at whole ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,18 @@ class MLAArch:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gpt-oss's gated activation: gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit`, up between -limit and limit
+    (https://arxiv.org/abs/2508.10925 §2)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoEArch:
-    """`scores` sigmoid is DeepSeek-V3's routing: a correction bias for the choice alone; the best groups, then top_k of their experts.
-    With softmax over all experts there are neither biases nor groups."""
+    """`scores` sigmoid is DeepSeek-V3's routing: the best groups, then top_k of their experts. With softmax over all experts there are no
+    groups."""
 
     experts: int
     top_k: int
@@ -114,6 +124,9 @@ class MoEArch:
     scale: float
     renormalise: bool
     scores: Literal["sigmoid", "softmax"] = "sigmoid"
+    router_bias: Literal["choice", "logits"] | None = "choice"  # added to the scores for the choice alone, or to what they are made of
+    biases: bool = False  # of the experts' products
+    gate: ClampedGate | None = None  # None: silu(gate) * up
     shared_gate: bool = False  # the shared expert's output is multiplied with the sigmoid of a number of its own
 
 
@@ -160,6 +173,7 @@ class ModelArch:
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention
     head_norms: bool = False  # each head of q and k is normed before it is rotated
+    sinks: Literal["all", "windows"] | None = None  # layers whose heads have a sink, see core.protocols.Context
 
     @property
     def num_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from mtpserve.core.arch import LayerKind, ModelArch
@@ -22,6 +23,8 @@ class GQA(nn.Module):
         self.out = Linear(q, (arch.hidden,), method, bias=arch.out_bias)
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
+        has_sinks = arch.sinks == "all" or (arch.sinks == "windows" and kind.window is not None)
+        self.sinks = nn.Parameter(torch.empty(arch.heads, dtype=torch.float32), requires_grad=False) if has_sinks else None
 
     @property
     def norms(self) -> HeadNorms | None:
@@ -30,7 +33,7 @@ class GQA(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
         q = self.store(x, rotation, context)
-        return self.out(context.attend(q).flatten(1))  # type: ignore[no-any-return]
+        return self.out(context.attend(q, self.sinks).flatten(1))  # type: ignore[no-any-return]
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden] → q [T, heads, head_dim]; keys and values are stored."""

@@ -37,8 +37,10 @@ def yarn_frequencies(arch: RopeArch, yarn: YarnArch, plain: Tensor) -> Tensor:
         """The dimension that turns that often within the original context."""
         return arch.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(arch.theta))
 
-    low = max(math.floor(dimension_of(yarn.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(yarn.beta_slow)), arch.dim - 1)
+    low, high = dimension_of(yarn.beta_fast), dimension_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, arch.dim - 1)
     ramp = ((torch.arange(arch.dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     # Fast dimensions are left alone, slow ones are stretched by the factor, those between are blended.
     return plain / yarn.factor * ramp + plain * (1 - ramp)

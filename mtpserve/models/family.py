@@ -84,7 +84,7 @@ def experts(arch: MoEArch) -> Names:
         (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
         *gated(r"mlp\.shared_experts", "mlp.shared"),
     ]
-    return names if arch.scores == "softmax" else [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
+    return names if arch.router_bias is None else [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
 
 
 def dropped(prefix: str, reason: str) -> Rule:

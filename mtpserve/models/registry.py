@@ -14,6 +14,7 @@ FAMILIES: Registry[Family] = Registry(
         "DeepseekV3ForCausalLMNextN": "mtpserve.models.deepseek:DEEPSEEK",
         "Glm4MoeForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE",
         "Glm4MoeLiteForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE_LITE",
+        "GptOssForCausalLM": "mtpserve.models.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "mtpserve.models.llama:LLAMA",
         "MiMoForCausalLM": "mtpserve.models.mimo:MIMO",
         "Qwen2ForCausalLM": "mtpserve.models.qwen2:QWEN2",

@@ -134,6 +134,8 @@ def mixtures_and_verdicts(fp8: bool) -> None:
         for rows in range(1, 65):
             routed = x[:rows].to(dtype), torch.zeros(rows, 6), ints(rows, 6)
             experts(*routed, *matrices)
+            biases = torch.zeros(2, 2816, dtype=dtype), torch.zeros(2, 2048, dtype=dtype)
+            experts(*routed, *matrices[:2], *[None] * 6, *biases, (1.702, 7.0))
             if fp8:
                 experts(*routed, *stored, *scales)
     seats = [torch.zeros(4) if real else ints(4) for real in (True, False, True, True, False)]

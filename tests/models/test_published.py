@@ -71,6 +71,27 @@ GLM47_FLASH = {
     "vocab_size": 154880, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "tie_word_embeddings": False,
     "eos_token_id": [154820, 154827, 154829], "dtype": "bfloat16",
 }  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+    "attention_dropout": 0.0, "experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32, "hidden_act": "silu",
+    "swiglu_limit": 7.0, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "initial_context_length": 4096, "rope_theta": 150000, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+        "truncate": False,
+    },
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "max_position_embeddings": 131072, "vocab_size": 201088, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 200002,
+    "pad_token_id": 199999, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS_120B = GPT_OSS_20B | {
+    "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
 
 
 class Published(NamedTuple):
@@ -85,6 +106,8 @@ PUBLISHED = {
     "Qwen2.5-7B": Published(QWEN25_7B, 7_615_616_512),
     "Qwen3-8B": Published(QWEN3_8B, 8_190_735_360),
     "Qwen3-30B-A3B": Published(QWEN3_30B_A3B, 30_532_122_624),
+    "gpt-oss-20b": Published(GPT_OSS_20B, 20_914_757_184),
+    "gpt-oss-120b": Published(GPT_OSS_120B, 116_829_156_672),
     "GLM-4.5-Air": Published(GLM45_AIR, None, Glm4MoeDecoderLayer),
     "GLM-4.7-Flash": Published(GLM47_FLASH, None, Glm4MoeLiteDecoderLayer),
 }
@@ -101,7 +124,8 @@ def tensors(published: Published) -> dict[str, tuple[int, ...]]:
             found |= mtp(published.layer, config, found)
     if config.tie_word_embeddings:
         del found["lm_head.weight"]
-    return dict(part for name, shape in found.items() for part in parts(name, shape))
+    names = in_mxfp4 if published.config["model_type"] == "gpt_oss" else parts
+    return dict(part for name, shape in found.items() for part in names(name, shape))
 
 
 def mtp(layer_of: Any, config: Any, trunk: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -126,13 +150,22 @@ def parts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]
     return [(f"{start}.experts.{i}.{part}.weight", (size, columns)) for i in range(experts) for part, size in matrices.items()]
 
 
+def in_mxfp4(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """gpt-oss: transformers has the experts' matrices as [inputs, outputs]."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return [(name, shape)]
+    experts, inputs, outputs = shape
+    return [(f"{name}_blocks", (experts, outputs, inputs // 32, 16)), (f"{name}_scales", (experts, outputs, inputs // 32))]
+
+
 def write(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
     """A shard whose data is a hole."""
     (directory / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
     for name, shape in shapes.items():
-        size = 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        packed = name.endswith(("_blocks", "_scales"))
+        size = (1 if packed else 2) * torch.Size(shape).numel()
+        header[name] = {"dtype": "U8" if packed else "BF16", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     with (directory / "model.safetensors").open("wb") as file:
@@ -151,7 +184,8 @@ def test_every_tensor_has_its_place(tmp_path: Path, published: Published) -> Non
         placed = plan(model, sources(described))  # raises for a tensor without a place, and for a place without a tensor
         layer = f"model.layers.{published.config['num_hidden_layers']}."
         dropped = 2 if want_mtp else sum(name.startswith(layer) for name in shapes)
-        assert len(placed) == len(shapes) - (dropped if published.layer is not None else 0)
+        scales = sum(name.endswith("_scales") for name in shapes)  # are placed with their matrices
+        assert len(placed) == len(shapes) - scales - (dropped if published.layer is not None else 0)
         if published.parameters is not None:
             assert sum(parameter.numel() for parameter in model.parameters()) == published.parameters
 
