@@ -15,7 +15,8 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import describe
-from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, gpt_oss, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from tests.models.own_layouts import gpt_oss
 from tests.models.test_parity import compare
 from tests.tiny import run
 
