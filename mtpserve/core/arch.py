@@ -138,6 +138,7 @@ class MTPArch:
     fusion: Literal["embedding-hidden", "hidden-embedding"]  # order of the two halves of the fusing projection's input
     hidden_in: Norm  # the trunk's hidden state before or after its final norm
     recycle: Norm  # the next draft step gets the layer's own output before or after its final norm
+    norm: Literal["own", "trunk"] = "own"  # its final norm
 
 
 @dataclass(frozen=True, slots=True)

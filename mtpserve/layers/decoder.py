@@ -101,14 +101,14 @@ class MTPHead(nn.Module):
         self.layers = arch.layers[arch.num_layers :]
         self.fusion = Fusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, methods.draft, kernels)
         self.layer = DecoderLayer(arch, attention, mlp, kernels)
-        self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
+        self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels) if arch.mtp.norm == "own" else None
         self.kernels, self.methods = kernels, methods
         self.run_layers: RunLayers
         if methods.draft_head is not None:
             trunk.head.add_module("draft", DraftHead(trunk.head, arch, methods.draft_head))
 
     def finish_loading(self) -> None:
-        self.run_layers = self.kernels.pack_layers([self.layer], self.norm)
+        self.run_layers = self.kernels.pack_layers([self.layer], self.norm or self.borrowed[0].norm)
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""

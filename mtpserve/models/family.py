@@ -75,8 +75,9 @@ def gated(name: str, target: str) -> Names:
     ]
 
 
-def experts(arch: MoEArch) -> Names:
-    """Routed experts, their router and the shared expert, whose names are the same in most families."""
+def experts(arch: MoEArch, correction: bool = True) -> Names:
+    """Routed experts, their router and the shared expert, whose names are the same in most families. `correction`: the name of the
+    router's bias is, too."""
     names: Names = [
         (r"mlp\.gate\.weight", "mlp.router.weight", Copy()),
         (r"mlp\.experts\.(?P<expert>\d+)\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
@@ -84,7 +85,9 @@ def experts(arch: MoEArch) -> Names:
         (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
         *gated(r"mlp\.shared_experts", "mlp.shared"),
     ]
-    return names if arch.router_bias is None else [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
+    if arch.router_bias is None or not correction:
+        return names
+    return [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
 
 
 def dropped(prefix: str, reason: str) -> Rule:

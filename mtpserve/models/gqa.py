@@ -25,8 +25,8 @@ def full(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
 
 
 def arch(
-    config: HFConfig, family: str, *, positions: int, eps: float = 1e-6, rotated: float = 1.0, qkv_bias: bool = False,
-    out_bias: bool = False, head_norms: bool = False, sinks: Literal["all"] | None = None,
+    config: HFConfig, family: str, *, positions: int, eps: float = 1e-6, rotated: float = 1.0, interleaved: bool = False,
+    qkv_bias: bool = False, out_bias: bool = False, head_norms: bool = False, sinks: Literal["all"] | None = None,
     trunk: Callable[[HFConfig, KVLayout], Sequence[LayerKind]] = full, moe: MoEArch | None = None, mtp: MTPArch | None = None,
 ) -> ModelArch:  # fmt: skip
     """`positions`, `eps`, `rotated`: of configs that do not say. `trunk`: the kinds of its layers. An MTP layer never has a window."""
@@ -49,7 +49,7 @@ def arch(
         heads=heads,
         head_dim=head_dim,
         intermediate=config.get_int("intermediate_size", at_least=1),
-        rope=hf.rope(config, head_dim, interleaved=False, part=rotated),
+        rope=hf.rope(config, head_dim, interleaved=interleaved, part=rotated),
         norm_eps=config.get_float("rms_norm_eps", eps, above=0),
         scale=head_dim**-0.5,
         max_positions=config.get_int("max_position_embeddings", positions, at_least=2),

@@ -12,6 +12,7 @@ FAMILIES: Registry[Family] = Registry(
     {
         "DeepseekV3ForCausalLM": "mtpserve.models.deepseek:DEEPSEEK",
         "DeepseekV3ForCausalLMNextN": "mtpserve.models.deepseek:DEEPSEEK",
+        "Ernie4_5_MoeForCausalLM": "mtpserve.models.ernie4_5_moe:ERNIE4_5_MOE",
         "Glm4MoeForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE",
         "Glm4MoeLiteForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE_LITE",
         "GptOssForCausalLM": "mtpserve.models.gpt_oss:GPT_OSS",

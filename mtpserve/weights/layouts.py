@@ -1,6 +1,7 @@
 """The names of a checkpoint's MTP layers, from its tensors and not its config: the config may count layers that are missing, or none.
 
-DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`.
+DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`. Ernie numbers
+its parts, not its layers: `model.mtp_block.{i}.`, `model.mtp_emb_norm.{i}.` and so on.
 A trunk layer and DeepSeek's MTP layer share most names; only the tensors of the fusion (FUSING) differ.
 """
 
@@ -18,13 +19,14 @@ COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
 NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
 MIMO = re.compile(r"model\.mtp_layers\.(\d+)\..+")
+ERNIE = re.compile(r"model\.mtp_block\.(\d+)\..+")
 
 
 @dataclass(frozen=True, slots=True)
 class MTPLayout:
     """`prefixes`: one per MTP layer, in order, each with its final dot."""
 
-    kind: Literal["deepseek", "mimo", "dummy"]
+    kind: Literal["deepseek", "mimo", "ernie", "dummy"]
     prefixes: tuple[str, ...]
 
     @property
@@ -40,11 +42,16 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
     """The layers whose tensors exist, whatever the config says. None if there are none: see `why_no_mtp` for the error."""
     numbered: set[int] = set()
     mimo: set[int] = set()
+    ernie: set[int] = set()
     for name in names:
         if hit := NUMBERED.fullmatch(name):
             numbered.add(int(hit[1]))
         elif hit := MIMO.fullmatch(name):
             mimo.add(int(hit[1]))
+        elif hit := ERNIE.fullmatch(name):
+            ernie.add(int(hit[1]))
+    if ernie:
+        return MTPLayout("ernie", ("model.mtp_",) * len(ernie))
     if mimo:
         return MTPLayout("mimo", tuple(f"model.mtp_layers.{i}." for i in sorted(mimo)))
     after_trunk = sorted(i for i in numbered if i >= num_layers)

@@ -16,7 +16,7 @@ from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import describe
 from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
-from tests.models.own_layouts import gpt_oss
+from tests.models.own_layouts import ernie, gpt_oss
 from tests.models.test_parity import compare
 from tests.tiny import run
 
@@ -30,6 +30,9 @@ TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "llama, linear rotation": (llama, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 4}),
     "llama, all biases, tied head": (llama, {"attention_bias": True, "tie_word_embeddings": True}),
     "llama, other heads": (llama, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}),
+    "ernie 4.5": (ernie, {}),
+    "ernie 4.5, some layers dense": (ernie, {"moe_layer_interval": 2, "moe_layer_end_index": 2, "num_hidden_layers": 5, "head_dim": 16}),
+    "ernie 4.5, all sparse, tied head": (ernie, {"moe_layer_start_index": 0, "moe_num_shared_experts": 0, "tie_word_embeddings": True}),
     "gpt-oss": (gpt_oss, {}),
     "gpt-oss, mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "swiglu_limit": 0.7}),
     "gpt-oss, many experts, other heads": (gpt_oss, {"num_local_experts": 20, "head_dim": 20, "num_attention_heads": 6}),
@@ -69,7 +72,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("make", [llama, gpt_oss, qwen2, qwen2_moe, qwen3, qwen3_moe, glm4_moe, glm4_moe_lite])
+@pytest.mark.parametrize("make", [llama, gpt_oss, qwen2, qwen2_moe, qwen3, qwen3_moe, glm4_moe, glm4_moe_lite, ernie])
 def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make) -> None:
     """Chunks, small pages and preemption, too; all requests at once against each one alone."""
     tiny = make(tmp_path)
@@ -113,6 +116,8 @@ def test_a_family_without_an_mtp_layer_says_so(tmp_path: Path, make: Make) -> No
         (llama, {"sliding_window": 8}, "sliding_window = 8 is not supported; supported: null"),
         (llama, {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor must be more than low_freq_factor = 1, got 1.0"),
         (llama, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_type = "dynamic" is not supported'),
+        (ernie, {"use_bias": True}, "use_bias = true is not supported; supported: false"),
+        (ernie, {"moe_k": 9}, "moe_k must be at most moe_num_experts = 8, got 9"),
         (gpt_oss, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_local_experts = 8, got 9"),
         (gpt_oss, {"layer_types": ["full"] * 3}, "layer_types must be a list of num_hidden_layers = 3 names"),
         (gpt_oss, {"swiglu_limit": 0}, "swiglu_limit must be a number above 0, got 0"),

@@ -27,6 +27,7 @@ from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.sizes import DEFERRED
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
+from tests.models.own_layouts import ernie
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
@@ -159,6 +160,7 @@ MODELS: dict[str, Callable[[Path], Tiny]] = {
     "deepseek": lambda directory: deepseek(directory, n_group=4, topk_group=2, routed_scaling_factor=1.5),
     "deepseek without q_lora, yarn": lambda directory: deepseek(directory, q_lora_rank=None, rope_scaling=YARN, n_shared_experts=2),
     "mimo": mimo,
+    "ernie": ernie,
     "glm 4.6": glm4_moe,
     "glm 4.7 flash": glm4_moe_lite,
 }
