@@ -137,19 +137,22 @@ class MTPArch:
     layers: int
     fusion: Literal["embedding-hidden", "hidden-embedding"]  # order of the two halves of the fusing projection's input
     hidden_in: Norm  # the trunk's hidden state before or after its final norm
-    recycle: Norm  # the next draft step gets the layer's own output before or after its final norm
+    # The next draft step gets the layer's own output before or after its final norm. None: it has a layer of its own, which gets what the
+    # first one gets of the trunk (see layers.decoder.MTPModules).
+    recycle: Norm | None
     norm: Literal["own", "trunk"] = "own"  # its final norm
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The trunk's outputs that a draft model gets, concatenated for each row. By default none."""
+    """The trunk's outputs that a draft model gets, concatenated for each row. By default none. The trunk gives each row its own."""
 
     taps: tuple[int, ...] = ()  # the outputs of these layers
     last: Norm | None = None  # the last layer's output, before or after the final norm
+    rows: int = 1  # the row's own, those of the row before it, and so on, side by side
 
     def width(self, hidden: int) -> int:
-        return hidden * (len(self.taps) + (self.last is not None))
+        return hidden * (len(self.taps) + (self.last is not None)) * self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,8 @@ class ModelArch:
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention
     head_norms: bool = False  # each head of q and k is normed before it is rotated
+    window_rope: RopeArch | None = None  # of layers with a window, where it is another
+    value_scale: float = 1.0  # values are multiplied with it
     sinks: Literal["all", "windows"] | None = None  # layers whose heads have a sink, see core.protocols.Context
 
     @property
@@ -184,5 +189,5 @@ class ModelArch:
     @property
     def summary(self) -> str:
         """In one line, for people."""
-        mtp = "an MTP layer" if self.mtp is not None else "no MTP layer"
+        mtp = "no MTP layer" if self.mtp is None else "an MTP layer" if self.mtp.layers == 1 else f"{self.mtp.layers} MTP layers"
         return f"{self.family} with {self.num_layers} layers of {self.hidden}, {self.heads} heads, a vocabulary of {self.vocab}, {mtp}"

@@ -11,20 +11,29 @@ from mtpserve.layers.kernels import HeadNorms, Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
+from mtpserve.layers.torch_kernels import rope_store_apart
 
 
 class GQA(nn.Module):
     def __init__(self, arch: ModelArch, kind: LayerKind, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
-        q, kv = arch.heads * arch.head_dim, kind.kv.heads * arch.head_dim
+        q, k, v = arch.heads * arch.head_dim, kind.kv.heads * arch.head_dim, kind.kv.heads * kind.kv.value_dim
         self.heads, self.kernels = arch.heads, kernels
         self.all_heads = arch.heads + 2 * kind.kv.heads
-        self.qkv = Linear(arch.hidden, (q, kv, kv), method, bias=arch.qkv_bias)
-        self.out = Linear(q, (arch.hidden,), method, bias=arch.out_bias)
+        self.kv, self.value_scale = kind.kv, arch.value_scale
+        self.in_window = kind.window is not None and arch.window_rope is not None  # its rotation
+        self.qkv = Linear(arch.hidden, (q, k, v), method, bias=arch.qkv_bias)
+        self.out = Linear(arch.heads * kind.kv.value_dim, (arch.hidden,), method, bias=arch.out_bias)
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
         has_sinks = arch.sinks == "all" or (arch.sinks == "windows" and kind.window is not None)
         self.sinks = nn.Parameter(torch.empty(arch.heads, dtype=torch.float32), requires_grad=False) if has_sinks else None
+
+    @property
+    def ordinary(self) -> bool:
+        """It has nothing that the op for whole layers lacks, but for norms of heads."""
+        same = self.kv.key_dim == self.kv.value_dim and self.value_scale == 1
+        return same and self.sinks is None and not self.in_window
 
     @property
     def norms(self) -> HeadNorms | None:
@@ -33,9 +42,16 @@ class GQA(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
         q = self.store(x, rotation, context)
-        return self.out(context.attend(q, self.sinks).flatten(1))  # type: ignore[no-any-return]
+        attended = context.attend(q, self.sinks).flatten(1)
+        # Scaled values would give the same.
+        return self.out(attended if self.value_scale == 1 else attended * self.value_scale)  # type: ignore[no-any-return]
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden] → q [T, heads, head_dim]; keys and values are stored."""
-        qkv = self.qkv(x).unflatten(-1, (self.all_heads, -1))  # [T, heads + 2 kv_heads, head_dim]
+        rotation, qkv = rotation.in_window if self.in_window else rotation, self.qkv(x)
+        if self.kv.key_dim != self.kv.value_dim:
+            qk, v = qkv.split([sum(self.qkv.parts[:2]), self.qkv.parts[2]], -1)
+            heads = qk.unflatten(-1, (-1, self.kv.key_dim)), v.unflatten(-1, (self.kv.heads, -1))
+            return rope_store_apart(*heads, rotation, context.slots, context.keys, context.values, self.heads)
+        qkv = qkv.unflatten(-1, (self.all_heads, -1))  # [T, heads + 2 kv_heads, head_dim]
         return self.kernels.rope_store(qkv, rotation, context.slots, context.keys, context.values, self.heads, self.norms)

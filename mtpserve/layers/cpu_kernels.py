@@ -237,7 +237,7 @@ def whole(moe: MoE) -> bool:
 
 def described_attention(module: object) -> stacks.AttentionLayer:
     made = stacks.AttentionLayer()
-    if type(module) is GQA and module.norms is None and module.sinks is None:
+    if type(module) is GQA and module.norms is None and module.ordinary:
         out = matrix_of(module.out)
         made.out, made.heads, made.dim = out, module.heads, out.inputs // module.heads
         made.kv_heads = (module.all_heads - module.heads) // 2

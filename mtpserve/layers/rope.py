@@ -57,8 +57,10 @@ def rope_gain(arch: RopeArch) -> float:
 class Rope(nn.Module):
     """Tables for all positions."""
 
-    def __init__(self, arch: RopeArch, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, arch: RopeArch, length: int, dtype: torch.dtype, windowed: RopeArch | None = None) -> None:
+        """`windowed`: of layers with a window, where it is another."""
         super().__init__()
+        self.windowed = None if windowed is None else Rope(windowed, length, dtype)
         self.interleaved, self.dim = arch.interleaved, arch.dim
         angles = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), inverse_frequencies(arch))
         gain = rope_gain(arch)
@@ -91,6 +93,11 @@ class Rotation:
 
     def __init__(self, rope: Rope, positions: Tensor) -> None:
         self.positions, self.interleaved, self._rope = positions, rope.interleaved, rope
+
+    @cached_property
+    def in_window(self) -> Rotation:
+        """Of layers with a window."""
+        return self if self._rope.windowed is None else Rotation(self._rope.windowed, self.positions)
 
     @property
     def cos(self) -> Tensor:

@@ -79,6 +79,16 @@ def rope_store(
     return rotated[:, :heads]
 
 
+def rope_store_apart(
+    qk: Tensor, v: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int
+) -> Tensor:  # fmt: skip
+    """`rope_store` where values are not as wide as keys, on every device: qk [T, heads + kv_heads, D], v [T, kv_heads, E]."""
+    rotated = rotation.rotate(qk)
+    store(keys, slots, rotated[:, heads:])
+    store(values, slots, v)
+    return rotated[:, :heads]
+
+
 def latent_store(
     q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
 ) -> Tensor:  # fmt: skip

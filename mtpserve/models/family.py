@@ -27,13 +27,16 @@ class Family:
     None for a family that is published without an MTP layer.
 
     `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
-    what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches."""
+    what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches.
+
+    `modules`: how many MTP layers it is published with, where each depth has one of its own; 0: one is for all depths."""
 
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
     trunk_rules: Callable[[ModelArch], list[Rule]]
     mtp_rules: Callable[[ModelArch, str], list[Rule]] | None = None
     floor: float = 0.2
+    modules: int = 0
 
 
 def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Kernels) -> nn.Module:

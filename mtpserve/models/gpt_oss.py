@@ -3,6 +3,8 @@ clamped gate, whose router is a softmax over the chosen ones (https://arxiv.org/
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mtpserve.core.arch import Attention, ClampedGate, KVLayout, LayerKind, ModelArch, MoEArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, Names, ends, trunk_layers
@@ -12,9 +14,9 @@ from mtpserve.weights.rules import Arranged, Copy, Rule
 
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     bias = config.get_bool("attention_bias", True)
-    return gqa.arch(
-        config, "gpt_oss", positions=131072, eps=1e-5, qkv_bias=bias, out_bias=bias, sinks="all", trunk=alternating, moe=experts(config)
-    )
+    moe = experts(config)
+    common = gqa.arch(config, "gpt_oss", positions=131072, eps=1e-5, qkv_bias=bias, out_bias=bias, trunk=alternating, moe=moe)
+    return replace(common, sinks="all")
 
 
 def alternating(config: HFConfig, kv: KVLayout) -> list[LayerKind]:

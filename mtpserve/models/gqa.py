@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ def full(config: HFConfig, kv: KVLayout) -> Sequence[LayerKind]:
 
 def arch(
     config: HFConfig, family: str, *, positions: int, eps: float = 1e-6, rotated: float = 1.0, interleaved: bool = False,
-    qkv_bias: bool = False, out_bias: bool = False, head_norms: bool = False, sinks: Literal["all"] | None = None,
+    qkv_bias: bool = False, out_bias: bool = False, head_norms: bool = False,
     trunk: Callable[[HFConfig, KVLayout], Sequence[LayerKind]] = full, moe: MoEArch | None = None, mtp: MTPArch | None = None,
 ) -> ModelArch:  # fmt: skip
     """`positions`, `eps`, `rotated`: of configs that do not say. `trunk`: the kinds of its layers. An MTP layer never has a window."""
@@ -61,7 +60,6 @@ def arch(
         qkv_bias=qkv_bias,
         out_bias=out_bias,
         head_norms=head_norms,
-        sinks=sinks,
     )
 
 

@@ -1,7 +1,7 @@
 """The names of a checkpoint's MTP layers, from its tensors and not its config: the config may count layers that are missing, or none.
 
-DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`. Ernie numbers
-its parts, not its layers: `model.mtp_block.{i}.`, `model.mtp_emb_norm.{i}.` and so on.
+DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`, MiMo-V2:
+`model.mtp.layers.{i}.`. Ernie numbers its parts, not its layers: `model.mtp_block.{i}.`, `model.mtp_emb_norm.{i}.` and so on.
 A trunk layer and DeepSeek's MTP layer share most names; only the tensors of the fusion (FUSING) differ.
 """
 
@@ -19,6 +19,7 @@ COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
 NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
 MIMO = re.compile(r"model\.mtp_layers\.(\d+)\..+")
+MIMO_V2 = re.compile(r"model\.mtp\.layers\.(\d+)\..+")
 ERNIE = re.compile(r"model\.mtp_block\.(\d+)\..+")
 
 
@@ -26,7 +27,7 @@ ERNIE = re.compile(r"model\.mtp_block\.(\d+)\..+")
 class MTPLayout:
     """`prefixes`: one per MTP layer, in order, each with its final dot."""
 
-    kind: Literal["deepseek", "mimo", "ernie", "dummy"]
+    kind: Literal["deepseek", "mimo", "mimo_v2", "ernie", "dummy"]
     prefixes: tuple[str, ...]
 
     @property
@@ -42,14 +43,19 @@ def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
     """The layers whose tensors exist, whatever the config says. None if there are none: see `why_no_mtp` for the error."""
     numbered: set[int] = set()
     mimo: set[int] = set()
+    mimo_v2: set[int] = set()
     ernie: set[int] = set()
     for name in names:
         if hit := NUMBERED.fullmatch(name):
             numbered.add(int(hit[1]))
         elif hit := MIMO.fullmatch(name):
             mimo.add(int(hit[1]))
+        elif hit := MIMO_V2.fullmatch(name):
+            mimo_v2.add(int(hit[1]))
         elif hit := ERNIE.fullmatch(name):
             ernie.add(int(hit[1]))
+    if mimo_v2:
+        return MTPLayout("mimo_v2", tuple(f"model.mtp.layers.{i}." for i in sorted(mimo_v2)))
     if ernie:
         return MTPLayout("ernie", ("model.mtp_",) * len(ernie))
     if mimo:
@@ -67,10 +73,11 @@ def configured_layers(config: HFConfig) -> tuple[str, int] | None:
     return None
 
 
-def dummy_layers(config: HFConfig) -> MTPLayout | None:
-    """The config's count of MTP layers, for a model without tensors; the prefixes are the module's own."""
+def dummy_layers(config: HFConfig, published: int) -> MTPLayout | None:
+    """The config's count of MTP layers, for a model without tensors; the prefixes are the module's own. `published`: if it has none."""
     configured = configured_layers(config)
-    return MTPLayout("dummy", ("mtp_head.",) * configured[1]) if configured is not None and configured[1] > 0 else None
+    count = published if configured is None else configured[1]
+    return MTPLayout("dummy", ("mtp_head.",) * count) if count > 0 else None
 
 
 def why_no_mtp(config: HFConfig, num_layers: int) -> str:

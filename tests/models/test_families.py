@@ -16,7 +16,7 @@ from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import describe
 from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
-from tests.models.own_layouts import ernie, gpt_oss
+from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.test_parity import compare
 from tests.tiny import run
 
@@ -37,6 +37,8 @@ TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "gpt-oss, mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "swiglu_limit": 0.7}),
     "gpt-oss, many experts, other heads": (gpt_oss, {"num_local_experts": 20, "head_dim": 20, "num_attention_heads": 6}),
     "gpt-oss, other windows, no bias": (gpt_oss, {"layer_types": TYPES, "attention_bias": False, "rope_scaling": {"rope_type": "default"}}),
+    "mimo-v2": (mimo_v2, {}),
+    "mimo-v2, values as wide as keys, not scaled": (mimo_v2, {"v_head_dim": 12, "swa_v_head_dim": 12, "attention_value_scale": None}),
     "qwen2": (qwen2, {}),
     "qwen2, windows": (qwen2, WINDOWS),
     "qwen2 moe": (qwen2_moe, {}),
@@ -72,7 +74,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("make", [llama, gpt_oss, qwen2, qwen2_moe, qwen3, qwen3_moe, glm4_moe, glm4_moe_lite, ernie])
+@pytest.mark.parametrize("make", [llama, gpt_oss, qwen2, qwen2_moe, qwen3, qwen3_moe, glm4_moe, glm4_moe_lite, ernie, mimo_v2])
 def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make) -> None:
     """Chunks, small pages and preemption, too; all requests at once against each one alone."""
     tiny = make(tmp_path)

@@ -27,7 +27,7 @@ from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.sizes import DEFERRED
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
-from tests.models.own_layouts import ernie
+from tests.models.own_layouts import ernie, mimo_v2
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
@@ -170,7 +170,7 @@ PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and
 
 @pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "keys and values in a pass of their own"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("make", [*MODELS.values(), mimo_v2], ids=[*MODELS, "mimo-v2"])
 def test_drafts_are_those_of_a_computation_from_scratch(
     tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
