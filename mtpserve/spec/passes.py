@@ -56,10 +56,12 @@ def behind(rows: Batch, number: int) -> Batch:
     """What module `number` sees: rows that stand as many positions earlier, in the same slots. Rotation needs no such difference."""
     bits, start = rows.tree_bits, rows.tree_start
     if bits is not None and start is not None:
-        start = start - number
-        # Nodes that would stand before the module's first row are none of its rows.
-        missing = (-start).clamp(min=0)
-        bits, start = (bits.view(len(start), -1) >> missing.unsqueeze(1)).flatten(), start + missing
+        # Nodes that would stand before the module's first row are none of its rows: the first ones of each path.
+        missing = (number - start).clamp(min=0)
+        bits = bits.view(len(start), -1)
+        for i in range(number):
+            bits = torch.where(missing.unsqueeze(1) > i, bits & (bits - 1), bits)
+        bits, start = (bits >> missing.unsqueeze(1)).flatten(), start - number + missing
     return replace(
         rows,
         positions=rows.positions - number,
