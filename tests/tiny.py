@@ -9,7 +9,19 @@ from typing import Any
 import torch
 
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, Recurrent, RopeArch, page_groups, recurrent_kinds
+from mtpserve.core.arch import (
+    Attention,
+    ClampedGate,
+    KVLayout,
+    MLAArch,
+    ModelArch,
+    MoEArch,
+    MTPArch,
+    Recurrent,
+    RopeArch,
+    page_groups,
+    recurrent_kinds,
+)
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
@@ -51,8 +63,13 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
     if family == "glm":
         moe = MoEArch(8, 2, 16, 16, dense=(0,), groups=1, top_groups=1, scale=1.5, renormalise=True)
         return replace(arch, rope=RopeArch(4, 10000.0, interleaved=False), head_norms=True, moe=moe)
+    # Sinks, and experts with biases and a gate of their own.
+    if family == "oss":
+        gate = ClampedGate(1.702, 0.8)
+        moe = MoEArch(8, 2, 16, 0, (0,), 1, 1, 1.0, True, scores="softmax", router_bias="logits", biases=True, gate=gate)
+        return replace(arch, sinks="all", out_bias=True, moe=moe)
     if family == "qwen":
-        moe = MoEArch(8, 2, 16, 24, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", shared_gate=True)
+        moe = MoEArch(8, 2, 16, 24, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", router_bias=None, shared_gate=True)
         return replace(arch, head_norms=True, out_bias=True, moe=moe)
     if family == "hybrid":
         recurrent = Recurrent(key_heads=2, value_heads=4, key_dim=6, value_dim=10, taps=4)
@@ -73,7 +90,7 @@ def tiny_model(
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
-        if "router" not in name and "decay" not in name:
+        if not any(part in name for part in ("router", "sinks", "decay")):
             parameter.data = parameter.data.to(dtype)
     for part in reversed(list(model.modules())):
         if hasattr(part, "finish_loading"):

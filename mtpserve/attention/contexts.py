@@ -22,8 +22,8 @@ class BatchAttention(Protocol):
     @property
     def slots(self) -> Tensor: ...
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        """`layer`: its index in the pool."""
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        """`layer`: its index in the pool. The rest: core.protocols.Context."""
         ...
 
 
@@ -49,8 +49,8 @@ class LayerContext(Generic[P]):
     def values(self) -> Tensor:
         return self.planned.pool.values(self.layer)
 
-    def attend(self, q: Tensor) -> Tensor:
-        return self.planned.attend(q, self.layer)
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self.planned.attend(q, self.layer, sinks)
 
 
 def slots_of(batch: Batch, group: int) -> Tensor:

@@ -46,5 +46,5 @@ class CPUSpans:
     slots: Tensor  # [T], where this step's rows are stored
     spans: Spans
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        return attend(q, self.pool.keys(layer), self.pool.values(layer), self.spans)
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        return attend(q, self.pool.keys(layer), self.pool.values(layer), self.spans, sinks)

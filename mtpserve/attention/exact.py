@@ -89,7 +89,7 @@ class PlannedExact:
         slots = torch.cat([slots, slots[:1].expand(rows - len(slots))])
         return PlannedExact(self.pool, slots, self.seen[start:stop], self.lengths[start:stop], self.scale)
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         heads, value_dim = self.pool.layout.heads, self.pool.layout.value_dim
         out = q.new_empty(q.shape[0], q.shape[1], value_dim)
         by_length: dict[int, list[int]] = {}
@@ -102,7 +102,8 @@ class PlannedExact:
             mask = torch.zeros(len(counts), 1, n, dtype=q.dtype, device=q.device)
             mask.masked_fill_(torch.arange(n, device=q.device) >= counts[:, None, None], -torch.inf)
             grouped = q[members].unflatten(1, (heads, -1)).flatten(0, 1)  # [members * heads, group, key_dim]
-            attended = attend(grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale)
+            beside = None if sinks is None else sinks.view(1, heads, -1, 1).expand(len(members), -1, -1, -1).flatten(0, 1)
+            attended = attend(grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale, beside)
             out[members] = attended.unflatten(0, (len(members), heads)).flatten(1, 2)
         out[len(self.seen) :] = out[0]
         return out

@@ -49,7 +49,7 @@ class PlannedSpans:
     window: int  # 0: none
     width: int  # of the widest span, about
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         batch, pool = self.batch, self.pool
         where = (
             self.page_table, batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start,
@@ -57,5 +57,5 @@ class PlannedSpans:
         )  # fmt: skip
         q, keys, window, shift, width = q.contiguous(), pool.keys(layer), self.window, batch.shift, self.width
         if pool.layout.kind == "mla":
-            return span_mla(q, keys, *where, pool.layout.value_dim, window=window, shift=shift, width=width)
-        return span_gqa(q, keys, pool.values(layer), *where, window=window, shift=shift, width=width)
+            return span_mla(q, keys, *where, pool.layout.value_dim, sinks=sinks, window=window, shift=shift, width=width)
+        return span_gqa(q, keys, pool.values(layer), *where, sinks=sinks, window=window, shift=shift, width=width)

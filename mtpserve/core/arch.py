@@ -123,6 +123,7 @@ class YarnArch:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True  # the range of blended dimensions ends at whole ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +138,18 @@ class MLAArch:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gpt-oss's gated activation: gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit`, up between -limit and limit
+    (https://arxiv.org/abs/2508.10925 §2)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoEArch:
-    """`scores` sigmoid is DeepSeek-V3's routing: a correction bias for the choice alone; the best groups, then top_k of their experts.
-    With softmax over all experts there are neither biases nor groups."""
+    """`scores` sigmoid is DeepSeek-V3's routing: the best groups, then top_k of their experts. With softmax over all experts there are no
+    groups."""
 
     experts: int
     top_k: int
@@ -151,6 +161,9 @@ class MoEArch:
     scale: float
     renormalise: bool
     scores: Literal["sigmoid", "softmax"] = "sigmoid"
+    router_bias: Literal["choice", "logits"] | None = "choice"  # added to the scores for the choice alone, or to what they are made of
+    biases: bool = False  # of the experts' products
+    gate: ClampedGate | None = None  # None: silu(gate) * up
     shared_gate: bool = False  # the shared expert's output is multiplied with the sigmoid of a number of its own
 
 
@@ -161,18 +174,22 @@ class MTPArch:
     layers: int
     fusion: Literal["embedding-hidden", "hidden-embedding"]  # order of the two halves of the fusing projection's input
     hidden_in: Norm  # the trunk's hidden state before or after its final norm
-    recycle: Norm  # the next draft step gets the layer's own output before or after its final norm
+    # The next draft step gets the layer's own output before or after its final norm. None: it has a layer of its own, which gets what the
+    # first one gets of the trunk (see layers.decoder.MTPModules).
+    recycle: Norm | None
+    norm: Literal["own", "trunk"] = "own"  # its final norm
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The trunk's outputs that a draft model gets, concatenated for each row. By default none."""
+    """The trunk's outputs that a draft model gets, concatenated for each row. By default none. The trunk gives each row its own."""
 
     taps: tuple[int, ...] = ()  # the outputs of these layers
     last: Norm | None = None  # the last layer's output, before or after the final norm
+    rows: int = 1  # the row's own, those of the row before it, and so on, side by side
 
     def width(self, hidden: int) -> int:
-        return hidden * (len(self.taps) + (self.last is not None))
+        return hidden * (len(self.taps) + (self.last is not None)) * self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +215,9 @@ class ModelArch:
     out_bias: bool = False  # of the attention
     head_norms: bool = False  # each head of q and k is normed before it is rotated
     out_gate: bool = False  # what a head has attended to is multiplied by the sigmoid of numbers that the projection of q gives after q
+    window_rope: RopeArch | None = None  # of layers with a window, where it is another
+    value_scale: float = 1.0  # values are multiplied with it
+    sinks: Literal["all", "windows"] | None = None  # layers whose heads have a sink, see core.protocols.Context
 
     @property
     def num_layers(self) -> int:
@@ -207,5 +227,5 @@ class ModelArch:
     @property
     def summary(self) -> str:
         """In one line, for people."""
-        mtp = "an MTP layer" if self.mtp is not None else "no MTP layer"
+        mtp = "no MTP layer" if self.mtp is None else "an MTP layer" if self.mtp.layers == 1 else f"{self.mtp.layers} MTP layers"
         return f"{self.family} with {self.num_layers} layers of {self.hidden}, {self.heads} heads, a vocabulary of {self.vocab}, {mtp}"

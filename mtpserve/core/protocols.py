@@ -37,8 +37,9 @@ class Context(Protocol):
         """[slots, kv_heads, value_dim]; the latent layout's are a part of its keys."""
         ...
 
-    def attend(self, q: Tensor) -> Tensor:
-        """[T, heads, key_dim] → [T, heads, value_dim]"""
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """[T, heads, key_dim] → [T, heads, value_dim]. sinks [heads] float32: one more score for each row, which takes its part of the
+        softmax and has no value (https://arxiv.org/abs/2309.17453 §3.3)."""
         ...
 
 
@@ -144,6 +145,9 @@ class DraftModel(Protocol):
 
     lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is s - 1; slot 0 has no row
     lag 0 (a small model)  row s has token s alone; its position is s
+
+    With features of K rows (Features.rows) its layers are K modules, and draft i + 1 comes from module i: its row with slot s joins the
+    features of token s - 1 - i with token s, stands at position s - 1 - i, and sees those of its rows that stand before it.
     """
 
     lag: int
@@ -159,7 +163,8 @@ class DraftModel(Protocol):
         ...
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
-        """Rows of its own drafts; `state` is the features of its own output for the row before."""
+        """Rows of its own drafts; `state` is the features of its own output for the row before. Of modules, those of the trunk that are
+        known for the modules that are left: each pass has one less."""
         ...
 
     def logits(self, head: Tensor) -> Tensor:

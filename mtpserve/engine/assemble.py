@@ -39,6 +39,7 @@ from mtpserve.runtime.seats import SeatKernels, SeatTensors
 from mtpserve.runtime.step import Step
 from mtpserve.spec.accept import Decide, decide
 from mtpserve.spec.build import DraftersByShape, make_draft_model, make_drafter, reduced_head
+from mtpserve.spec.history import FeatureHistory
 from mtpserve.spec.passes import DraftPasses
 from mtpserve.spec.propose import propose
 from mtpserve.spec.sizes import draft_sizes
@@ -155,15 +156,18 @@ def draft_passes(
 ) -> DraftPasses:  # fmt: skip
     """`stores`: of all layers, the draft model's own after the trunk's. `kernels`: the backend's, by their names in KERNELS."""
     arch, width = model.arch, draft_model.features.width(model.arch.hidden)
-    boundary = deferred = None
+    boundary = deferred = history = None
     if width:
         store_boundary: StoreBoundary = kernels.get("store_boundary", reference.store_boundary)
         boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
+    if (rows := draft_model.features.rows) > 1:
+        history = FeatureHistory(sizes.seats + 1, rows, width // rows, options.dtype, options.device)
     if width and drafts.deferred:
         deferred = DeferredRows(sizes.seats + 1, drafts.deferred, width, options.dtype, options.device)
     own = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
     attention = BACKENDS.get(options.backend)(own, arch.heads, arch.scale)
-    return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map), kernels.get("propose", propose), deferred)
+    reduced = reduced_head(model, options.token_map)
+    return DraftPasses(draft_model, attention, boundary, reduced, kernels.get("propose", propose), deferred, history)
 
 
 def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:

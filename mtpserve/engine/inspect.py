@@ -38,8 +38,9 @@ def inspect_model(config: EngineConfig) -> InspectReport:
     """With the MTP layer if there is one, whether or not speculation was asked for. Raises LoadError and ConfigError."""
     plain = describe(config, want_mtp=False)
     notes = []
-    if config.spec.speculative_algorithm is None and plain.layout is not None and plain.layout.count == 1:
-        config = replace(config, spec=SpecConfig(speculative_algorithm="MTP"))
+    if config.spec.speculative_algorithm is None and plain.layout is not None and (plain.layout.count == 1 or plain.family.modules):
+        steps = plain.layout.count if plain.family.modules else None
+        config = replace(config, spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=steps))
     planned = plan(config)
     described, dtype, device, memory = planned.described, planned.dtype, planned.device, planned.memory
     if described.arch.mtp is None:
@@ -49,7 +50,7 @@ def inspect_model(config: EngineConfig) -> InspectReport:
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for checkpoint in filter(None, (described.checkpoint, described.nextn)):
         for name, entry in checkpoint.tensors.items():
-            prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefix if described.layout else None)
+            prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefixes if described.layout else None)
             row = groups[group_of(name, prefix), str(entry.dtype)]
             for i, amount in enumerate((1, math.prod(entry.shape), entry.size)):
                 row[i] += amount
@@ -73,7 +74,7 @@ def token_map(config: EngineConfig, size: int, texts: Sequence[str]) -> TokenMap
     return make_token_map(counts, size, arch.vocab, {*arch.eos_ids, *tokenizer.special_ids})
 
 
-def group_of(name: str, mtp_prefix: str | None) -> str:
+def group_of(name: str, mtp_prefix: str | tuple[str, ...] | None) -> str:
     if mtp_prefix and name.startswith(mtp_prefix):
         copied = name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         return "MTP layer: copies of embedding and head, not loaded" if copied else "MTP layer"

@@ -23,14 +23,25 @@ from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
-from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, Route, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import (
+    HeadNorms,
+    HeadProducts,
+    Kernels,
+    LastNorm,
+    Layer,
+    MixExperts,
+    Route,
+    RoutedExperts,
+    RunLayers,
+    SharedExpert,
+)
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import normed, pack_layers as one_by_one, route, torch_kernels
+from mtpserve.layers.torch_kernels import experts as in_torch, normed, pack_layers as one_by_one, route, torch_kernels
 
 
 def cpu_kernels() -> Kernels:
@@ -70,7 +81,7 @@ def latent_store(
 
 
 def pack_router(weight: Tensor, bias: Tensor | None, arch: MoEArch) -> Route:
-    if bias is None:
+    if arch.scores != "sigmoid" or bias is None:
         return partial(route, weight, bias, arch)
     routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
     return PanelRouter(moe.pack_router(weight.detach(), bias.detach(), *routing))
@@ -86,8 +97,10 @@ class PanelRouter:
         return moe.route(x, self.router)
 
 
-def pack_experts(experts: RoutedExperts, shared: SharedExpert | None) -> PanelExperts:
-    """float8 experts are not packed: engine/compute leaves them to plain torch."""
+def pack_experts(experts: RoutedExperts, shared: SharedExpert | None) -> MixExperts:
+    """float8 experts are not packed: engine/compute leaves them to plain torch. Nor are those with biases or a gate of their own."""
+    if experts.gate is not None or experts.gate_up_bias is not None:
+        return partial(in_torch, experts, shared)
     assert experts.gate_up_scale_inv is None and experts.down_scale_inv is None
     routed = moe.pack_expert_pair(experts.gate_up, experts.down)
     beside = None if shared is None else shared_matrices(shared)
@@ -224,7 +237,7 @@ def whole(moe: MoE) -> bool:
 
 def described_attention(module: object) -> stacks.AttentionLayer:
     made = stacks.AttentionLayer()
-    if type(module) is GQA and module.norms is None and not module.gated:
+    if type(module) is GQA and module.norms is None and module.ordinary:
         out = matrix_of(module.out)
         made.out, made.heads, made.dim = out, module.heads, out.inputs // module.heads
         made.kv_heads = (module.all_heads - module.heads) // 2

@@ -13,12 +13,12 @@ from mtpserve.layers.mlp import MLP
 
 
 class Router(nn.Module):
-    """`bias` steers the choice towards even load; the weights of the chosen come from the scores without it. None with a softmax."""
+    """A bias for the choice steers it towards even load; the weights of the chosen come from the scores without it."""
 
     def __init__(self, hidden: int, arch: MoEArch) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(arch.experts, hidden, dtype=torch.float32), requires_grad=False)
-        biased = arch.scores == "sigmoid"
+        biased = arch.router_bias is not None
         self.bias = nn.Parameter(torch.empty(arch.experts, dtype=torch.float32), requires_grad=False) if biased else None
 
 
@@ -38,6 +38,9 @@ class Experts(nn.Module):
         self.down_scale_inv: nn.Parameter | None
         self.register_parameter("gate_up_scale_inv", None)
         self.register_parameter("down_scale_inv", None)
+        self.gate = arch.gate
+        self.gate_up_bias = nn.Parameter(torch.empty(arch.experts, 2 * arch.size), requires_grad=False) if arch.biases else None
+        self.down_bias = nn.Parameter(torch.empty(arch.experts, hidden), requires_grad=False) if arch.biases else None
         self.parts = {"gate_up": (arch.size, arch.size), "down": (hidden,)}
 
 

@@ -54,15 +54,18 @@ def latent_store(
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
-    if bias is None:
+    if arch.scores != "sigmoid" or bias is None:
         return torch_kernels.route(weight, bias, arch, x)
     return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 
 def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     matrices, scales = (experts.gate_up, experts.down), (experts.gate_up_scale_inv, experts.down_scale_inv)
-    if shared is None:
-        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales)
+    biases, gate = (experts.gate_up_bias, experts.down_bias), experts.gate
+    if shared is None or gate is not None or biases[0] is not None:
+        clamped = None if gate is None else (gate.alpha, gate.limit)
+        out = moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales, None, None, *biases, clamped)
+        return out if shared is None else out + shared(x)
     beside = (shared.gate_up.weight, shared.down.weight)
     beside_scales = (shared.gate_up.weight_scale_inv, shared.down.weight_scale_inv)
     # The kernel takes the shared expert for as many more experts as it is wide: it must be stored like one, in whole blocks.

@@ -17,7 +17,7 @@ from mtpserve.weights.rules import Copy, Rule
 
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     mtp = MTPArch(mtp_layers, "hidden-embedding", hidden_in="pre", recycle="pre") if mtp_layers else None
-    return gqa.arch(config, "mimo", positions=32768, qkv_bias=config.get_bool("attention_bias", True), windows=True, mtp=mtp)
+    return gqa.arch(config, "mimo", positions=32768, qkv_bias=config.get_bool("attention_bias", True), trunk=gqa.windowed, mtp=mtp)
 
 
 def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:

@@ -12,10 +12,13 @@ FAMILIES: Registry[Family] = Registry(
     {
         "DeepseekV3ForCausalLM": "mtpserve.models.deepseek:DEEPSEEK",
         "DeepseekV3ForCausalLMNextN": "mtpserve.models.deepseek:DEEPSEEK",
+        "Ernie4_5_MoeForCausalLM": "mtpserve.models.ernie4_5_moe:ERNIE4_5_MOE",
         "Glm4MoeForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE",
         "Glm4MoeLiteForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE_LITE",
+        "GptOssForCausalLM": "mtpserve.models.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "mtpserve.models.llama:LLAMA",
         "MiMoForCausalLM": "mtpserve.models.mimo:MIMO",
+        "MiMoV2FlashForCausalLM": "mtpserve.models.mimo_v2:MIMO_V2",
         "Qwen2ForCausalLM": "mtpserve.models.qwen2:QWEN2",
         "Qwen2MoeForCausalLM": "mtpserve.models.qwen2:QWEN2_MOE",
         "Qwen3ForCausalLM": "mtpserve.models.qwen3:QWEN3",

@@ -115,7 +115,7 @@ def plan_memory(
     penalty or a bias. Raises ConfigError where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    boundary = 0 if arch.mtp is None else arch.hidden * fixed.itemsize  # one row per page, see cache/boundary
+    boundary = 0 if arch.mtp is None else arch.mtp.layers * arch.hidden * fixed.itemsize  # a row per page, see cache/boundary
     shares = page_shares(arch, stored, page_size, scheduler.chunked_prefill_size + lookahead)
     shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
     token, ahead = sum(share.token for share in shares), lookahead

@@ -132,13 +132,16 @@ def _ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def quantization(config: HFConfig) -> Literal["none", "fp8"]:
-    """How the config says that weights are stored. Whether a matrix is float8 is decided by its scale tensor, not by this."""
+def quantization(config: HFConfig) -> Literal["none", "fp8", "mxfp4"]:
+    """How the config says that weights are stored. How a matrix is stored is decided by its scale tensor, not by this."""
     if not config.has("quantization_config"):
         return "none"
     section, block = config.section("quantization_config"), list(FP8_BLOCK)
-    if section.get_str("quant_method", None) != "fp8":
-        raise section.unsupported("quant_method", f"none, and fp8 with blocks of {block}")
+    method = section.get_str("quant_method", None)
+    if method == "mxfp4":
+        return "mxfp4"
+    if method != "fp8":
+        raise section.unsupported("quant_method", f"none, mxfp4, and fp8 with blocks of {block}")
     if section.raw("weight_block_size") != block:
         raise section.unsupported("weight_block_size", str(block))
     if section.get_str("fmt", "e4m3") != "e4m3":
@@ -187,8 +190,6 @@ def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
     factor = section.get_float("factor", above=0)
     mscale, all_dim = section.get_float("mscale", 1.0), section.get_float("mscale_all_dim", 0.0)
     gain = section.get_float("attention_factor", None, above=0)
-    if not section.get_bool("truncate", True):
-        raise section.unsupported("truncate", "true")
     if gain is not None:
         # The gain itself instead of the mscale from which it is computed: gain = 0.1 mscale ln(factor) + 1.
         if all_dim or factor <= 1:
@@ -202,6 +203,7 @@ def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
         beta_slow=section.get_float("beta_slow", 1.0, above=0),
         mscale=mscale,
         mscale_all_dim=all_dim,
+        truncate=section.get_bool("truncate", True),
     )
 
 

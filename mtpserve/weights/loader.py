@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
 from mtpserve.quant.fp8 import FP8, SCALE, dequantize_block, is_finite
+from mtpserve.quant.mxfp4 import dequantize_mxfp4
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
@@ -81,8 +82,12 @@ def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
     tensor = placement.checkpoint.tensor(placement.name)
     if placement.scale is not None:
         scale = placement.checkpoint.tensor(placement.scale)
-        tensor = dequantize_block(tensor.to(place.device), scale.to(place.device))
-    place.copy_(tensor.float() + placement.plus if placement.plus else tensor)
+        widened = dequantize_mxfp4 if tensor.dtype == torch.uint8 else dequantize_block
+        tensor = widened(tensor.to(place.device), scale.to(place.device))
+    if placement.arranged is not None:
+        tensor = placement.arranged.arrange(tensor)
+    tensor = tensor.float() + placement.plus if placement.plus else tensor
+    place.view(tensor.shape).copy_(tensor)
     # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
     if check_finite and not all_finite(place):
         what = f"numbers too large for {place.dtype}" if all_finite(tensor) else "NaN or infinite numbers"

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
 from mtpserve.quant.fp8 import BLOCK, SCALE, scale_shape
+from mtpserve.quant.mxfp4 import GROUP
 from mtpserve.weights.audit import Audit, Fill, parameters, row_count
 from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
-from mtpserve.weights.rules import Copy, Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
+from mtpserve.weights.rules import Arranged, Copy, Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
 
 SHOWN = 3  # names in the message about a missing tensor
 FLOATS = ("F64", "F32", "F16", "BF16")
+BLOCKS, BLOCK_SCALES = "_blocks", "_scales"  # ends of the names of a matrix in MXFP4
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
@@ -63,7 +65,8 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One tensor and its place in the module. `scale` is the name of its block scales, if it has any; `size` is that of both, in bytes."""
+    """One tensor and its place in the module. `scale` is the name of its block scales, if it has any; `size` is that of both, in bytes.
+    `arranged`: the tensor is in another order than the parameter."""
 
     checkpoint: Checkpoint
     name: str
@@ -72,6 +75,7 @@ class Placement:
     region: Region
     size: int
     plus: float = 0.0
+    arranged: Arranged | None = None
 
     @property
     def entry(self) -> TensorEntry:
@@ -96,9 +100,9 @@ def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
 def _place(module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, name: str, audit: Audit) -> Placement | None:
     """None for a tensor that is dropped, and for scales, which are placed with their weight."""
     entry, tensors = checkpoint.tensors[name], checkpoint.tensors
-    if name.endswith(SCALE):
-        if name.removesuffix(SCALE) not in tensors:
-            raise LoadError(f"{entry.file}: {name} is the scale of {name.removesuffix(SCALE)}, which is not in the checkpoint")
+    if (scaled := scaled_name(name)) is not None:
+        if scaled not in tensors:
+            raise LoadError(f"{entry.file}: {name} is the scale of {scaled}, which is not in the checkpoint")
         return None
     try:
         rule, groups = matcher.match(name)
@@ -113,11 +117,30 @@ def _place(module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, name: st
     region = _region(module, parameter, target, rule.how, groups)
     if region is None:
         raise LoadError(f"{entry.file}: {name} is one expert too many, {target} has {parameter.shape[0]}")
-    scale = name + SCALE if name + SCALE in tensors else None
-    _check(name, entry, target, region.of(parameter), tensors[scale] if scale else None)
+    scale = scale_name(name) if scale_name(name) in tensors else None
+    arranged, place = rule.how if isinstance(rule.how, Arranged) else None, region.of(parameter)
+    shape = tuple(place.shape) if arranged is None else arranged.shape(tuple(place.shape))
+    if name.endswith(BLOCKS):
+        _check_blocks(name, entry, target, shape, tensors.get(scale_name(name)))
+    else:
+        _check(name, entry, target, place, shape, tensors[scale] if scale else None)
     audit.record(target, region.fill(parameter, name))
     plus = rule.how.plus if isinstance(rule.how, Copy) else 0.0
-    return Placement(checkpoint, name, scale, target, region, entry.size + (tensors[scale].size if scale else 0), plus)
+    size = entry.size + (tensors[scale].size if scale else 0)
+    return Placement(checkpoint, name, scale, target, region, size, plus, arranged)
+
+
+def scale_name(name: str) -> str:
+    """Of the tensor that holds this one's scales."""
+    return name.removesuffix(BLOCKS) + BLOCK_SCALES if name.endswith(BLOCKS) else name + SCALE
+
+
+def scaled_name(name: str) -> str | None:
+    """Of the tensor whose scales this one holds."""
+    for end, whole in ((SCALE, ""), (BLOCK_SCALES, BLOCKS)):
+        if name.endswith(end):
+            return name.removesuffix(end) + whole
+    return None
 
 
 def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
@@ -139,10 +162,21 @@ def parts_of(owner: Any, name: str) -> tuple[int, ...]:
     return parts
 
 
-def _check(name: str, entry: TensorEntry, target: str, place: Tensor, scale: TensorEntry | None) -> None:
-    """Checks shape and dtype of one tensor against its place in the model."""
-    if entry.shape != tuple(place.shape):
-        raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(place.shape)} (for {target})")
+def _check_blocks(name: str, entry: TensorEntry, target: str, shape: tuple[int, ...], scale: TensorEntry | None) -> None:
+    """Of a matrix in MXFP4: groups of columns, each with its bytes and a scale."""
+    groups = (*shape[:-1], -(-shape[-1] // GROUP))
+    if shape[-1] % GROUP or (entry.dtype, entry.shape) != ("U8", (*groups, GROUP // 2)):
+        stored = f"{entry.dtype} {list(entry.shape)}"
+        raise LoadError(f"{entry.file}: {name} is {stored}, the model needs U8 {[*groups, GROUP // 2]} (for {target})")
+    if scale is None or (scale.dtype, scale.shape) != ("U8", groups):
+        found = "is not in the checkpoint" if scale is None else f"is {scale.dtype} {list(scale.shape)}"
+        raise LoadError(f"{entry.file}: {scale_name(name)} {found}, {name} needs U8 {list(groups)}")
+
+
+def _check(name: str, entry: TensorEntry, target: str, place: Tensor, shape: tuple[int, ...], scale: TensorEntry | None) -> None:
+    """Checks shape and dtype of one tensor against its place in the model, whose `shape` it has in the checkpoint."""
+    if entry.shape != shape:
+        raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)} (for {target})")
     if scale is not None:
         if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
             stored = f"{entry.dtype} {list(entry.shape)}"

@@ -41,7 +41,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 def spans(
     heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype, tree: bool, splits: int, page: int, latent: bool = False,
-    stored: torch.dtype | None = None, window: int = 0, shift: int = 0,
+    stored: torch.dtype | None = None, window: int = 0, shift: int = 0, sinks: bool = False,
 ) -> None:  # fmt: skip
     """`stored`: what the cache holds, where it is not `dtype`."""
     from mtpserve_kernels.attention.span import span_gqa, span_mla
@@ -51,7 +51,7 @@ def spans(
     cache = torch.zeros(page, kv_heads, dim, dtype=stored or dtype)
     where = (ints(4, 16), ints(requests), ints(requests + 1), ints(requests), ints(rows), ints(rows) if tree else None,
              ints(requests) if tree else None, page, 0.1)  # fmt: skip
-    options = {"window": window, "shift": shift, "width": width, "splits": splits}
+    options = {"window": window, "shift": shift, "width": width, "splits": splits, "sinks": torch.zeros(heads) if sinks else None}
     if latent:
         span_mla(q, cache, *where, 512, **options)
     else:
@@ -66,6 +66,8 @@ def attention(fp8: bool) -> None:
     spans(32, 8, 128, 1, bf16, False, 8, 64, shift=1)
     spans(32, 8, 128, 32, torch.float16, True, 1, 64)
     spans(16, 1, 64, 8, bf16, True, 4, 128)
+    spans(64, 8, 64, 1, bf16, False, 8, 64, window=128, sinks=True)
+    spans(64, 8, 64, 4, bf16, True, 1, 64, sinks=True)
     spans(16, 1, 576, 1, bf16, False, 8, 64, latent=True)
     spans(16, 1, 576, 1, bf16, False, 1, 64, latent=True, shift=1)
     # Every tile that is ever chosen, with everything that costs registers: launches that are alike are compiled once.
@@ -132,6 +134,8 @@ def mixtures_and_verdicts(fp8: bool) -> None:
         for rows in range(1, 65):
             routed = x[:rows].to(dtype), torch.zeros(rows, 6), ints(rows, 6)
             experts(*routed, *matrices)
+            biases = torch.zeros(2, 2816, dtype=dtype), torch.zeros(2, 2048, dtype=dtype)
+            experts(*routed, *matrices[:2], *[None] * 6, *biases, (1.702, 7.0))
             if fp8:
                 experts(*routed, *stored, *scales)
     seats = [torch.zeros(4) if real else ints(4) for real in (True, False, True, True, False)]

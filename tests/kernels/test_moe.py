@@ -64,6 +64,27 @@ def test_experts(device: torch.device, rows: int, hidden: int, size: int, number
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("clamped", [None, (1.702, 0.8)], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("rows", "hidden", "size", "number", "top"), [(1, 64, 96, 8, 2), (5, 100, 40, 7, 3), (70, 64, 16, 5, 2)])
+def test_experts_with_biases(
+    device: torch.device, rows: int, hidden: int, size: int, number: int, top: int, clamped: tuple[float, float] | None
+) -> None:
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)]).to(device)
+    weights = torch.rand(rows, top, generator=dice).to(device)
+    gate_up, down = numbers(device, number, 2 * size, hidden) / 8, numbers(device, number, hidden, size) / 8
+    biases = numbers(device, number, 2 * size), numbers(device, number, hidden)
+    for part in (gate_up, down, *biases):
+        part[[expert for expert in range(number) if not (chosen == expert).any()]] = torch.nan
+    x = numbers(device, rows, hidden)
+    arguments = x, weights, chosen, gate_up, down, None, None, None, None, None, None, *biases, clamped
+    actual, expected = experts(*arguments), reference.experts(*arguments)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    if clamped is not None:
+        gate_up[chosen[0, 0], [0, size]] = torch.nan  # a gate and an up that are NaN are not clamped
+        assert experts(*arguments)[(chosen == chosen[0, 0]).any(1)].isnan().all()
+
+
 def test_an_experts_weights_are_read_by_one_program_after_the_other(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU starts programs along the first axis of the grid first. In that order all row tiles that need a tile of weights follow one
     another, so that it comes from memory once and from the cache after that."""

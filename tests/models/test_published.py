@@ -7,6 +7,8 @@ ones.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,12 +73,66 @@ GLM47_FLASH = {
     "vocab_size": 154880, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "tie_word_embeddings": False,
     "eos_token_id": [154820, 154827, 154829], "dtype": "bfloat16",
 }  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+    "attention_dropout": 0.0, "experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32, "hidden_act": "silu",
+    "swiglu_limit": 7.0, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "initial_context_length": 4096, "rope_theta": 150000, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+        "truncate": False,
+    },
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "max_position_embeddings": 131072, "vocab_size": 201088, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 200002,
+    "pad_token_id": 199999, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS_120B = GPT_OSS_20B | {
+    "num_hidden_layers": 36, "num_local_experts": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
+
+
+ERNIE_21B_A3B = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288,
+    "num_hidden_layers": 28, "num_nextn_predict_layers": 1, "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128,
+    "use_bias": False, "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_capacity": [64, 64, 64], "moe_gate": "topk",
+    "moe_use_aux_free": True, "rope_theta": 500000.0, "rope_scaling": None, "max_position_embeddings": 131072, "vocab_size": 103424,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+Shapes = dict[str, tuple[int, ...]]
+
+
+def numbered(layer_of: Any, config: Any, trunk: Shapes) -> Shapes:
+    """Transformers' decoder layer with the first number after the trunk's, the tensors that fuse, and copies of embedding and head."""
+    number = config.num_hidden_layers
+    if getattr(config, "mlp_layer_types", None) is not None:
+        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+    layer: nn.Module = layer_of(config, number)
+    prefix = f"model.layers.{number}."
+    names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
+    own = renamed(MTP(layer, config.hidden_size, config.rms_norm_eps).state_dict(), prefix, names)
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    return {name: tuple(tensor.shape) for name, tensor in own.items()} | {prefix + copy: trunk[name] for copy, name in copies.items()}
+
+
+def ernie(config: Any, trunk: Shapes) -> Shapes:
+    """As the trunk's first layer, which is dense; without a norm of its own after it."""
+    start, hidden = "model.layers.0.", config.hidden_size
+    block = {"model.mtp_block.0." + name.removeprefix(start): shape for name, shape in trunk.items() if name.startswith(start)}
+    norms = {f"model.mtp_{name}_norm.0.weight": (hidden,) for name in ("emb", "hidden")}
+    return block | norms | {"model.mtp_linear_proj.0.weight": (hidden, 2 * hidden)}
 
 
 class Published(NamedTuple):
     config: dict[str, Any]
     parameters: int | None  # of the trunk
-    layer: Any = None  # transformers' decoder layer, of which the MTP layer is made
+    mtp: Callable[[Any, Shapes], Shapes] | None = None  # of transformers' config and the trunk's tensors
 
 
 PUBLISHED = {
@@ -85,45 +141,45 @@ PUBLISHED = {
     "Qwen2.5-7B": Published(QWEN25_7B, 7_615_616_512),
     "Qwen3-8B": Published(QWEN3_8B, 8_190_735_360),
     "Qwen3-30B-A3B": Published(QWEN3_30B_A3B, 30_532_122_624),
-    "GLM-4.5-Air": Published(GLM45_AIR, None, Glm4MoeDecoderLayer),
-    "GLM-4.7-Flash": Published(GLM47_FLASH, None, Glm4MoeLiteDecoderLayer),
+    "gpt-oss-20b": Published(GPT_OSS_20B, 20_914_757_184),
+    "gpt-oss-120b": Published(GPT_OSS_120B, 116_829_156_672),
+    "GLM-4.5-Air": Published(GLM45_AIR, None, partial(numbered, Glm4MoeDecoderLayer)),
+    "GLM-4.7-Flash": Published(GLM47_FLASH, None, partial(numbered, Glm4MoeLiteDecoderLayer)),
+    "ERNIE-4.5-21B-A3B": Published(ERNIE_21B_A3B, None, ernie),
 }
 
 
-def tensors(published: Published) -> dict[str, tuple[int, ...]]:
-    """Names and shapes."""
+def tensors(published: Published) -> tuple[Shapes, Shapes]:
+    """Names and shapes of the trunk's, and of the MTP layers'."""
     known = {key: value for key, value in published.config.items() if key not in ("architectures", "model_type")}
     config = AutoConfig.for_model(published.config["model_type"], **known)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        if published.layer is not None:
-            found |= mtp(published.layer, config, found)
+        own = {} if published.mtp is None else published.mtp(config, found)
     if config.tie_word_embeddings:
         del found["lm_head.weight"]
-    return dict(part for name, shape in found.items() for part in parts(name, shape))
-
-
-def mtp(layer_of: Any, config: Any, trunk: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    number = config.num_hidden_layers
-    if getattr(config, "mlp_layer_types", None) is not None:
-        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
-    layer: nn.Module = layer_of(config, number)
-    prefix = f"model.layers.{number}."
-    names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
-    own = renamed(MTP(layer, config.hidden_size, config.rms_norm_eps), prefix, names)
-    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-    return {name: tuple(tensor.shape) for name, tensor in own.items()} | {prefix + copy: trunk[name] for copy, name in copies.items()}
+    names = in_mxfp4 if published.config["model_type"] == "gpt_oss" else parts
+    trunk, mtp = (dict(part for name, shape in shapes.items() for part in names(name, shape)) for shapes in (found, own))
+    return trunk, mtp
 
 
 def parts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     """transformers keeps all experts in two tensors."""
     start, dot, kind = name.partition(".experts.")
     if not dot:
-        return [(name, shape)]
+        return [(name.replace("mlp.gate.moe_statics", "mlp.moe_statics"), shape)]
     experts, rows, columns = shape
     matrices = {"gate_proj": rows // 2, "up_proj": rows // 2} if kind == "gate_up_proj" else {"down_proj": rows}
     return [(f"{start}.experts.{i}.{part}.weight", (size, columns)) for i in range(experts) for part, size in matrices.items()]
+
+
+def in_mxfp4(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """gpt-oss: transformers has the experts' matrices as [inputs, outputs]."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return [(name, shape)]
+    experts, inputs, outputs = shape
+    return [(f"{name}_blocks", (experts, outputs, inputs // 32, 16)), (f"{name}_scales", (experts, outputs, inputs // 32))]
 
 
 def write(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
@@ -131,8 +187,9 @@ def write(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, 
     (directory / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
     for name, shape in shapes.items():
-        size = 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        packed = name.endswith(("_blocks", "_scales"))
+        size = (1 if packed else 2) * torch.Size(shape).numel()
+        header[name] = {"dtype": "U8" if packed else "BF16", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     with (directory / "model.safetensors").open("wb") as file:
@@ -142,16 +199,16 @@ def write(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, 
 
 @pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_every_tensor_has_its_place(tmp_path: Path, published: Published) -> None:
-    shapes = tensors(published)
-    write(tmp_path, published.config, shapes)
-    for want_mtp in [False] + [True] * (published.layer is not None):
+    trunk, mtp = tensors(published)
+    write(tmp_path, published.config, trunk | mtp)
+    for want_mtp in [False] + [True] * (published.mtp is not None):
         described = describe(EngineConfig(model=ModelConfig(model=str(tmp_path))), want_mtp)
-        assert (described.layout is not None) == (published.layer is not None)
+        assert (described.layout is not None) == (published.mtp is not None)
         model = empty_model(described, torch.bfloat16, 64, Storage(False, torch.bfloat16))
-        placed = plan(model, sources(described))  # raises for a tensor without a place, and for a place without a tensor
-        layer = f"model.layers.{published.config['num_hidden_layers']}."
-        dropped = 2 if want_mtp else sum(name.startswith(layer) for name in shapes)
-        assert len(placed) == len(shapes) - (dropped if published.layer is not None else 0)
+        placed = {placement.name for placement in plan(model, sources(described))}  # raises for a tensor without a place, and vice versa
+        # Scales are placed with their matrices.
+        own = {name for name in mtp if want_mtp and not name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
+        assert placed == {name for name in (*trunk, *own) if not name.endswith("_scales")}
         if published.parameters is not None:
             assert sum(parameter.numel() for parameter in model.parameters()) == published.parameters
 
@@ -160,7 +217,7 @@ def test_every_tensor_has_its_place(tmp_path: Path, published: Published) -> Non
 def test_without_a_checkpoint(tmp_path: Path, published: Published) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published.config))
     config = EngineConfig(model=ModelConfig(model=str(tmp_path), load_format="dummy"))
-    described = describe(config, want_mtp=published.layer is not None)
-    assert (described.layout is not None) == (published.layer is not None)
+    described = describe(config, want_mtp=published.mtp is not None)
+    assert (described.layout is not None) == (published.mtp is not None)
     model = empty_model(described, torch.bfloat16, 64, Storage(False, torch.bfloat16))
-    assert (model.mtp_head is not None) == (published.layer is not None)
+    assert (model.mtp_head is not None) == (published.mtp is not None)

@@ -28,6 +28,7 @@ from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.sizes import DEFERRED
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
 from tests.models.hybrids import qwen3_5, qwen3_5_moe, qwen3_next
+from tests.models.own_layouts import ernie, mimo_v2
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
@@ -160,6 +161,7 @@ MODELS: dict[str, Callable[[Path], Tiny]] = {
     "deepseek": lambda directory: deepseek(directory, n_group=4, topk_group=2, routed_scaling_factor=1.5),
     "deepseek without q_lora, yarn": lambda directory: deepseek(directory, q_lora_rank=None, rope_scaling=YARN, n_shared_experts=2),
     "mimo": mimo,
+    "ernie": ernie,
     "glm 4.6": glm4_moe,
     "glm 4.7 flash": glm4_moe_lite,
     "qwen3-next": qwen3_next,
@@ -172,7 +174,7 @@ PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and
 
 @pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "keys and values in a pass of their own"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("make", [*MODELS.values(), mimo_v2], ids=[*MODELS, "mimo-v2"])
 def test_drafts_are_those_of_a_computation_from_scratch(
     tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ struct Walk {
     member.wait();
     const int64_t stride = layer.heads * dim;
     const Heads q{query, stride, dim, pass.type}, out{arrays.at[Arrays::JOINED], stride, dim, pass.type};
-    attention(member, spans, q, out, context.keys, context.values, next);
+    attention(member, spans, q, out, context.keys, context.values, nullptr, next);
     member.wait();
   }
 
@@ -134,7 +134,7 @@ struct Walk {
     latent_store(member, op, pass.rotation);
     member.wait();
     const Heads attended{arrays.at[Arrays::ATTENDED], layer.heads * layer.kv_rank, layer.kv_rank, pass.type};
-    attention(member, spans, all, attended, context.keys, context.values, next);
+    attention(member, spans, all, attended, context.keys, context.values, nullptr, next);
     member.wait();
     heads_linear(member, layer.v_up, attended, pass.rows, {arrays.at[Arrays::JOINED], layer.heads * layer.value, layer.value, pass.type});
     member.wait();
