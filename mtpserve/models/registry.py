@@ -12,8 +12,10 @@ FAMILIES: Registry[Family] = Registry(
     {
         "DeepseekV3ForCausalLM": "mtpserve.models.deepseek:DEEPSEEK",
         "DeepseekV3ForCausalLMNextN": "mtpserve.models.deepseek:DEEPSEEK",
+        "DeepseekV32ForCausalLM": "mtpserve.models.deepseek_v32:DEEPSEEK_V32",
         "Glm4MoeForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE",
         "Glm4MoeLiteForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE_LITE",
+        "GlmMoeDsaForCausalLM": "mtpserve.models.glm_moe_dsa:GLM_MOE_DSA",
         "LlamaForCausalLM": "mtpserve.models.llama:LLAMA",
         "MiMoForCausalLM": "mtpserve.models.mimo:MIMO",
         "Qwen2ForCausalLM": "mtpserve.models.qwen2:QWEN2",

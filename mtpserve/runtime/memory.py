@@ -61,7 +61,7 @@ def page_shares(arch: ModelArch, stored: torch.dtype, page_size: int, beyond: in
     """`beyond`: tokens of a request that are held beside its window."""
     shares = []
     for window in page_groups(arch.layers):
-        numbers = sum(kind.kv.numbers for kind in arch.layers if kind.window == window)
+        numbers = sum(kind.numbers for kind in arch.layers if kind.window == window)
         most = None if window is None else (columns(window + beyond, page_size) + 1) * page_size
         shares.append(PageShare(window, numbers * stored.itemsize, most))
     return shares
@@ -146,7 +146,7 @@ def plan_memory(
         ("draft head, reduced", fixed.reduced),
         *working(running),
         *kv_rows(arch, stored, page_size, pages, running, ahead),
-        ("KV, the page that pads batches", page_size * sum(kind.kv.numbers * stored.itemsize for kind in arch.layers)),
+        ("KV, the page that pads batches", page_size * sum(kind.numbers * stored.itemsize for kind in arch.layers)),
         ("the hidden row at the end of each page", (pages[0] + 1) * boundary),
     ]
     return MemoryPlan([row for row in rows if row[1]], pages, running, context)
@@ -160,7 +160,7 @@ def kv_rows(
     windows = page_groups(arch.layers)
     for kind in dict.fromkeys(arch.layers):
         tokens, layers = pages[windows.index(kind.window)] * page_size, arch.layers.count(kind)
-        size = layers * kind.kv.numbers * stored.itemsize
+        size = layers * kind.numbers * stored.itemsize
         kept = min(running * ahead, tokens) if kind.window is None else 0
         rows.append((f"KV, {tokens - kept:,} tokens in {layers} layers ({kind})", (tokens - kept) * size))
         all_ahead += kept * size
