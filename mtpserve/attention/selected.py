@@ -48,11 +48,12 @@ class PlannedSelected:
 
     def select(self, q: Tensor, weights: Tensor, layer: int) -> None:
         chosen, keys = list(self.seen), self.pool.index_keys(layer)
-        for rows, slots, counts in alike(chosen, [row for row, slots in enumerate(chosen) if len(slots) > self.best], MAX_TOKENS):
+        scored = [row for row, slots in enumerate(self.seen) if len(slots) > self.best]
+        for rows, slots, counts in alike(self.seen, scored, MAX_TOKENS):
             seen = self.pool.widened(keys[slots]).squeeze(2).float()  # [n, length, dim]
             scores = torch.bmm(weights[rows].unsqueeze(1), torch.bmm(q[rows].float(), seen.mT).relu_()).squeeze(1)
             scores.masked_fill_(torch.arange(slots.shape[1], device=slots.device) >= counts, -torch.inf)
-            best = scores.sort(-1, descending=True, stable=True).indices[:, : self.best].sort(-1).values
+            best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.best].sort(-1).values
             for row, picked in zip(rows, slots.gather(1, best), strict=True):
                 chosen[row] = picked
         self.choice.slots = chosen

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from mtpserve_kernels.tiling import MAX_SCORES
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch, page_groups
@@ -122,6 +123,7 @@ def plan_memory(
             ("tables of penalties and biases, once asked for", tables(running)),
             ("hidden rows that the draft model absorbs later", running * boundary * deferred),
             (f"one step's numbers{ESTIMATE}", rows),
+            (f"scores and slots of selected tokens{ESTIMATE}", selection(arch, scheduler.chunked_prefill_size, context)),
             (f"captured steps{ESTIMATE}", captured),
         ]
 
@@ -178,6 +180,12 @@ def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int
     layer = 4 * arch.hidden + 3 * inner + 2 * arch.heads * max(kind.kv.key_dim for kind in arch.layers)
     sampled = min(rows, running * (config.spec.nodes + 1))
     return rows * layer * itemsize + sampled * arch.vocab * 4 * 4
+
+
+def selection(arch: ModelArch, rows: int, context: int) -> int:
+    """Of layers that attend to selected tokens: the slots of these for each row of a step, and the scores of as many rows as fit."""
+    best = max((kind.selected.best for kind in arch.layers if kind.selected is not None), default=0)
+    return rows * best * 8 + min(rows * context, max(MAX_SCORES, context)) * 4 if best else 0
 
 
 def usable_memory(device: torch.device) -> int:
