@@ -78,6 +78,19 @@ def attention(fp8: bool) -> None:
                     spans(1, 1, dim, width, dtype, tree, 8, 64, latent=dim == 576, stored=stored, window=window, shift=int(window > 0))
 
 
+def selection(fp8: bool) -> None:
+    from mtpserve_kernels.attention.select import select
+
+    for dtype, stored in ((torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn if fp8 else None)):
+        for heads, tree, shift in ((64, False, 0), (64, True, 1), (32, True, 0)):
+            q, keys = torch.zeros(2, heads, 128, dtype=dtype), torch.zeros(64, 1, 128, dtype=stored or dtype)
+            bits = ints(2) if tree else None
+            select(q, torch.zeros(2, heads), keys, ints(4, 4096), ints(2), ints(2), bits, bits, 64, 2048, shift=shift)
+        for heads in (1, 16, 64, 128):  # attention to lists of slots
+            spans(heads, 1, 576, 1, dtype, False, 8, 1, latent=True, stored=stored)
+            spans(heads, 1, 576, 1, dtype, False, 1, 1, latent=True, stored=stored)
+
+
 def around(fp8: bool) -> None:
     from mtpserve_kernels.cache.compact import compact
     from mtpserve_kernels.cache.slots import slots, store_boundary
@@ -142,7 +155,7 @@ def mixtures_and_verdicts(fp8: bool) -> None:
         accept(torch.zeros(2, nodes, 32000), ints(2, nodes - 1), ints(2), parents, depths, ints(2), ints(4), *seats, coupled, q, 3)
 
 
-GROUPS = {"attention": attention, "around": around, "mixtures and verdicts": mixtures_and_verdicts}
+GROUPS = {"attention": attention, "selection": selection, "around": around, "mixtures and verdicts": mixtures_and_verdicts}
 
 
 @contextmanager
