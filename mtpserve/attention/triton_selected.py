@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mtpserve_kernels.attention.select import select
-from mtpserve_kernels.attention.span import span_mla
+from mtpserve_kernels.attention.select import select, selected_mla
 from torch import Tensor
 
 from mtpserve.cache.pool import KVPool
@@ -19,14 +18,12 @@ class RowsSeen:
 
     ends: Tensor
     starts: Tensor | None
-    rows: Tensor  # [T+1], 0 … T
 
     @staticmethod
     def of(batch: Batch) -> RowsSeen:
-        rows = torch.arange(len(batch.ids) + 1, device=batch.ids.device)
-        span = torch.searchsorted(batch.cu_q[1:], rows[:-1], right=True)
+        span = torch.searchsorted(batch.cu_q[1:], torch.arange(len(batch.ids), device=batch.ids.device), right=True)
         starts = None if batch.tree_start is None else batch.tree_start[span]
-        return RowsSeen(torch.minimum(batch.index + 1, batch.kv_len[span]), starts, rows)
+        return RowsSeen(torch.minimum(batch.index + 1, batch.kv_len[span]), starts)
 
 
 @dataclass(slots=True)
@@ -56,7 +53,6 @@ class SelectedSpans:
         self.choice.slots, self.choice.counts = select(q.contiguous(), weights.contiguous(), keys, *where, shift=batch.shift)
 
     def attend(self, q: Tensor, layer: int) -> Tensor:
-        slots, counts, rows, pool = self.choice.slots, self.choice.counts, self.seen.rows, self.pool
+        slots, counts, pool = self.choice.slots, self.choice.counts, self.pool
         assert slots is not None and counts is not None
-        where = slots, rows[:-1], rows, counts, counts - 1, None, None, 1, self.scale
-        return span_mla(q.contiguous(), pool.keys(layer), *where, pool.layout.value_dim)
+        return selected_mla(q.contiguous(), pool.keys(layer), slots, counts, self.scale, pool.layout.value_dim)

@@ -34,12 +34,12 @@ class KVPool:
     ) -> None:  # fmt: skip
         self.layout, self.page_size, self.pages, self._compact, self.dtype = layout, page_size, pages, compact, dtype
 
-        def part(heads: int, dim: int) -> Tensor:
+        def made(heads: int, dim: int) -> Tensor:
             return torch.empty(layers, pages * page_size, heads, dim, dtype=stored or dtype, device=device)
 
-        self.k = part(layout.heads, layout.key_dim)
-        self.v = part(layout.heads, layout.value_dim) if layout.kind == "gqa" else None
-        self.index = part(1, index_dim) if index_dim else None
+        self.k = made(layout.heads, layout.key_dim)
+        self.v = made(layout.heads, layout.value_dim) if layout.kind == "gqa" else None
+        self.index = made(1, index_dim) if index_dim else None
         self.parts = [each for each in (self.k, self.v, self.index) if each is not None]
         if poison:
             for part in self.parts:

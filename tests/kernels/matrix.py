@@ -79,16 +79,17 @@ def attention(fp8: bool) -> None:
 
 
 def selection(fp8: bool) -> None:
-    from mtpserve_kernels.attention.select import select
+    from mtpserve_kernels.attention.select import select, selected_mla
 
     for dtype, stored in ((torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn if fp8 else None)):
         for heads, tree, shift in ((64, False, 0), (64, True, 1), (32, True, 0)):
             q, keys = torch.zeros(2, heads, 128, dtype=dtype), torch.zeros(64, 1, 128, dtype=stored or dtype)
             bits = ints(2) if tree else None
             select(q, torch.zeros(2, heads), keys, ints(4, 4096), ints(2), ints(2), bits, bits, 64, 2048, shift=shift)
-        for heads in (1, 16, 64, 128):  # attention to lists of slots
-            spans(heads, 1, 576, 1, dtype, False, 8, 1, latent=True, stored=stored)
-            spans(heads, 1, 576, 1, dtype, False, 1, 1, latent=True, stored=stored)
+        latent = torch.zeros(64, 1, 576, dtype=stored or dtype)
+        for heads in (1, 16, 64, 128):
+            for splits in (1, 8):
+                selected_mla(torch.zeros(2, heads, 576, dtype=dtype), latent, ints(2, 2048), ints(2), 0.1, 512, splits=splits)
 
 
 def around(fp8: bool) -> None:

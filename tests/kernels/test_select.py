@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mtpserve_kernels.attention import reference
-from mtpserve_kernels.attention.select import select
-from mtpserve_kernels.attention.span import span_mla
+from mtpserve_kernels.attention.select import select, selected_mla
 from torch import Tensor
 
 from tests.kernels.spans import RAGGED, Span, SpanCase, check
@@ -111,9 +110,9 @@ def test_lists_of_slots_are_page_tables(device: torch.device, best: int) -> None
     made = SpanCase(1, 80, 64, 16, latent=True, tree=True).make(RAGGED, 4, device)
     seen = of_case(made, 80, device)
     slots, counts = select(seen["q"], seen["weights"], seen["keys"], *seen["where"], 16, best)
-    rows = torch.arange(len(counts) + 1, device=device)
-    where = slots, rows[:-1], rows, counts, counts - 1, None, None, 1, made["common"][-1]
-    out = span_mla(made["q"], *made["caches"], *where, 64, splits=2)
-    check(out, reference.span_mla(made["q"], *made["caches"], *where, 64))
+    given = made["q"], *made["caches"], slots, counts, made["common"][-1], 64
+    out = selected_mla(*given)
+    check(out, reference.selected_mla(*given))
+    check(selected_mla(*given, splits=3), out)
     if best == 1000:
         check(out, reference.span_mla(made["q"], *made["caches"], *made["common"], 64))

@@ -67,3 +67,13 @@ def select(
             seen = seen[scores.sort(descending=True, stable=True).indices[:best].sort().values]
         slots[row, : len(seen)], counts[row] = seen, len(seen)
     return slots, counts
+
+
+def selected_mla(q: Tensor, latent: Tensor, slots: Tensor, counts: Tensor, scale: float, value_dim: int) -> Tensor:
+    """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value, what `select` gives → [T, heads, value_dim]"""
+    out = q.new_empty(*q.shape[:2], value_dim)
+    for row, count in enumerate(counts.tolist()):
+        seen = latent[slots[row, :count], 0].float()
+        weights = (scale * q[row].float() @ seen.T).softmax(-1)
+        out[row] = (weights @ seen[:, :value_dim]).to(q.dtype)
+    return out

@@ -11,7 +11,7 @@ A row of at most `best` columns is not scored: it gets all that it sees. What it
 
     columns before end[row]; of those from start[row] on, which are nodes of a tree, where bit c - start of bits[row] is set
 
-The lists are page tables with pages of one token: `span_mla` over them, with a request for each row, is the attention.
+The lists are page tables with pages of one token, of a request for each row: that is all that `selected_mla` does with them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.attention.span import processors_of, splits_for
+from mtpserve_kernels.attention.span import processors_of, span_mla, splits_for, tiling
 from mtpserve_kernels.tiling import MAX_SCORES
 
 BLOCK = 4096  # columns that choose_kernel reads at a time
@@ -89,21 +89,20 @@ def index_score_kernel(
 def _threshold(p_row, end, best, B: tl.constexpr):
     """→ the score, as `_ordered` gives it, of the last column that is taken, and how many with this score are."""
     o_digit, left, found = tl.arange(0, 256), best, tl.full([], 0, tl.uint32)
-    for digit in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * digit
+    for low in tl.static_range(24, -1, -8):  # the digit's lowest bit
         b_counts = tl.zeros([256], tl.int32)
         for i in range(tl.cdiv(end, B)):
             o_column = i * B + tl.arange(0, B)
             b_order = _ordered(tl.load(p_row + o_column, mask=o_column < end, other=float("-inf")))
             m = o_column < end
-            if digit > 0:
-                m = m & ((b_order >> (SHIFT + 8)) == (found >> (SHIFT + 8)))
-            b_counts += tl.histogram(tl.where(m, (b_order >> SHIFT) & 255, 0).to(tl.int32), 256)
+            if low < 24:
+                m = m & ((b_order >> (low + 8)) == (found >> (low + 8)))
+            b_counts += tl.histogram(tl.where(m, (b_order >> low) & 255, 0).to(tl.int32), 256)
             b_counts -= tl.where(o_digit == 0, B - tl.sum(m.to(tl.int32)), 0)
         b_from = tl.cumsum(b_counts, reverse=True)  # columns with this digit, or a larger one
         taken = tl.sum((b_from >= left).to(tl.int32)) - 1
         left -= tl.sum(tl.where(o_digit > taken, b_counts, 0))
-        found = found | (taken.to(tl.uint32) << SHIFT)
+        found = found | (taken.to(tl.uint32) << low)
     return found, left
 
 
@@ -156,13 +155,24 @@ def select(
     for first in range(0, rows, each):
         part = min(each, rows - first)
         if columns > best:
-            BN = 32 if q.dtype == torch.float32 else 128
+            BN, warps = (16, 8) if q.dtype == torch.float32 else (128, 4)
             index_score_kernel[(part, splits or splits_for(part, processors_of(q.device)))](
                 q, weights, keys, made, *where, first, page_table.stride(0), made.stride(0), HEADS=heads, D=dim, BN=BN, PAGE=page_size,
-                SHIFT=shift, BEST=best, num_warps=4, num_stages=2,
+                SHIFT=shift, BEST=best, num_warps=warps, num_stages=2,
             )  # fmt: skip
         choose_kernel[(part,)](
             made, slots, counts, *where, first, page_table.stride(0), made.stride(0), PAGE=page_size, SHIFT=shift, BEST=best, B=block,
             num_warps=8,
         )  # fmt: skip
     return slots, counts
+
+
+def selected_mla(
+    q: Tensor, latent: Tensor, slots: Tensor, counts: Tensor, scale: float, value_dim: int, *, splits: int | None = None
+) -> Tensor:  # fmt: skip
+    """See reference.selected_mla. `splits`: of each row."""
+    heads, dim = q.shape[1:]
+    rows = torch.arange(len(q) + 1, device=q.device)
+    # The slot of each key takes registers, too: the tile of few rows, which has more keys, would spill.
+    tile = tiling(max(heads, 32), dim, True, q.element_size(), latent.element_size(), torch.version.hip is not None)
+    return span_mla(q, latent, slots, rows[:-1], rows, counts, counts - 1, None, None, 1, scale, value_dim, splits=splits, tile=tile)
