@@ -12,6 +12,7 @@ from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import (
     Attention,
     ClampedGate,
+    IndexerArch,
     KVLayout,
     MLAArch,
     ModelArch,
@@ -19,6 +20,7 @@ from mtpserve.core.arch import (
     MTPArch,
     Recurrent,
     RopeArch,
+    Selected,
     page_groups,
     recurrent_kinds,
 )
@@ -36,12 +38,12 @@ CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
 
 
 def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = None) -> ModelArch:
-    """`window`: of every second layer of the trunk."""
-    latent = family == "deepseek"
+    """`window`: of every second layer of the trunk. "sparse" is a "deepseek" that attends to 10 selected tokens."""
+    latent, sparse = family in ("deepseek", "sparse"), Selected(10, 12) if family == "sparse" else None
     kv = KVLayout("mla", 1, 24, 16) if latent else KVLayout("gqa", 2, 8, 8)
     arch = ModelArch(
         family=family,
-        layers=(*(Attention(kv, window if i % 2 else None) for i in range(layers)), Attention(kv)),
+        layers=(*(Attention(kv, window if i % 2 else None, sparse) for i in range(layers)), Attention(kv, None, sparse)),
         hidden=32,
         vocab=VOCAB,
         heads=4,
@@ -55,6 +57,7 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
         eos_ids=(),
         dtype="float32",
         mla=MLAArch(24, 16, 16, 8, 12) if latent else None,
+        indexer=IndexerArch(12, interleaved=False) if sparse else None,
         moe=MoEArch(8, 2, 16, 16, dense=(0,), groups=4, top_groups=2, scale=1.5, renormalise=True) if latent else None,
         mtp=MTPArch(1, "embedding-hidden", "post", "post") if latent else MTPArch(1, "hidden-embedding", "pre", "pre"),
         qkv_bias=not latent,
@@ -83,7 +86,7 @@ def tiny_model(
     family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32, kernels: str = "torch", **arch: Any
 ) -> DecoderModel:
     """`kernels`: of layers/kernels; "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
-    build = {"deepseek": deepseek.build, "hybrid": qwen3_next.build}.get(family, gqa.build)
+    build = {"deepseek": deepseek.build, "sparse": deepseek.build, "hybrid": qwen3_next.build}.get(family, gqa.build)
     made = KERNELS.get(kernels)()
     model = build(tiny_arch(family, **arch), Methods.all(Unquantized(made)), dtype, CONTEXT + 160, made)
     generator = torch.Generator().manual_seed(seed)

@@ -43,10 +43,12 @@ class Stores:
         self.page_size = page_size
         kinds, windows = list(dict.fromkeys(layers)), page_groups(layers)
         groups = [windows.index(kind.window) for kind in kinds]
-        self.stores = [
-            Store(kind, KVPool(kind.kv, layers.count(kind), pages[group], page_size, dtype, device, poison, compact, stored), group)
-            for kind, group in zip(kinds, groups, strict=True)
-        ]
+
+        def pool(kind: LayerKind, pages: int) -> KVPool:
+            count = layers.count(kind)
+            return KVPool(kind.kv, count, pages, page_size, dtype, device, poison, compact, stored, kind.index_dim)
+
+        self.stores = [Store(kind, pool(kind, pages[group]), group) for kind, group in zip(kinds, groups, strict=True)]
         self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
 
     def part(self, layers: slice) -> Stores:

@@ -29,15 +29,38 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Selected:
+    """Of what a row may see it attends to the `best` tokens alone, all where there are no more (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
+    §2.1). The layer scores tokens by an index key of `key_dim` numbers that it stores of each; 0: it stores none, and takes the tokens that
+    the last layer before it has selected."""
+
+    best: int
+    key_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """A layer kind: attention with KV of layout `kv`. `window`: a row attends to itself and the window - 1 tokens before it; None: to
-    itself and all tokens before it."""
+    itself and all tokens before it. `selected`: to some of these; None: to all."""
 
     kv: KVLayout
     window: int | None = None
+    selected: Selected | None = None
+
+    @property
+    def index_dim(self) -> int:
+        """Of the index key of a token; 0: there is none."""
+        return 0 if self.selected is None else self.selected.key_dim
+
+    @property
+    def numbers(self) -> int:
+        """Numbers stored per token and layer."""
+        return self.kv.numbers + self.index_dim
 
     def __str__(self) -> str:
-        return f"{self.kv}" if self.window is None else f"{self.kv}, window {self.window:,}"
+        window = "" if self.window is None else f", window {self.window:,}"
+        index = f", index key {self.index_dim}" if self.index_dim else ""
+        return f"{self.kv}{window}" + ("" if self.selected is None else f"{index}, best {self.selected.best:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +170,15 @@ class ClampedGate:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerArch:
+    """What scores the tokens of `Selected`: query heads of the index keys' size. Of both as many numbers are rotated as the attention
+    rotates, the first ones, `interleaved` or in halves."""
+
+    heads: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MoEArch:
     """`scores` sigmoid is DeepSeek-V3's routing: the best groups, then top_k of their experts. With softmax over all experts there are no
     groups."""
@@ -209,6 +241,7 @@ class ModelArch:
     eos_ids: tuple[int, ...]
     dtype: str  # the checkpoint's own: bfloat16, float16 or float32
     mla: MLAArch | None = None
+    indexer: IndexerArch | None = None
     moe: MoEArch | None = None
     mtp: MTPArch | None = None
     qkv_bias: bool = False

@@ -76,7 +76,7 @@ class ModelShape:
             layers,
             used,
             int(stored * weight_size),
-            int(sum(kind.kv.numbers for kind in attention_kinds(arch.layers)) * kv_size),
+            int(sum(kind.numbers for kind in attention_kinds(arch.layers)) * kv_size),
             sum(2 * arch.heads * (kv.key_dim + kv.value_dim) for kv in kinds),
             int((head + (stored - head) // layers) * weight_size),
             int(head * weight_size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -46,9 +46,9 @@ def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Ker
     return MoE(arch.hidden, arch.moe, method, kernels)
 
 
-def trunk_layers(arch: ModelArch, names: Names) -> list[Rule]:
-    """`names` for every layer of the trunk and no other: the next number may be an MTP layer."""
-    numbers = "|".join(str(i) for i in range(arch.num_layers))
+def trunk_layers(arch: ModelArch, names: Names, layers: Iterable[int] | None = None) -> list[Rule]:
+    """`names` for these layers of the trunk, by default for all, and no other: the next number may be an MTP layer."""
+    numbers = "|".join(str(i) for i in (range(arch.num_layers) if layers is None else layers))
     start = rf"model\.layers\.(?P<layer>{numbers})\."
     return [made(start + name, f"layers.{{layer}}.{target}", how) for name, target, how in names]
 

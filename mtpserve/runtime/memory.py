@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from mtpserve_kernels.tiling import MAX_SCORES
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch, attention_kinds, page_groups, recurrent_kinds
@@ -72,7 +73,7 @@ def page_shares(arch: ModelArch, stored: torch.dtype, page_size: int, beyond: in
     """`beyond`: tokens of a request that are held beside its window."""
     shares = []
     for window in page_groups(arch.layers):
-        numbers = sum(kind.kv.numbers for kind in attention_kinds(arch.layers) if kind.window == window)
+        numbers = sum(kind.numbers for kind in attention_kinds(arch.layers) if kind.window == window)
         most = None if window is None else (columns(window + beyond, page_size) + 1) * page_size
         shares.append(PageShare(window, numbers * stored.itemsize, most))
     return shares
@@ -136,6 +137,7 @@ def plan_memory(
             ("states of recurrent layers", (running + 1) * state_bytes),
             ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
             (f"one step's numbers{ESTIMATE}", rows),
+            (f"scores and slots of selected tokens{ESTIMATE}", selection(arch, scheduler.chunked_prefill_size, context)),
             (f"captured steps{ESTIMATE}", captured),
         ]
 
@@ -163,7 +165,7 @@ def plan_memory(
         ("draft head, reduced", fixed.reduced),
         *working(running),
         *kv_rows(arch, stored, page_size, pages, running, ahead),
-        ("KV, the page that pads batches", page_size * sum(kind.kv.numbers * stored.itemsize for kind in attention_kinds(arch.layers))),
+        ("KV, the page that pads batches", page_size * sum(kind.numbers * stored.itemsize for kind in attention_kinds(arch.layers))),
         (f"{states} states for requests with the same prefix", states * state_bytes),
         ("the hidden row at the end of each page", (pages[0] + 1) * boundary),
     ]
@@ -185,7 +187,7 @@ def kv_rows(
     windows = page_groups(arch.layers)
     for kind in dict.fromkeys(attention_kinds(arch.layers)):
         tokens, layers = pages[windows.index(kind.window)] * page_size, arch.layers.count(kind)
-        size = layers * kind.kv.numbers * stored.itemsize
+        size = layers * kind.numbers * stored.itemsize
         kept = min(running * ahead, tokens) if kind.window is None else 0
         rows.append((f"KV, {tokens - kept:,} tokens in {layers} layers ({kind})", (tokens - kept) * size))
         all_ahead += kept * size
@@ -204,6 +206,12 @@ def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int
     layer = max(layer, 4 * arch.hidden + max((3 * kind.channels for kind in recurrent_kinds(arch.layers)), default=0))
     sampled = min(rows, running * (config.spec.nodes + 1))
     return rows * layer * itemsize + sampled * arch.vocab * 4 * 4
+
+
+def selection(arch: ModelArch, rows: int, context: int) -> int:
+    """Of layers that attend to selected tokens: the slots of these for each row of a step, and the scores of as many rows as fit."""
+    best = max((kind.selected.best for kind in arch.layers if kind.selected is not None), default=0)
+    return rows * best * 8 + min(rows * context, max(MAX_SCORES, context)) * 4 if best else 0
 
 
 def usable_memory(device: torch.device) -> int:

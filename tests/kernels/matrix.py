@@ -80,6 +80,20 @@ def attention(fp8: bool) -> None:
                     spans(1, 1, dim, width, dtype, tree, 8, 64, latent=dim == 576, stored=stored, window=window, shift=int(window > 0))
 
 
+def selection(fp8: bool) -> None:
+    from mtpserve_kernels.attention.select import select, selected_mla
+
+    for dtype, stored in ((torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn if fp8 else None)):
+        for heads, tree, shift in ((64, False, 0), (64, True, 1), (32, True, 0)):
+            q, keys = torch.zeros(2, heads, 128, dtype=dtype), torch.zeros(64, 1, 128, dtype=stored or dtype)
+            bits = ints(2) if tree else None
+            select(q, torch.zeros(2, heads), keys, ints(4, 4096), ints(2), ints(2), bits, bits, 64, 2048, shift=shift)
+        latent = torch.zeros(64, 1, 576, dtype=stored or dtype)
+        for heads in (1, 16, 64, 128):
+            for splits in (1, 8):
+                selected_mla(torch.zeros(2, heads, 576, dtype=dtype), latent, ints(2, 2048), ints(2), 0.1, 512, splits=splits)
+
+
 def around(fp8: bool) -> None:
     from mtpserve_kernels.cache.compact import compact
     from mtpserve_kernels.cache.slots import slots, store_boundary
@@ -162,7 +176,13 @@ def states(fp8: bool) -> None:
             recur(x, gates, torch.zeros(4, rule.channels), layer, spans, rule)
 
 
-GROUPS = {"attention": attention, "around": around, "mixtures and verdicts": mixtures_and_verdicts, "states": states}
+GROUPS = {
+    "attention": attention,
+    "selection": selection,
+    "around": around,
+    "mixtures and verdicts": mixtures_and_verdicts,
+    "states": states,
+}
 
 
 @contextmanager

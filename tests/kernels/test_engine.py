@@ -29,7 +29,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA gr
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("family", ["deepseek", "mimo", "glm", "qwen"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo", "glm", "qwen"])
 def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig, device: torch.device) -> None:
     asked = prompts(4, longest=8)
     params = [

@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteDecoderLayer
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaDecoderLayer
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.engine.planning import describe, empty_model, sources
@@ -105,6 +107,34 @@ ERNIE_21B_A3B = {
     "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+DEEPSEEK_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "hidden_size": 7168, "intermediate_size": 18432,
+    "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "attention_bias": False,
+    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    },
+    "vocab_size": 129280, "rms_norm_eps": 1e-6, "max_position_embeddings": 163840, "tie_word_embeddings": False, "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+GLM5 = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144, "intermediate_size": 12288,
+    "num_hidden_layers": 78, "num_nextn_predict_layers": 1, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "attention_bias": False,
+    "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True, "rope_interleave": True,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3,
+    "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "vocab_size": 154880,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "tie_word_embeddings": False, "eos_token_id": [154820, 154827, 154829],
+    "dtype": "bfloat16",
+}  # fmt: skip
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -113,6 +143,8 @@ def numbered(layer_of: Any, config: Any, trunk: Shapes) -> Shapes:
     number = config.num_hidden_layers
     if getattr(config, "mlp_layer_types", None) is not None:
         config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
+    if getattr(config, "indexer_types", None) is not None:
+        config.indexer_types = [*config.indexer_types, "full"]
     layer: nn.Module = layer_of(config, number)
     prefix = f"model.layers.{number}."
     names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
@@ -143,6 +175,8 @@ PUBLISHED = {
     "Qwen3-30B-A3B": Published(QWEN3_30B_A3B, 30_532_122_624),
     "gpt-oss-20b": Published(GPT_OSS_20B, 20_914_757_184),
     "gpt-oss-120b": Published(GPT_OSS_120B, 116_829_156_672),
+    "DeepSeek-V3.2": Published(DEEPSEEK_V32, None, partial(numbered, DeepseekV32DecoderLayer)),
+    "GLM-5": Published(GLM5, None, partial(numbered, GlmMoeDsaDecoderLayer)),
     "GLM-4.5-Air": Published(GLM45_AIR, None, partial(numbered, Glm4MoeDecoderLayer)),
     "GLM-4.7-Flash": Published(GLM47_FLASH, None, partial(numbered, Glm4MoeLiteDecoderLayer)),
     "ERNIE-4.5-21B-A3B": Published(ERNIE_21B_A3B, None, ernie),

@@ -32,7 +32,9 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("family", ["deepseek", "deepseek, experts one by one", "mimo", "mimo, windows", "oss, windows"])
+@pytest.mark.parametrize(
+    "family", ["deepseek", "deepseek, experts one by one", "sparse", "mimo", "mimo, windows", "oss, windows", "hybrid"]
+)
 def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str, kernels: str) -> None:
     if "one by one" in family:
         monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)

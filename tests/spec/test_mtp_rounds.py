@@ -29,6 +29,7 @@ from mtpserve.spec.sizes import DEFERRED
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
 from tests.models.hybrids import qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.own_layouts import ernie, mimo_v2
+from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
@@ -160,6 +161,7 @@ def check(tiny: Tiny, rounds: list[Round]) -> None:
 MODELS: dict[str, Callable[[Path], Tiny]] = {
     "deepseek": lambda directory: deepseek(directory, n_group=4, topk_group=2, routed_scaling_factor=1.5),
     "deepseek without q_lora, yarn": lambda directory: deepseek(directory, q_lora_rank=None, rope_scaling=YARN, n_shared_experts=2),
+    "deepseek v3.2": deepseek_v32,
     "mimo": mimo,
     "ernie": ernie,
     "glm 4.6": glm4_moe,
@@ -167,6 +169,7 @@ MODELS: dict[str, Callable[[Path], Tiny]] = {
     "qwen3-next": qwen3_next,
     "qwen3.5": qwen3_5,
     "qwen3.5 moe": qwen3_5_moe,
+    "glm 5.2": glm_dsa,
 }
 # Rows per step, tokens in the pool, tokens in a page. The second pool is so small that requests are preempted.
 PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and preemption": (9, 60, 5)}
