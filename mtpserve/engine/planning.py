@@ -27,6 +27,7 @@ from mtpserve.spec.token_map import read_token_map
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.dummy import fill
+from mtpserve.weights.formats import groups
 from mtpserve.weights.hf import HFConfig, read_config
 from mtpserve.weights.layouts import MTPLayout, dummy_layers, mtp_layers, nextn_prefix, why_no_mtp
 from mtpserve.weights.loader import load
@@ -208,7 +209,8 @@ def sources(described: Described) -> list[WeightSource]:
 def nextn_rules(described: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
     """The layer's own tensors; what is outside its prefix is another copy of the trunk's."""
     assert described.family.mtp_rules is not None
-    others = {name.split(".weight")[0] for name in nextn.tensors if not name.startswith(prefix)}
+    names = (group.name for group in groups(nextn.tensors))
+    others = {name.split(".weight")[0] for name in names if not name.startswith(prefix)}
     return described.family.mtp_rules(described.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
 
 

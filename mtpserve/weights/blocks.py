@@ -29,7 +29,7 @@ def hold_blocks(module: nn.Module, placements: Iterable[Placement]) -> None:
     for target, members in by_target.items():
         path, _, name = target.rpartition(".")
         owner: Any = module.get_submodule(path)
-        scaled = sum(placement.scale is not None for placement in members)
+        scaled = sum(placement.format is not None and placement.format.groups is None for placement in members)
         if not scaled:
             continue
         if name not in getattr(owner, "may_hold_blocks", ()):

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
-from mtpserve.quant.fp8 import FP8, SCALE, dequantize_block, is_finite
+from mtpserve.quant.fp8 import FP8, SCALE
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
@@ -44,8 +44,8 @@ def load(
     their own rules, such as a separately published layer. Each submodule's `finish_loading()` is called as soon as all of it is filled,
     a part's before the whole's.
 
-    Matrices in float8 are expanded to the parameter's dtype; with `keep_blocks` they stay float8 if the module can multiply them: see
-    blocks.py.
+    Quantised matrices are widened to the parameter's dtype; with `keep_blocks` they stay as they are stored if the module can multiply
+    them: see blocks.py.
     """
     placements = plan(module, [WeightSource(checkpoint, rules), *also])
     _check_dtypes(module, dtype)
@@ -62,7 +62,7 @@ def load(
                 if mapped > MAPPED:
                     placement.checkpoint.close()
                     mapped = 0
-                mapped += placement.entry.size
+                mapped += placement.size
                 parameter = targets[placement.target]
                 if parameter.dtype == FP8:
                     _keep(placement, parameter, targets[placement.target + SCALE], check_finite)
@@ -78,24 +78,27 @@ def load(
 
 def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
     place = placement.region.of(parameter.detach())
-    tensor = placement.checkpoint.tensor(placement.name)
-    if placement.scale is not None:
-        scale = placement.checkpoint.tensor(placement.scale)
-        tensor = dequantize_block(tensor.to(place.device), scale.to(place.device))
-    place.copy_(tensor)
+    stored = placement.stored(place.device)
+    if stored is None:
+        tensor = placement.checkpoint.tensor(placement.name)
+        place.copy_(tensor)
+    else:
+        stored.widen_to(place)
     # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
     if check_finite and not all_finite(place):
-        what = f"numbers too large for {place.dtype}" if all_finite(tensor) else "NaN or infinite numbers"
+        finite = all_finite(tensor) if stored is None else stored.is_finite()
+        what = f"numbers too large for {place.dtype}" if finite else "NaN or infinite numbers"
         raise LoadError(f"{placement.entry.file}: {placement.name} holds {what}")
 
 
 def _keep(placement: Placement, parameter: Tensor, scales: Tensor, check_finite: bool) -> None:
     """Copies float8 weights and their scales unchanged."""
-    assert placement.scale is not None
     place, scale = placement.region.of(parameter.detach()), placement.region.blocks.of(scales.detach())
-    place.copy_(placement.checkpoint.tensor(placement.name))
-    scale.copy_(placement.checkpoint.tensor(placement.scale))
-    if check_finite and not is_finite(place, scale):
+    stored = placement.stored(place.device)
+    assert stored is not None
+    place.copy_(stored.numbers)
+    scale.copy_(stored.scale)
+    if check_finite and not stored.is_finite():
         raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
 
 
