@@ -176,8 +176,8 @@ def empty_model(described: Described, dtype: torch.dtype, positions: int, kept: 
     """On no device: names, shapes and dtypes."""
     with torch.device("meta"):
         model = build_model(described, dtype, positions, KERNELS.get("torch")(), kept)
-    if kept.keep_blocks:
-        hold_blocks(model, placements(model, sources(described)))
+    if kept.kinds:
+        hold_blocks(model, placements(model, sources(described)), kept.kinds)
     return model
 
 
@@ -229,5 +229,5 @@ def load_model(
         fill(model, device)
     else:
         own, *also = sources(described)
-        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep_blocks=kept.keep_blocks)
+        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep=kept.kinds)
     return model.eval()

@@ -15,11 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mtpserve.quant.fp8 import BLOCK, dequantize_block, is_finite, scale_shape
+from mtpserve.quant.fp8 import BLOCK, FP8, SCALE, dequantize_block, is_finite, scale_shape
 from mtpserve.quant.mxfp4 import dequantize_mxfp4
 
+ZEROS = "_zeros"  # suffix of a matrix's name, in modules
+MIDDLE = 8  # of four bits: the number that stands for 0 where there are no zeros
 NUMBERS = 1 << 22  # that are widened at a time: in float32, several times, a whole matrix would be the largest thing in memory
 
 
@@ -29,6 +31,11 @@ class QuantisedMatrix:
     scale: Tensor
     zeros: Tensor | None = None
     group_of: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of a matrix whose integers have four bits, where it has integers."""
+        return self.numbers.shape[-1] * (2 if self.numbers.dtype == torch.uint8 else 1)
 
     @property
     def in_blocks(self) -> bool:
@@ -67,7 +74,7 @@ def widen(matrix: QuantisedMatrix, columns: int) -> Tensor:
         return dequantize_block(numbers, scale)
     whole = numbers.dtype == torch.uint8
     halves = whole and numbers.shape[-1] != columns
-    middle = 0 if not whole else 8 if halves else 128
+    middle = 0 if not whole else MIDDLE if halves else 128
     out = (unpacked(numbers) if halves else numbers).to(torch.float32, copy=True)
     scale, zeros = scale.float(), None if matrix.zeros is None else matrix.zeros.float()
     if matrix.group_of is not None:
@@ -79,6 +86,18 @@ def widen(matrix: QuantisedMatrix, columns: int) -> Tensor:
     elif middle:
         grouped.sub_(middle)
     return grouped.mul_(scale.unsqueeze(-1)).view(out.shape)
+
+
+def make_room_by_row(module: nn.Module, name: str, bits: int, groups: int, zeros: bool, scales: torch.dtype) -> None:
+    """Before loading: the parameter `name` [..., rows, columns] becomes float8, or integers of four bits, with as many scales for each
+    row: `name`_scale_inv and, where there are zeros, `name`_zeros are added."""
+    old = module.get_parameter(name)
+    shape, one = (*old.shape[:-1], groups), (*old.shape[:-1], old.shape[-1] * bits // 8)
+    made = {name: (one, FP8 if bits == 8 else torch.uint8), name + SCALE: (shape, scales)}
+    if zeros:
+        made[name + ZEROS] = shape, torch.uint8
+    for each, (size, dtype) in made.items():
+        setattr(module, each, nn.Parameter(torch.empty(size, dtype=dtype, device=old.device), requires_grad=False))
 
 
 def unpacked(halves: Tensor) -> Tensor:

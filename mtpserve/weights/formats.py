@@ -85,6 +85,18 @@ class StoredFormat:
     zeros: bool = False
     wide: str | None = None  # why it is always widened
 
+    @property
+    def kind(self) -> str:
+        """Of those that can be kept."""
+        return "fp8" if self.bits == 8 else "int4"
+
+
+def kinds_of(tensors: Entries) -> set[str]:
+    """Of the formats that a checkpoint has, those that some product reads; not for all matrices, perhaps."""
+    float8 = any(entry.dtype == "F8_E4M3" for entry in tensors.values())
+    words = any(name.endswith((".qweight", ".weight_packed")) and entry.dtype == "I32" for name, entry in tensors.items())
+    return {kind for kind, there in (("fp8", float8), ("int4", words)) if there}
+
 
 def groups(tensors: Entries) -> list[Group]:
     """All tensors, each in exactly one group, in the checkpoint's order. Raises LoadError for two that are the same part of one matrix."""
