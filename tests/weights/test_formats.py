@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
-from mtpserve.core.errors import LoadError
+from mtpserve.core.errors import ConfigError, LoadError
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
+from mtpserve.engine.inspect import inspect_model
+from mtpserve.engine.planning import Described, describe, fixed, load_model
+from mtpserve.engine.storage import Storage, storage_of
+from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.loader import load
 from mtpserve.weights.rules import Expert, Rule, Stack
@@ -136,7 +140,7 @@ def test_a_rule_for_such_a_name_counts(tmp_path: Path) -> None:
     assert torch.equal(found.weight[160:], source["x.k_scale"])
 
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
 SIZES |= {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32}
 Part = Callable[[str, str], bool]  # the MTP layer's prefix and a name
 
@@ -168,9 +172,11 @@ def both(directory: Path, layout: str, part: str) -> tuple[Path, Path]:
 def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, layout: str, part: str) -> None:
     here, there = both(tmp_path, layout, part)
     ids = [torch.randint(24, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (30, 17)]
-    ours, wanted = (Harness(directory, ids, 4, with_mtp=True).all_logits((9, 1)) for directory in (here, there))
-    for mine, other in zip(ours, wanted, strict=True):
-        assert torch.equal(mine, other)
+    wanted = Harness(there, ids, 4, with_mtp=True).all_logits((9, 1))
+    for keep, tolerance in ((False, 0.0), (True, 1e-4)):
+        ours = Harness(here, ids, 4, with_mtp=True, keep_blocks=keep).all_logits((9, 1))
+        for mine, other in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(mine, other, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
@@ -183,8 +189,73 @@ def test_fused_projections_with_biases_and_experts(tmp_path: Path, layout: str, 
     quantised, worth = converted(tiny.tensors, matrix, writer)
     here = write(tmp_path / "here", tiny.config | {"quantization_config": config}, quantised)
     ids = [[5, 3, 1, 22, 7, 7, 2, 9]]
-    ours, wanted = (Harness(directory, ids, 4).all_logits((3,)) for directory in (here, write(tmp_path / "there", tiny.config, worth)))
-    assert torch.equal(ours[0], wanted[0])
+    wanted = Harness(write(tmp_path / "there", tiny.config, worth), ids, 4).all_logits((3,))[0]
+    assert torch.equal(Harness(here, ids, 4).all_logits((3,))[0], wanted)
+    kept = Harness(here, ids, 4, keep_blocks=True)
+    torch.testing.assert_close(kept.all_logits((3,))[0], wanted, atol=1e-4, rtol=1e-4)
+    found = {name: parameter.dtype for name, parameter in kept.model.named_parameters()}
+    assert found["layers.0.attention.qkv.weight"] == KEPT.get(layout, torch.float32)
+
+
+FLOAT8 = ("float8 per tensor", "float8 per channel", "float8 in groups", "fp8 without blocks", "ModelOpt")
+INT4 = ("AWQ", "GPTQ", "GPTQ, zeros", "GPTQ, second version", "GPTQ, one group", "packed", "packed, zeros", "packed per channel")
+# Not in blocks: these parts do not begin where blocks do.
+KEPT = dict.fromkeys(FLOAT8, torch.float8_e4m3fn) | dict.fromkeys(INT4, torch.uint8)
+
+
+def described(directory: Path) -> Described:
+    return describe(EngineConfig(model=ModelConfig(model=str(directory), device="cpu")), want_mtp=True)
+
+
+@pytest.mark.parametrize("layout", ["float8 per channel", "AWQ", "packed"])
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_kept_is_planned(tmp_path: Path, layout: str, part: str) -> None:
+    """Matrix by matrix; the plan's count of bytes is that of the model in memory."""
+    found, storage = described(both(tmp_path, layout, part)[0]), Storage(True, torch.float32, keep_int4=True)
+    model = load_model(found, torch.float32, torch.device("cpu"), 64, torch_kernels(), progress=False, kept=storage)
+    sizes = fixed(found, torch.float32, 64, storage)
+    assert sizes.trunk + sizes.mtp == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    for name, parameter in model.named_parameters():
+        drafts, routed = name.startswith("mtp_head."), ".experts." in name
+        there = {"all": True, "trunk": not drafts, "MTP layer": drafts, "experts": routed}[part]
+        plain = any(word in name for word in ("kv_up", "router", "embed", "fusion", "norm", "scale", "zeros", "head.weight"))
+        assert plain or (parameter.dtype == KEPT[layout]) == there, name
+
+
+def test_order_that_the_config_does_not_tell(tmp_path: Path) -> None:
+    """Widened it loads; kept it is refused, in words that say what to do."""
+    tiny = checkpoints.llama(tmp_path / "source", hidden_size=64, head_dim=16)
+    quantised, _ = converted(tiny.tensors, matrix, LAYOUTS["GPTQ in act order"][1])
+    here = write(tmp_path, tiny.config | {"quantization_config": LAYOUTS["GPTQ"][0]}, quantised)
+    Harness(here, [[1]], 4)
+    with pytest.raises(LoadError, match=r"\.qweight has its columns in groups out of order, .*--quantization none widens it"):
+        Harness(here, [[1]], 4, keep_blocks=True)
+
+
+def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
+    tiny = checkpoints.qwen2(tmp_path / "source", hidden_size=64, head_dim=16, tie_word_embeddings=True)
+    quantised, worth = converted(tiny.tensors, matrix, awq)
+    here = write(tmp_path / "here", tiny.config | {"quantization_config": LAYOUTS["AWQ"][0]}, quantised)
+    ours, wanted = Harness(here, [[3, 5, 9]], 4, keep_blocks=True), Harness(write(tmp_path / "there", tiny.config, worth), [[3, 5, 9]], 4)
+    torch.testing.assert_close(ours.all_logits((3,))[0], wanted.all_logits((3,))[0], atol=1e-4, rtol=1e-4)
+
+
+def storage_for(directory: Path, quantization: str, kernels: bool) -> Storage:
+    asked = EngineConfig(model=ModelConfig(model=str(directory), quantization=quantization))
+    return storage_of(asked, [described(directory).checkpoint], torch.bfloat16, torch.device("cuda"), kernels)
+
+
+def test_what_stays_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older GPU reads four bits, and no float8. int8 and none keep nothing."""
+    int4, fp8 = both(tmp_path / "int4", "GPTQ", "all")[0], both(tmp_path / "fp8", "ModelOpt", "all")[0]
+    for capability, reads in (((8, 9), {"fp8"}), ((8, 0), set())):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert storage_for(int4, "auto", True).kinds == storage_for(int4, "int4", False).kinds == {"int4"}
+        assert storage_for(fp8, "auto", True).kinds == reads
+    for quantization in ("auto", "none", "int8"):
+        assert not storage_for(int4, quantization, False).kinds and not storage_for(fp8, quantization, False).kinds
+    with pytest.raises(ConfigError, match=r"--quantization int4: .* has no matrix of integers with four bits, in AWQ's, GPTQ's or"):
+        storage_for(fp8, "int4", False)
 
 
 @pytest.mark.parametrize("layout", ["float8 per tensor", "AWQ", "GPTQ in act order"])
@@ -192,8 +263,39 @@ def test_fused_projections_with_biases_and_experts(tmp_path: Path, layout: str, 
 def test_greedy_text_with_drafts(tmp_path: Path, layout: str, part: str) -> None:
     """A quantised trunk with an MTP layer that is not, and the reverse: all of it is loaded, and drafts change nothing."""
     texts = []
-    for directory, drafts in zip((*both(tmp_path, layout, part), tmp_path / "quantised"), (2, 0, 0), strict=True):
-        model = ModelConfig(model=str(directory), device="cpu", dtype="float32", context_length=60)
+    here, there = both(tmp_path, layout, part)
+    kept = {"AWQ": "int4", "float8 per tensor": "fp8"}.get(layout, "none")
+    for directory, drafts, quantization in ((here, 2, "auto"), (here, 2, kept), (here, 0, kept), (there, 0, "auto")):
+        model = ModelConfig(model=str(directory), device="cpu", dtype="float32", quantization=quantization, context_length=60)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec_of(drafts)), poison=True)
         texts.append(run(engine, [[3, 5, 7], [1]], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)))
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+@pytest.mark.parametrize(("layout", "label", "bits"), [
+    ("float8 per tensor", "float8, one scale", 8),
+    ("float8 per channel", "float8, a scale per row", 8),
+    ("float8 in groups", "float8, groups of 32", 8),
+    ("int8", "int8, a scale per row", 8),
+    ("AWQ", "int4 (AWQ), groups of 32", 4),
+    ("GPTQ, 8 bits", "int8 (GPTQ), groups of 32", 8),
+    ("packed", "int4 (packed), groups of 32", 4),
+    ("MXFP4", "MXFP4", 4),
+])  # fmt: skip
+def test_inspect_shows_formats(tmp_path: Path, layout: str, label: str, bits: int) -> None:
+    """A quantised matrix counts with its own numbers, and the bytes of all of its tensors."""
+    here, there = both(tmp_path, layout, "experts")
+    ours, wanted = (inspect_model(EngineConfig(model=ModelConfig(model=str(directory), device="cpu"))) for directory in (here, there))
+    found = {(group, kind): row for group, _, *row, kind, size in ours.weights for row in [[*row, size]]}
+    plain = {group: row for group, _, *row, kind, size in wanted.weights for row in [[*row, size]]}
+    assert found["experts", label][0] == plain["experts"][0]
+    assert plain["experts"][0] * bits // 8 < found["experts", label][1] < plain["experts"][1] / (32 / bits) * 1.7
+    assert sum(row[-1] for row in ours.weights) == sum(entry.size for entry in Checkpoint.open(here).tensors.values())
+
+
+def test_dummy_weights_for_a_config_that_says_so(tmp_path: Path) -> None:
+    here = both(tmp_path, "AWQ", "all")[0]
+    (here / "model.safetensors").unlink()
+    model = ModelConfig(model=str(here), device="cpu", dtype="float32", load_format="dummy", context_length=60)
+    engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec_of(1)), poison=True)
+    assert len(run(engine, [[3, 5, 7]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))[0]) == 4

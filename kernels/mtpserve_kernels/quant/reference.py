@@ -24,10 +24,13 @@ def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
 def widen_rows(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
     """weight [..., N, K] float8, or uint8 [..., N, K / 2]: numbers of four bits, two in a byte, the low half first; scale and zeros
     [..., N, groups], zeros 8 where there are none → float32"""
-    if weight.dtype != torch.uint8:
-        return (weight.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float().unsqueeze(-1)).flatten(-2)
-    numbers = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).float().unflatten(-1, (scale.shape[-1], -1))
-    return ((numbers - (8 if zeros is None else zeros.float().unsqueeze(-1))) * scale.float().unsqueeze(-1)).flatten(-2)
+    if weight.dtype == torch.uint8:
+        whole = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).float()
+        numbers = whole.unflatten(-1, (scale.shape[-1], -1)) - (8 if zeros is None else zeros.float().unsqueeze(-1))
+    else:
+        numbers = weight.float().unflatten(-1, (scale.shape[-1], -1))
+    out: Tensor = numbers * scale.float().unsqueeze(-1)
+    return out.flatten(-2)
 
 
 def linear_rows(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
