@@ -44,7 +44,7 @@ class Stores:
         kinds, windows = list(dict.fromkeys(layers)), page_groups(layers)
         groups = [windows.index(kind.window) for kind in kinds]
 
-        def pool(kind: LayerKind, pages: int) -> KVPool:
+        def pool(kind: Attention, pages: int) -> KVPool:
             count = layers.count(kind)
             return KVPool(kind.kv, count, pages, page_size, dtype, device, poison, compact, stored, kind.index_dim)
 

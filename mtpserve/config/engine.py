@@ -47,9 +47,9 @@ class ModelConfig:
     )
     quantization: str = option(
         "auto",
-        "weights that the checkpoint has in float8: none expands them to --dtype, fp8 keeps them, auto keeps them where Triton runs; "
-        "int8, on a CPU: rounds the trunk's layers, and products' inputs: the output is then not quite the model's",
-        choices=("auto", "fp8", "int8", "none"),
+        "weights that the checkpoint has in float8 or in four bits: none expands them to --dtype, fp8 and int4 keep them, auto keeps them "
+        "where Triton runs; int8, on a CPU: rounds the trunk's layers, and products' inputs: the output is then not quite the model's",
+        choices=("auto", "fp8", "int4", "int8", "none"),
     )
     device: str = option("auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
     attention_backend: str = option(

@@ -113,12 +113,13 @@ class LinearKernels(Protocol):
     def pack_int8(self) -> PackInt8: ...
 
     @property
-    def linear_fp8(self) -> LinearFP8: ...
+    def linear_stored(self) -> LinearStored: ...
 
 
-class LinearFP8(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, /) -> Tensor:
-        """x [T, K], weight [N, K] float8, scale [N / 128, K / 128] rounded up, bias [N] → [T, N]: x (weight * scale)^T + bias."""
+class LinearStored(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, /) -> Tensor:
+        """x [T, K], bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K] with scales [N / 128, K / 128] rounded up, or float8 or
+        integers of four bits [N, K / 2] with scales and zeros [N, groups]: see quant/stored.py."""
         ...
 
 

@@ -25,7 +25,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """All experts' weights in two tensors. As loaded: gate_up [experts, 2 size, hidden], down [experts, hidden, size].
 
-    Each may be float8, with its scales [experts, blocks down, blocks across]; gate and up begin blocks of their own.
+    Each may be float8, with its scales [experts, blocks down, blocks across]; gate and up begin blocks of their own. Or either is float8
+    or of four bits, with scales and zeros [experts, rows, groups].
     """
 
     may_hold_blocks = ("gate_up", "down")
@@ -36,8 +37,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(arch.experts, hidden, arch.size), requires_grad=False)
         self.gate_up_scale_inv: nn.Parameter | None
         self.down_scale_inv: nn.Parameter | None
-        self.register_parameter("gate_up_scale_inv", None)
-        self.register_parameter("down_scale_inv", None)
+        self.gate_up_zeros: nn.Parameter | None
+        self.down_zeros: nn.Parameter | None
+        for name in ("gate_up_scale_inv", "down_scale_inv", "gate_up_zeros", "down_zeros"):
+            self.register_parameter(name, None)
         self.gate = arch.gate
         self.gate_up_bias = nn.Parameter(torch.empty(arch.experts, 2 * arch.size), requires_grad=False) if arch.biases else None
         self.down_bias = nn.Parameter(torch.empty(arch.experts, hidden), requires_grad=False) if arch.biases else None

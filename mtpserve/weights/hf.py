@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from mtpserve.core.arch import FP8_BLOCK, LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
+from mtpserve.core.arch import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
 from mtpserve.core.errors import LoadError, UnsupportedModel
+from mtpserve.weights import schemes
 
 T = TypeVar("T")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -132,21 +133,23 @@ def _ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def quantization(config: HFConfig) -> Literal["none", "fp8", "mxfp4"]:
-    """How the config says that weights are stored. How a matrix is stored is decided by its scale tensor, not by this."""
-    if not config.has("quantization_config"):
+def quantization(config: HFConfig) -> str:
+    """The method by which the config says that weights are quantised, or none; checked, see schemes.py. Which matrices are is said by
+    their tensors, not by this."""
+    section = quantization_section(config)
+    if not section.values:
         return "none"
-    section, block = config.section("quantization_config"), list(FP8_BLOCK)
-    method = section.get_str("quant_method", None)
-    if method == "mxfp4":
-        return "mxfp4"
-    if method != "fp8":
-        raise section.unsupported("quant_method", f"none, mxfp4, and fp8 with blocks of {block}")
-    if section.raw("weight_block_size") != block:
-        raise section.unsupported("weight_block_size", str(block))
-    if section.get_str("fmt", "e4m3") != "e4m3":
-        raise section.unsupported("fmt", "e4m3")
-    return "fp8"
+    schemes.check(section)
+    return section.get_str("quant_method")
+
+
+def quantization_section(config: HFConfig) -> HFConfig:
+    """Of config.json, or of the file beside it in which ModelOpt writes it."""
+    beside = config.path.parent / "hf_quant_config.json"
+    if config.has("quantization_config") or not beside.is_file():
+        return config.section("quantization_config")
+    section = _read_object(beside).section("quantization")
+    return HFConfig(section.path, {"quant_method": "modelopt"} | section.values, section.prefix)
 
 
 def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> RopeArch:

@@ -102,6 +102,7 @@ def around(fp8: bool) -> None:
     from mtpserve_kernels.fused.rope import latent_store, rope_store
     from mtpserve_kernels.fused.silu import silu_mul
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+    from mtpserve_kernels.quant.rows import linear_rows
 
     bf16 = torch.bfloat16
     x = torch.zeros(4, 4096, dtype=bf16)
@@ -131,10 +132,25 @@ def around(fp8: bool) -> None:
         if fp8:
             for rows in (*range(1, 65), 100, 200):
                 linear_fp8(weight[:rows], weight.to(torch.float8_e4m3fn), torch.zeros(4, 32))
+        for stored in by_row((512, 4096), fp8):
+            for rows in range(1, 65):
+                linear_rows(weight[:rows], *stored, splits=1)
+            linear_rows(weight[:4], *stored, weight[0, :512], splits=4)
+
+
+def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Weights [..., N, K] with scales of each row: one or many, in every form."""
+    one, narrow, wide = ((*shape[:-1], groups) for groups in (1, shape[-1] // 32, shape[-1] // 128))
+    if fp8:
+        yield torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.zeros(one), None
+    halves = torch.zeros((*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+    yield halves, torch.zeros(narrow, dtype=torch.bfloat16), None
+    yield halves, torch.zeros(wide, dtype=torch.float16), torch.zeros(wide, dtype=torch.uint8)
 
 
 def mixtures_and_verdicts(fp8: bool) -> None:
     from mtpserve_kernels.moe.experts import experts
+    from mtpserve_kernels.moe.experts_rows import experts_rows
     from mtpserve_kernels.moe.route import route
     from mtpserve_kernels.spec.accept import accept
 
@@ -152,6 +168,8 @@ def mixtures_and_verdicts(fp8: bool) -> None:
             experts(*routed, *matrices[:2], *[None] * 6, *biases, (1.702, 7.0))
             if fp8:
                 experts(*routed, *stored, *scales)
+            for gate_up, down in zip(by_row((2, 2816, 2048), fp8), by_row((2, 2048, 1408), fp8), strict=True):
+                experts_rows(*routed, *gate_up, *down)
     seats = [torch.zeros(4) if real else ints(4) for real in (True, False, True, True, False)]
     for nodes, tree in ((4, False), (32, True)):
         parents, depths = (ints(2, nodes - 1), ints(2, nodes)) if tree else (None, None)

@@ -9,8 +9,11 @@ import pytest
 import torch
 from mtpserve_kernels.moe import experts as module, reference
 from mtpserve_kernels.moe.experts import experts
+from mtpserve_kernels.moe.experts_rows import experts_rows
 from mtpserve_kernels.moe.route import route
 from torch import Tensor
+
+from tests.kernels.test_quant import stored_by_row
 
 
 def numbers(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
@@ -148,6 +151,28 @@ def test_float8_experts(device: torch.device, rows: int, hidden: int, size: int,
     torch.testing.assert_close(
         mixed, reference.experts(x, weights, chosen, gate_up[0], down[0].to(dtype), None, None, gate_up[1]), rtol=1e-2, atol=1e-2
     )
+
+
+@pytest.mark.parametrize("forms", [("float8", "float8"), ("int4", "int4"), ("zeros", "zeros"), ("int4", None), (None, "float8")], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "hidden", "size", "number", "top", "groups"), [(1, 64, 96, 8, 2, 1), (5, 192, 64, 5, 3, 2), (20, 128, 128, 3, 1, 4)]
+)
+def test_experts_with_scales_by_row(
+    device: torch.device, rows: int, hidden: int, size: int, number: int, top: int, groups: int, forms: tuple[str | None, str | None]
+) -> None:  # fmt: skip
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no e4m3 before sm_89")
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)]).to(device)
+    weights = torch.rand(rows, top, generator=dice).to(device)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 1e-2)):
+        x = (numbers(device, rows, hidden) / 16).to(dtype)
+        matrices: list[Tensor | None] = []
+        for form, shape in zip(forms, ((number, 2 * size, hidden), (number, hidden, size)), strict=True):
+            whole = (numbers(device, *shape).to(dtype), None, None)
+            matrices += whole if form is None else stored_by_row(device, shape, groups, form)
+        actual, expected = experts_rows(x, weights, chosen, *matrices), reference.experts_rows(x, weights, chosen, *matrices)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:

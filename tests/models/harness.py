@@ -49,9 +49,8 @@ class Harness:
         self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, CPU, spare_pages=[0] * len(groups))
         self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), CPU), CPU)
         kernels = KERNELS.get({"reference": "torch"}.get(backend, backend))()
-        self.model = load_model(
-            found, torch.float32, CPU, longest + SIZES.lookahead(0), kernels, False, Storage(keep_blocks, torch.float32)
-        )
+        kept = Storage(keep_blocks, torch.float32, keep_int4=keep_blocks)
+        self.model = load_model(found, torch.float32, CPU, longest + SIZES.lookahead(0), kernels, False, kept)
         each = -(-(longest + SIZES.lookahead(0)) // page_size)
         generator = torch.Generator().manual_seed(3)
         orders = [torch.randperm(each * len(prompts), generator=generator).tolist() for _ in groups]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpserve_kernels.quant.reference import widen
+from mtpserve_kernels.quant.reference import widen, widen_rows
 
 
 def route(
@@ -92,3 +92,15 @@ def experts(
     if shared_gate_up is not None and shared_down is not None:
         out += block(x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
     return out.to(x.dtype)
+
+
+def experts_rows(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_zeros: Tensor | None,
+    down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """As `experts` without a shared one. Scales and zeros are those of rows, see quant.reference.widen_rows; None: the matrix has none."""
+    wide, back = (
+        matrix if scale is None else widen_rows(matrix, scale, zeros)
+        for matrix, scale, zeros in ((gate_up, gate_up_scale, gate_up_zeros), (down, down_scale, down_zeros))
+    )
+    return experts(x, weights, chosen, wide, back, None, None)
