@@ -20,7 +20,6 @@ from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
 from mtpserve.weights.rules import Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
 
 SHOWN = 3  # names in the message about a missing tensor
-FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
@@ -150,7 +149,7 @@ def _check(name: str, entry: TensorEntry, target: str, place: Tensor, scale: Ten
             raise LoadError(f"{scale.file}: {name}{SCALE} has shape {list(scale.shape)}, {name} needs {list(wanted)}")
     elif entry.dtype.startswith("F8_"):
         raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, but its scales {name}{SCALE} are not in the checkpoint")
-    elif not (place.is_floating_point() if entry.dtype in FLOATS else INTEGERS.get(entry.dtype) == place.dtype):
+    elif not (place.is_floating_point() if entry.is_real else INTEGERS.get(entry.dtype) == place.dtype):
         raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, which {target} of {place.dtype} cannot take")
 
 
