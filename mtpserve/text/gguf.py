@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer as FastTokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from mtpserve.core.errors import UnsupportedModel
+from mtpserve.core.errors import LoadError, MTPServeError, UnsupportedModel
 from mtpserve.core.gguf import GGUFHeader
 
 KEY = "tokenizer.ggml."
@@ -40,6 +40,15 @@ COMPOSED = ("qwen2",)  # text is put into Unicode's composed form
 
 def fast_tokenizer(path: Path) -> FastTokenizer:
     """Raises LoadError and UnsupportedModel."""
+    try:
+        return _made(path)
+    except MTPServeError:
+        raise
+    except Exception as error:  # the library raises bare Exception for a vocabulary that it cannot take
+        raise LoadError(f"{path}: its tokenizer cannot be made: {' '.join(str(error).split())[:300]}") from error
+
+
+def _made(path: Path) -> FastTokenizer:
     header = GGUFHeader.read(path)
     kind = header.get(KEY + "model", str)
     if kind not in ("gpt2", "llama"):
