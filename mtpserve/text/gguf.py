@@ -52,27 +52,25 @@ def _made(path: Path) -> FastTokenizer:
     header = GGUFHeader.read(path)
     kind = header.get(KEY + "model", str)
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedModel(f'{path}: {KEY}model = "{kind}" is not supported; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)')
+        raise UnsupportedModel(
+            f'{path}: {KEY}model = "{kind}" is not supported; supported: gpt2 and llama, byte-level and SentencePiece BPE'
+        )
     tokens: list[str] = header.array(KEY + "tokens")
     made = byte_level(header, tokens) if kind == "gpt2" else sentence_piece(header, tokens)
-    kinds: list[int] = header.array(KEY + "token_type")
-    for control in (True, False):
-        wanted = CONTROL if control else USER_DEFINED
-        added = [AddedToken(token, normalized=False, special=control) for token, of in zip(tokens, kinds, strict=False) if of == wanted]
-        made.add_special_tokens(added) if control else made.add_tokens(added)
-    ends = [named_token(header, tokens, name) if header.get(f"{KEY}add_{name}_token", bool, name == "bos" and adds_bos(header)) else None
-            for name in ("bos", "eos")]  # fmt: skip
-    around = [end for end in ends if end is not None]
-    template = [*ends[:1], "$A", *ends[1:]]
-    made.post_processor = processors.TemplateProcessing(
-        single=[piece for piece in template if piece is not None], special_tokens=[(token, tokens.index(token)) for token in set(around)]
-    )
+    kinds = list(zip(tokens, header.array(KEY + "token_type"), strict=False))
+    made.add_special_tokens([AddedToken(token, normalized=False) for token, of in kinds if of == CONTROL])
+    made.add_tokens([AddedToken(token, normalized=False) for token, of in kinds if of == USER_DEFINED])
+    begins = kind == "llama" or header.get(KEY + "pre", str, "") in WHOLE  # as in llama.cpp where the file does not say
+    before, after = around(header, tokens, "bos", begins), around(header, tokens, "eos", False)
+    special = {token: tokens.index(token) for token in before + after}
+    made.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=list(special.items()))
     return made
 
 
-def adds_bos(header: GGUFHeader) -> bool:
-    """Where the file does not say: as llama.cpp does."""
-    return header.get(KEY + "model", str) == "llama" or header.get(KEY + "pre", str, "") in ("llama-bpe", "llama3", "llama-v3", "tekken")
+def around(header: GGUFHeader, tokens: list[str], name: str, otherwise: bool) -> list[str]:
+    """The token of this name if it is put before or after a prompt."""
+    token = named_token(header, tokens, name) if header.get(f"{KEY}add_{name}_token", bool, otherwise) else None
+    return [] if token is None else [token]
 
 
 def byte_level(header: GGUFHeader, tokens: list[str]) -> FastTokenizer:

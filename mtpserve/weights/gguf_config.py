@@ -21,6 +21,7 @@ FOREIGN = (
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale", "embedding_scale", "use_parallel_residual",
     "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_attn_factor", "expert_group_count",
 )  # fmt: skip
+NEUTRAL = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "expert_group_count")  # where they are one
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # in all that Meta has published
 
 
@@ -70,7 +71,7 @@ def _refuse(header: GGUFHeader, start: str, layout: GGUFLayout) -> None:
     foreign = [*FOREIGN, *(() if "expert_count" in layout.keys.values() else ("expert_count",))]
     for key in foreign:
         value = header.metadata.get(start + key)
-        if value and not (key == "expert_group_count" and value == 1) and not (key.endswith("attn_factor") and value == 1):
+        if value and not (value == 1 and key in NEUTRAL):
             raise UnsupportedModel(f"{header.path}: {start}{key} = {value} is not supported; supported: none, or 0")
     if (values := header.metadata.get(start + "attention.value_length")) != (keys := header.metadata.get(start + "attention.key_length")):
         raise UnsupportedModel(f"{header.path}: {start}attention.value_length = {values} is not supported; supported: key_length = {keys}")
@@ -139,6 +140,5 @@ def llama3_factor(wavelength: float, scaling: dict[str, Any]) -> float:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = (scaling["original_max_position_embeddings"] / wavelength - low) / (high - low)
     share = min(max(share, 0.0), 1.0)
-    return 1 / ((1 - share) / float(scaling["factor"]) + share)
-
-
+    divisor: float = (1 - share) / scaling["factor"] + share
+    return 1 / divisor

@@ -83,7 +83,8 @@ LAYOUTS = {
     "qwen3moe": GGUFLayout("Qwen3MoeForCausalLM", {**BLOCK, **HEAD_NORMS, **EXPERTS}, KEYS | EXPERT_KEYS, {"norm_topk_prob": True}),
     "glm4moe": GGUFLayout(
         "Glm4MoeForCausalLM",
-        {**BLOCK, **HEAD_NORMS, **EXPERTS, **NEXTN, "post_attention_norm": "post_attention_layernorm", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+        {**BLOCK, **HEAD_NORMS, **EXPERTS, **NEXTN, "post_attention_norm": "post_attention_layernorm"}
+        | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
         | {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
         KEYS
         | {

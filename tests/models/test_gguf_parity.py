@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,17 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from mtpserve.cli import inspect
 from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
-from mtpserve.core.arch import Llama3RopeArch, LinearRopeArch
+from mtpserve.core.arch import LinearRopeArch, Llama3RopeArch
+from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.planning import describe
+from mtpserve.llm import LLM
+from mtpserve.text.tokenizer import Tokenizer
 from tests.models.checkpoints import Tiny, glm4_moe, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from tests.models.test_families import Make
 from tests.models.test_parity import compare
+from tests.text import tiny as tiny_tokenizer
 from tests.weights.gguf_files import SCALES, as_gguf
 
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -76,3 +82,25 @@ def test_the_mtp_layer_of_a_file(tmp_path: Path) -> None:
 def test_the_rotations_scaling(tmp_path: Path, scaling: dict[str, Any] | None, wanted: object) -> None:
     tiny: Tiny = as_gguf(llama(tmp_path, rope_scaling=scaling), tmp_path / "model.gguf")
     assert describe(EngineConfig(model=ModelConfig(model=str(tiny.directory))), want_mtp=False).arch.rope.scaling == wanted
+
+
+def test_text_and_tables_of_a_file_with_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a directory that has this file alone."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    tokenizer = tiny_tokenizer.write(tmp_path / "tokenizer")
+    made = as_gguf(llama(tmp_path, vocab_size=tiny_tokenizer.VOCAB, **BLOCKS), alone / "model.gguf", Kind.Q4_1, tokenizer=tokenizer)
+    prompt = "def read_lines(path):"
+    with LLM(str(alone), dtype="float32") as llm:
+        (found,) = llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0))
+        assert llm.config.model.names == (str(alone),)
+    ours = Tokenizer(made.directory)
+    ids = ours.encode(prompt)
+    assert ids == Tokenizer(tokenizer).encode(prompt)
+    wanted: list[int] = []
+    while len(wanted) < 20:
+        wanted.append(int(made.logits(ids + wanted)[-1].argmax()))
+    assert found.tokens == wanted and found.text == ours.decode(found.tokens)
+    assert inspect.run([str(alone), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["arch"]["vocab"] == tiny_tokenizer.VOCAB and {row["dtype"] for row in report["weights"]} == {"F32", "Q4_1"}

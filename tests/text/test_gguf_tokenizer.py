@@ -37,7 +37,9 @@ def byte_level(path: Path, split: str | None, **entries: Any) -> Path:
     vocab = trained.get_vocab()
     tokens = sorted(vocab, key=vocab.__getitem__)
     merges = json.loads(trained.to_str())["model"]["merges"]
-    return write(path, "gpt2", split, tokens, [3, 3, 4] + [1] * (len(tokens) - 3), **({"merges": [" ".join(merge) for merge in merges]} | entries))
+    return write(
+        path, "gpt2", split, tokens, [3, 3, 4] + [1] * (len(tokens) - 3), **({"merges": [" ".join(merge) for merge in merges]} | entries)
+    )
 
 
 def sentence_piece(path: Path, with_merges: bool = False, **entries: Any) -> Path:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from tests.models.checkpoints import Tiny
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
+}
 # Where a block has its scales, in float16, and how large they are for numbers of about 0.1. gguf cannot quantise to these types.
 SCALES = {
     Kind.Q2_K: {80: 0.006, 82: 0.009},
@@ -27,7 +34,11 @@ SCALES = {
     Kind.Q6_K: {208: 1e-4},
     Kind.IQ4_XS: {0: 1e-4},
 }
-REALS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_theta": "rope.freq_base", "routed_scaling_factor": "expert_weights_scale"}
+REALS = {
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "routed_scaling_factor": "expert_weights_scale",
+}
 INTEGERS = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv", "max_position_embeddings": "context_length", "num_experts": "expert_count",
