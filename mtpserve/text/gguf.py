@@ -56,6 +56,8 @@ def _made(path: Path) -> FastTokenizer:
             f'{path}: {KEY}model = "{kind}" is not supported; supported: gpt2 and llama, byte-level and SentencePiece BPE'
         )
     tokens: list[str] = header.array(KEY + "tokens")
+    if not tokens:
+        raise LoadError(f"{path}: {KEY}tokens is missing; it must be an array of strings")
     made = byte_level(header, tokens) if kind == "gpt2" else sentence_piece(header, tokens)
     kinds = list(zip(tokens, header.array(KEY + "token_type"), strict=False))
     made.add_special_tokens([AddedToken(token, normalized=False) for token, of in kinds if of == CONTROL])

@@ -65,21 +65,25 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """On the CPU, memory-mapped from the file and read on first access. Do not write to it; copy it. What GGUF quantises is float32."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         file = self.tensors[name].file
         try:
             if file not in self.handles:
-                self.handles[file] = self._mapped(file) if file.suffix == SUFFIX else safe_open(str(file), framework="pt")
+                self.handles[file] = self._opened(file)
             tensor: Tensor = self.handles[file].get_tensor(name)
             return tensor
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{file}: {name} cannot be read: {error}") from error
 
-    def _mapped(self, file: Path) -> Any:
-        from mtpserve.weights.gguf import GGUFFile
+    def _opened(self, file: Path) -> Any:
+        if file.suffix == SUFFIX:
+            from mtpserve.weights.gguf import GGUFFile
 
-        return GGUFFile(file, self.tensors)
+            return GGUFFile(file, self.tensors)
+        from safetensors import safe_open
+
+        return safe_open(str(file), framework="pt")
 
     def close(self) -> None:
         """Closes the files; a later `tensor` opens them again."""

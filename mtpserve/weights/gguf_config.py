@@ -49,6 +49,8 @@ def gguf_config(path: Path) -> HFConfig:
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     values["num_key_value_heads"] = header.get(start + "attention.head_count_kv", int, heads)
     values["head_dim"] = head_dim = header.get(start + "attention.key_length", int, hidden // max(heads, 1))
+    if head_dim < 2:
+        raise LoadError(f"{path}: {start}attention.key_length must be at least 2, got {head_dim}")
     tensors = {tensor.name: tensor for tensor in header.tensors}
     values |= {
         "vocab_size": _rows(header, tensors, "token_embd.weight"),
@@ -97,6 +99,8 @@ def _dtype(header: GGUFHeader) -> str:
 def _rope(header: GGUFHeader, start: str, layout: GGUFLayout, dim: int, tensors: dict[str, GGUFTensor]) -> dict[str, Any]:
     """`rope_theta`, `partial_rotary_factor`, and `rope_scaling` where there is one."""
     theta = shortest(header.get(start + "rope.freq_base", float, 10000.0))
+    if not 0 < theta < math.inf:
+        raise LoadError(f"{header.path}: {start}rope.freq_base must be a number above 0, got {theta}")
     rotated = header.get(start + "rope.dimension_count", int, dim)
     if layout.paired and rotated != dim:
         raise UnsupportedModel(f"{header.path}: {start}rope.dimension_count = {rotated} is not supported; supported: {dim}, a whole head")
@@ -122,14 +126,15 @@ def _llama3(header: GGUFHeader, theta: float, dim: int, tensor: GGUFTensor) -> d
     """The file has a factor for each frequency instead of the numbers that they were computed from, which are the same in all of Meta's
     models but for one. Raises UnsupportedModel where they give other factors."""
     pairs = dim // 2
-    if tensor.kind != F32 or tensor.shape != (pairs,) or tensor.start + 4 * pairs > header.size:
+    if tensor.kind != F32 or tensor.shape != (pairs,) or not pairs or tensor.start + 4 * pairs > header.size:
         raise LoadError(f"{header.path}: {tensor.name} must be {pairs} numbers in float32")
     with header.path.open("rb") as file:
         file.seek(tensor.start)
         found = struct.unpack(f"<{pairs}f", file.read(4 * pairs))
     scaling = {"rope_type": "llama3", "factor": shortest(max(found)), **LLAMA3}
-    wanted = [llama3_factor(2 * math.pi * theta ** (2 * pair / dim), scaling) for pair in range(pairs)]
-    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(found, wanted, strict=True)):
+    wavelengths = [2 * math.pi * theta ** (2 * pair / dim) for pair in range(pairs)]
+    known = (math.isclose(own, llama3_factor(wave, scaling), rel_tol=1e-3) for own, wave in zip(found, wavelengths, strict=True))
+    if not (min(found) > 0 and all(known)):
         given = ", ".join(f"{name} = {value:g}" for name, value in LLAMA3.items())
         raise UnsupportedModel(f"{header.path}: {tensor.name} is not supported; supported: the factors of Llama 3's scaling with {given}")
     return scaling

@@ -192,6 +192,11 @@ def test_what_is_refused(tmp_path: Path, entries: dict[str, Any], message: str) 
         Tokenizer(path)
 
 
+def test_a_file_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"tokenizer.ggml.tokens is missing; it must be an array of strings"):
+        Tokenizer(write(tmp_path / "a.gguf", "gpt2", "smollm", [], []))
+
+
 def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "bert", "jina", ["a", "b"], [1, 1])
     with pytest.raises(LoadError, match=r'tokenizer.ggml.model = "bert" is not supported; supported: gpt2'):

@@ -187,6 +187,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
             {"llama__attention__key_length": 32, "llama__attention__value_length": 32, "llama__rope__dimension_count": 32},
             "has shape [64, 64]",
         ),
+        ({"llama__attention__key_length": 0, "llama__attention__value_length": 0}, "llama.attention.key_length must be at least 2, got 0"),
+        ({"llama__rope__freq_base": -1.0}, "llama.rope.freq_base must be a number above 0, got -1.0"),
         ({"llama__block_count": 2}, "model.layers.2."),
         ({"llama__block_count": 4}, "missing model.layers.3."),
     ],
