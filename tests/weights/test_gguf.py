@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,21 @@ def test_every_beginning_of_a_file_is_refused(file: Path, tmp_path: Path) -> Non
         cut.write_bytes(data[:length])
         with pytest.raises(LoadError, match=r"cut.gguf: is (truncated|not a GGUF file)"):
             Checkpoint.open(cut)
+
+
+def test_half_a_file_is_refused_before_torch_is_imported(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "half.gguf").write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    code = f"""
+import sys
+from mtpserve.config import EngineConfig, ModelConfig
+from mtpserve.engine.start import build_engine
+try:
+    build_engine(EngineConfig(model=ModelConfig(model={str(tmp_path / "half.gguf")!r})))
+except Exception as error:
+    print(error, [name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "half.gguf: is truncated: " in told and told.endswith(" []\n")
 
 
 def test_damage_in_the_header_is_never_another_error(file: Path, tmp_path: Path) -> None:
