@@ -1,4 +1,5 @@
-"""config.json and generation_config.json as Hugging Face writes them, read with plain json: transformers takes seconds to import.
+"""config.json and generation_config.json as Hugging Face writes them, read with plain json: transformers takes seconds to import. A GGUF
+file's metadata is read as the config.json that the file was made from.
 
 Not a schema: a family reads the keys that it uses, and every error names the file, the key, its value and what is accepted.
 """
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from mtpserve.core.arch import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
 from mtpserve.core.errors import LoadError, UnsupportedModel
+from mtpserve.core.gguf import SUFFIX
 from mtpserve.weights import schemes
 
 T = TypeVar("T")
@@ -84,6 +86,10 @@ class HFConfig:
 
 def read_config(directory: str | Path) -> HFConfig:
     directory = Path(directory)
+    if directory.suffix == SUFFIX:
+        from mtpserve.weights.gguf_config import gguf_config
+
+        return gguf_config(directory)
     if not directory.is_dir():
         raise LoadError(f"{directory}: no such directory; a checkpoint is a directory with config.json and *.safetensors")
     path = directory / "config.json"
@@ -117,7 +123,7 @@ def dtype(config: HFConfig) -> str:
 def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
     """The ids that end a text: generation_config.json's, else config.json's. Raises LoadError if there are none, or one ≥ `vocab`."""
     generation = config.path.parent / "generation_config.json"
-    for source in [_read_object(generation)] if generation.is_file() else []:
+    for source in [_read_object(generation)] if generation.is_file() and config.path.suffix != SUFFIX else []:
         if source.has("eos_token_id"):
             return _ids(source, vocab)
     if not config.has("eos_token_id"):

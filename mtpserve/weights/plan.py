@@ -26,7 +26,6 @@ from mtpserve.weights.rules import Arranged, Copy, Drop, Expert, Groups, How, Ma
 
 log = logging.getLogger(__name__)
 SHOWN = 3  # names in the message about a missing tensor
-FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
@@ -181,6 +180,10 @@ def _check(name: str, entry: TensorEntry, target: str, place: Tensor, shape: tup
     """Checks shape and dtype of a tensor that is not quantised against its place in the model, whose `shape` it has in the checkpoint."""
     if entry.shape != shape:
         raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)} (for {target})")
+    if entry.dtype.startswith("F8_"):
+        scales = f"its scales {name}_scale_inv or {name}_scale"
+        raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, but {scales} are not in the checkpoint")
+    if not (place.is_floating_point() if entry.is_real else INTEGERS.get(entry.dtype) == place.dtype):
         raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, which {target} of {place.dtype} cannot take")
 
 
