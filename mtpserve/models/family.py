@@ -27,13 +27,18 @@ class Family:
     None for a family that is published without an MTP layer.
 
     `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
-    what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches."""
+    what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches.
+
+    `tool_call_parser`, `reasoning_parser`: the formats that its models write, by the names of text/parsers/registry. Where they differ, a
+    checkpoint's chat template says more than its family (server/formats); None: it alone says."""
 
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
     trunk_rules: Callable[[ModelArch], list[Rule]]
     mtp_rules: Callable[[ModelArch, str], list[Rule]] | None = None
     floor: float = 0.2
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Kernels) -> nn.Module:

@@ -14,7 +14,8 @@ from tests.text.calls import parse, parser
 
 
 def test_the_options_list_what_there_is() -> None:
-    assert sorted(TOOL_CALL_PARSERS) == TOOL_CALLS.names() and sorted(REASONING_PARSERS) == REASONINGS.names()
+    for options, formats in ((TOOL_CALL_PARSERS, TOOL_CALLS), (REASONING_PARSERS, REASONINGS)):
+        assert options[:2] == ("auto", "none") and sorted(options[2:]) == formats.names()
 
 
 CITY = '{"city": "Ulm", "days": 2}'
