@@ -52,7 +52,7 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
         moe = MoEArch(8, 2, 16, 16, dense=(0,), groups=1, top_groups=1, scale=1.5, renormalise=True)
         return replace(arch, rope=RopeArch(4, 10000.0, interleaved=False), head_norms=True, moe=moe)
     if family == "qwen":
-        moe = MoEArch(8, 2, 16, 24, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", shared_gate=True)
+        moe = MoEArch(8, 2, 16, 32, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", shared_gate=True)
         return replace(arch, head_norms=True, out_bias=True, moe=moe)
     return arch
 

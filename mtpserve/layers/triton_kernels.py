@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtpserve.core.arch import MoEArch
 from mtpserve.layers import torch_kernels
-from mtpserve.layers.kernels import HeadNorms, Kernels, RoutedExperts, SharedExpert
+from mtpserve.layers.kernels import Gate, HeadNorms, Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK
 
@@ -54,19 +54,20 @@ def latent_store(
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
-    if bias is None:
-        return torch_kernels.route(weight, bias, arch, x)
     return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 
-def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     matrices, scales = (experts.gate_up, experts.down), (experts.gate_up_scale_inv, experts.down_scale_inv)
     if shared is None:
         return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales)
     beside = (shared.gate_up.weight, shared.down.weight)
     beside_scales = (shared.gate_up.weight_scale_inv, shared.down.weight_scale_inv)
-    # The kernel takes the shared expert for as many more experts as it is wide: it must be stored like one, in whole blocks.
+    # The kernel takes the shared expert for as many more experts as it is wide: it must be stored like one, in whole blocks. Its weight
+    # is 1: one with a gate is computed by itself.
     alike = all((mine is None) == (other is None) for mine, other in zip(scales, beside_scales, strict=True))
-    if not alike or (any(scale is not None for scale in scales) and experts.down.shape[2] % BLOCK[0]):
-        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales) + shared(x)
+    if gate is not None or not alike or (any(scale is not None for scale in scales) and experts.down.shape[2] % BLOCK[0]):
+        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales) + torch_kernels.beside(shared, gate, x)
     return moe_experts.experts(x, weights, chosen, *matrices, *beside, *scales, *beside_scales)
