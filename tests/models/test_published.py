@@ -7,6 +7,7 @@ ones.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.engine.planning import describe, empty_model, sources
@@ -71,12 +74,44 @@ GLM47_FLASH = {
     "vocab_size": 154880, "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "tie_word_embeddings": False,
     "eos_token_id": [154820, 154827, 154829], "dtype": "bfloat16",
 }  # fmt: skip
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+    "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
+    "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "rope_theta": 10000, "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "vocab_size": 129280, "rms_norm_eps": 1e-6, "max_position_embeddings": 163840, "tie_word_embeddings": False, "attention_bias": False,
+    "eos_token_id": 1, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MIMO_7B = {
+    "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 36,
+    "num_nextn_predict_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
+    "vocab_size": 151680, "rms_norm_eps": 1e-5, "rope_theta": 640000, "rope_scaling": None, "max_position_embeddings": 32768,
+    "use_sliding_window": False, "tie_word_embeddings": False, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN15_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632,
+    "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1, "norm_topk_prob": False,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 8192, "max_window_layers": 21,
+    "sliding_window": 32768, "use_sliding_window": False, "tie_word_embeddings": False, "eos_token_id": 151643, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 class Published(NamedTuple):
     config: dict[str, Any]
     parameters: int | None  # of the trunk
     layer: Any = None  # transformers' decoder layer, of which the MTP layer is made
+    like: str | None = None  # model_type of the same trunk in transformers, which does not have the family's own
+
+    @property
+    def mtp_prefix(self) -> str | None:
+        numbered = f"model.layers.{self.config['num_hidden_layers']}."
+        return None if self.layer is None else "model.mtp_layers.0." if self.like else numbered
 
 
 PUBLISHED = {
@@ -87,32 +122,40 @@ PUBLISHED = {
     "Qwen3-30B-A3B": Published(QWEN3_30B_A3B, 30_532_122_624),
     "GLM-4.5-Air": Published(GLM45_AIR, None, Glm4MoeDecoderLayer),
     "GLM-4.7-Flash": Published(GLM47_FLASH, None, Glm4MoeLiteDecoderLayer),
+    "DeepSeek-V3": Published(DEEPSEEK_V3, 671_026_419_200, DeepseekV3DecoderLayer),
+    "MiMo-7B": Published(MIMO_7B, None, Qwen2DecoderLayer, like="qwen2"),
+    "Qwen1.5-MoE-A2.7B": Published(QWEN15_MOE, 14_315_784_192),
 }
 
 
 def tensors(published: Published) -> dict[str, tuple[int, ...]]:
     """Names and shapes."""
     known = {key: value for key, value in published.config.items() if key not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(published.config["model_type"], **known)
+    config = AutoConfig.for_model(published.like or published.config["model_type"], **known)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         if published.layer is not None:
-            found |= mtp(published.layer, config, found)
+            found |= mtp(published, config, found)
     if config.tie_word_embeddings:
         del found["lm_head.weight"]
     return dict(part for name, shape in found.items() for part in parts(name, shape))
 
 
-def mtp(layer_of: Any, config: Any, trunk: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    number = config.num_hidden_layers
+def mtp(published: Published, config: Any, trunk: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    number, prefix = config.num_hidden_layers, published.mtp_prefix
+    assert prefix is not None
     if getattr(config, "mlp_layer_types", None) is not None:
         config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
-    layer: nn.Module = layer_of(config, number)
-    prefix = f"model.layers.{number}."
+    layer: nn.Module = published.layer(config, number - (published.like is not None))
     names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
-    own = renamed(MTP(layer, config.hidden_size, config.rms_norm_eps), prefix, names)
     copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    if published.like is not None:
+        names = {
+            "embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "project": "input_proj", "norm": "final_layernorm"
+        }  # fmt: skip
+        copies = {}
+    own = renamed(MTP(layer, config.hidden_size, config.rms_norm_eps), prefix, names)
     return {name: tuple(tensor.shape) for name, tensor in own.items()} | {prefix + copy: trunk[name] for copy, name in copies.items()}
 
 
@@ -126,13 +169,18 @@ def parts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]
     return [(f"{start}.experts.{i}.{part}.weight", (size, columns)) for i in range(experts) for part, size in matrices.items()]
 
 
-def write(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-    """A shard whose data is a hole."""
+BYTES = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
+
+
+def write(
+    directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], dtype: Callable[[str], str] = lambda name: "BF16"
+) -> None:
+    """A shard whose data is a hole. `dtype`: a tensor's, by its name."""
     (directory / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
     for name, shape in shapes.items():
-        size = 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        size = BYTES[dtype(name)] * torch.Size(shape).numel()
+        header[name] = {"dtype": dtype(name), "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     with (directory / "model.safetensors").open("wb") as file:
@@ -149,10 +197,10 @@ def test_every_tensor_has_its_place(tmp_path: Path, published: Published) -> Non
         assert (described.layout is not None) == (published.layer is not None)
         model = empty_model(described, torch.bfloat16, 64, Storage(False, torch.bfloat16))
         placed = plan(model, sources(described))  # raises for a tensor without a place, and for a place without a tensor
-        layer = f"model.layers.{published.config['num_hidden_layers']}."
-        dropped = 2 if want_mtp else sum(name.startswith(layer) for name in shapes)
-        assert len(placed) == len(shapes) - (dropped if published.layer is not None else 0)
-        if published.parameters is not None:
+        layer = [name for name in shapes if published.mtp_prefix is not None and name.startswith(published.mtp_prefix)]
+        copies = [name for name in layer if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))]
+        assert len(placed) == len(shapes) - len(copies if want_mtp else layer)
+        if published.parameters is not None and not want_mtp:
             assert sum(parameter.numel() for parameter in model.parameters()) == published.parameters
 
 
