@@ -14,7 +14,7 @@ AUTO, NONE = "auto", "none"
 # The names in text/parsers/registry.py, which this layer cannot import; a test compares them.
 TOOL_CALL_PARSERS = (
     AUTO, NONE, "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "llama3", "llama3_json",
-    "mistral", "qwen", "qwen25", "qwen3_coder", "qwen3_xml",
+    "mimo", "mistral", "qwen", "qwen25", "qwen3_coder", "qwen3_xml",
 )  # fmt: skip
 REASONING_PARSERS = (AUTO, NONE, "deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "glm45", "mimo", "qwen3", "qwen3-thinking")
 

@@ -49,9 +49,7 @@ def given(option: str) -> str | None:
 
 
 def shown(option: str, chosen: str | None) -> str:
-    if option != AUTO:
-        return option
-    return f"auto: {chosen}" if chosen else "auto: none, neither the chat template nor the model's family tells"
+    return f"auto: {chosen or 'none, the model names none'}" if option == AUTO else option
 
 
 def calls_format(family: str | None, tokenizer: Tokenizer) -> str | None:

@@ -41,6 +41,7 @@ GLM45 = (
 GLM47 = "<tool_call>{{ f.name }}" + PAIRS.replace("%pair", "<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value>") + "</tool_call>"
 CODER = PAIRS.replace("%pair", "<parameter={{ k }}>\n{{ v }}\n</parameter>\n")
 CODER = "<tool_call>\n<function={{ f.name }}>\n" + CODER + "</function>\n</tool_call>"
+MIMO = CODER.replace("\n{{ v }}\n", "{{ v }}")
 MISTRAL = '[TOOL_CALLS] [{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}]'
 NEMOTRON = '<TOOLCALL>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]</TOOLCALL>'
 ANSWER = "m.content.split('</think>')[-1]"  # of a turn that is over
@@ -55,6 +56,7 @@ CHECKPOINTS: list[tuple[str, str, str, tuple[str, ...], str | None, str | None]]
     ("Qwen3-Thinking", template(HERMES, "assistant:\n<think>\n"), "Qwen3MoeForCausalLM", (), "hermes", "deepseek_r1"),
     ("Qwen3-Coder", template(CODER), "Qwen3MoeForCausalLM", ("<tool_call>",), "qwen3_coder", "qwen3"),
     ("MiMo-7B", template(HERMES), "MiMoForCausalLM", (), "hermes", "mimo"),
+    ("MiMo-V2's", template(MIMO), "MiMoForCausalLM", (), "mimo", "mimo"),
     ("GLM-4.5", template(GLM45, OFF), "Glm4MoeForCausalLM", ("<tool_call>",), "glm45", "glm45"),
     ("GLM-4.7", template(GLM47, OFF), "Glm4MoeForCausalLM", ("<tool_call>",), "glm47", "glm45"),
     ("GLM-4.7-Flash", template(GLM47, OFF), "Glm4MoeLiteForCausalLM", ("<tool_call>",), "glm47", "glm45"),
@@ -120,7 +122,7 @@ def test_a_name_wins_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptu
     assert formats_of(config, card, read) == Formats(None, "deepseek_r1")
     assert formats_of(ServerConfig(), FakeClient().card, tokenizer(tmp_path, None)) == Formats()
     said = [record.message for record in caplog.records]
-    off = "auto: none, neither the chat template nor the model's family tells"
+    off = "auto: none, the model names none"
     assert said == ["--tool-call-parser none, --reasoning-parser deepseek_r1", f"--tool-call-parser {off}, --reasoning-parser {off}"]
 
 

@@ -25,6 +25,7 @@ TOOL_CALLS: Registry[type[CallFormat]] = Registry(
             "glm45 glm": f"{TAGGED}:GLM45",
             "glm47": f"{TAGGED}:GLM47",
             "qwen3_coder qwen3_xml": f"{TAGGED}:Qwen3Coder",
+            "mimo": f"{TAGGED}:MiMo",
         }
     ),
 )
