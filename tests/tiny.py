@@ -72,7 +72,7 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
         moe = MoEArch(8, 2, 16, 0, (0,), 1, 1, 1.0, True, scores="softmax", router_bias="logits", biases=True, gate=gate)
         return replace(arch, sinks="all", out_bias=True, moe=moe)
     if family == "qwen":
-        moe = MoEArch(8, 2, 16, 24, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", router_bias=None, shared_gate=True)
+        moe = MoEArch(8, 2, 16, 32, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", router_bias=None, shared_gate=True)
         return replace(arch, head_norms=True, out_bias=True, moe=moe)
     if family == "hybrid":
         recurrent = Recurrent(key_heads=2, value_heads=4, key_dim=6, value_dim=10, taps=4)

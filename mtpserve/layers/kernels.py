@@ -91,6 +91,9 @@ class SharedExpert(Protocol):
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
+Gate = Callable[[Tensor], Tensor]  # layers.linear.Linear with one output: the shared expert's is multiplied with its sigmoid
+
+
 class RoutedExperts(Protocol):
     """layers.moe.Experts: gate_up [E, 2 size, H], down [E, H, size]; the scales are None for what has none, see quant/stored.py, the
     biases [E, 2 size] and [E, H] both or neither."""
@@ -128,8 +131,8 @@ class MixExperts(Protocol):
 
 
 class PackExperts(Protocol):
-    def __call__(self, experts: RoutedExperts, shared: SharedExpert | None, /) -> MixExperts:
-        """After loading, also of the shared expert. May reorder the memory of the experts' weights, as core.protocols.Pack."""
+    def __call__(self, experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, /) -> MixExperts:
+        """After loading, also of the shared expert and its gate. May reorder the memory of the experts' weights, as core.protocols.Pack."""
         ...
 
 

@@ -59,11 +59,7 @@ class MoE(nn.Module):
 
     def finish_loading(self) -> None:
         self.route = self.kernels.pack_router(self.router.weight, self.router.bias, self.arch)
-        self.mix = self.kernels.pack_experts(self.experts, self.shared if self.shared_gate is None else None)
+        self.mix = self.kernels.pack_experts(self.experts, self.shared, self.shared_gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.mix(x, *self.route(x))
-        if self.shared is None or self.shared_gate is None:
-            return mixed
-        beside: Tensor = self.shared(x) * self.shared_gate(x).sigmoid()
-        return mixed + beside
+        return self.mix(x, *self.route(x))

@@ -16,7 +16,7 @@ from mtpserve.cache.pool import store
 from mtpserve.core.arch import ClampedGate, MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers import onednn
-from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import Gate, HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
 from mtpserve.quant.stored import QuantisedMatrix, widen
@@ -101,10 +101,9 @@ def latent_store(
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
-    if arch.scores == "softmax":
+    if arch.scores == "softmax" and bias is not None:
         of_choice, of_logits = (bias, None) if arch.router_bias == "choice" else (None, bias)
         return reference.route_softmax(x, weight, of_choice, of_logits, arch.top_k, arch.renormalise, arch.scale)
-    assert bias is not None
     return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 
@@ -148,16 +147,25 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
     return run
 
 
-def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_experts
     out = routed(x, weights, chosen, experts)
-    return out if shared is None else out + shared(x)
+    return out if shared is None else out + beside(shared, gate, x)
 
 
-def experts_row_by_row(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts_row_by_row(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_row_by_row
     out = routed(x, weights, chosen, experts)
-    return out if shared is None else out + shared(x)
+    return out if shared is None else out + beside(shared, gate, x)
+
+
+def beside(shared: SharedExpert, gate: Gate | None, x: Tensor) -> Tensor:
+    out = shared(x)
+    return out if gate is None else out * gate(x).sigmoid()
 
 
 def activated(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:

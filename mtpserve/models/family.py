@@ -29,7 +29,10 @@ class Family:
     `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
     what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches.
 
-    `modules`: how many MTP layers it is published with, where each depth has one of its own; 0: one is for all depths."""
+    `modules`: how many MTP layers it is published with, where each depth has one of its own; 0: one is for all depths.
+
+    `tool_call_parser`, `reasoning_parser`: the formats that its models write, by the names of text/parsers/registry. Where they differ, a
+    checkpoint's chat template says more than its family (server/formats); None: it alone says."""
 
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
@@ -37,6 +40,8 @@ class Family:
     mtp_rules: Callable[[ModelArch, str], list[Rule]] | None = None
     floor: float = 0.2
     modules: int = 0
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Kernels) -> nn.Module:

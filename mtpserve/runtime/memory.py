@@ -11,7 +11,7 @@ from mtpserve_kernels.tiling import MAX_SCORES
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch, attention_kinds, page_groups, recurrent_kinds
-from mtpserve.core.errors import ConfigError
+from mtpserve.core.errors import NoRoom
 from mtpserve.spec.sizes import draft_sizes
 
 CPU_FRACTION, GPU_FRACTION = 0.1, 0.85
@@ -113,7 +113,7 @@ def plan_memory(
     tables: Sizes,
 ) -> MemoryPlan:
     """`stored`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get once a request has a
-    penalty or a bias. Raises ConfigError where nothing is left for the pool."""
+    penalty or a bias. Raises NoRoom where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
     boundary = 0 if arch.mtp is None else arch.mtp.layers * arch.hidden * fixed.itemsize  # a row per page, see cache/boundary
@@ -156,7 +156,7 @@ def plan_memory(
         states = kept_states(config, state_bytes, running, None)
     pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
     if min(pages) < 1:
-        raise ConfigError(
+        raise NoRoom(
             f"no memory is left for the KV pool: weights take {weights:,} bytes; raise --mem-fraction-static or set --max-total-tokens"
         )
     rows = [

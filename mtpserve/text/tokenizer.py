@@ -74,9 +74,15 @@ class Tokenizer:
         """Whether the template mentions this variable and neither the renderer nor the tokenizer sets it."""
         if name in RESERVED or name.endswith("_token") or name in self._tokenizer.special_tokens_map:
             return False
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates)
+
+    def template_mentions(self, text: str) -> bool:
+        return any(text in template for template in self._templates)
+
+    @property
+    def _templates(self) -> list[str]:
         template = self._tokenizer.chat_template
-        texts = template.values() if isinstance(template, dict) else [template or ""]
-        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+        return list(template.values()) if isinstance(template, dict) else [template or ""]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special` adds what the model expects around a prompt; a rendered chat has it already."""

@@ -157,6 +157,8 @@ def mixtures_and_verdicts(fp8: bool) -> None:
     x = torch.zeros(64, 2048, dtype=torch.bfloat16)
     route(x, torch.zeros(256, 2048), torch.zeros(256), 8, 8, 4, True, 2.5)
     route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, False, 1.0)
+    route(x, torch.zeros(128, 2048), None, 8, 1, 1, True, 1.0)
+    route(x, torch.zeros(60, 2048), None, 4, 1, 1, False, 1.0)
     scales = [torch.zeros(shape) for shape in ((2, 22, 16), (2, 16, 11), (44, 16), (16, 22))]
     for dtype in (torch.bfloat16, torch.float32):
         matrices = [torch.zeros(shape, dtype=dtype) for shape in ((2, 2816, 2048), (2, 2048, 1408), (2 * 2816, 2048), (2048, 2816))]

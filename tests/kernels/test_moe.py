@@ -22,11 +22,25 @@ def numbers(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(
-    ("number", "top", "groups", "top_groups"), [(8, 2, 4, 2), (8, 2, 1, 1), (64, 6, 8, 3), (160, 6, 8, 3), (20, 20, 1, 1), (33, 3, 11, 1)]
+    ("number", "top", "groups", "top_groups"),
+    [
+        (8, 2, 4, 2),
+        (8, 2, 1, 1),
+        (64, 6, 8, 3),
+        (160, 6, 8, 3),
+        (20, 20, 1, 1),
+        (33, 3, 11, 1),
+        (60, 4, 0, 0),
+        (129, 8, 0, 0),
+        (5, 5, 0, 0),
+    ],
 )
 @pytest.mark.parametrize("rows", [1, 5, 37])
 def test_route(device: torch.device, rows: int, number: int, top: int, groups: int, top_groups: int, renormalise: bool) -> None:
-    x, weight, bias = numbers(device, rows, 100), numbers(device, number, 100) / 10, numbers(device, number, seed=1) / 5
+    """No groups: by a softmax."""
+    x, weight = torch.full((rows, 108), torch.nan, device=device), numbers(device, number, 100) / 10
+    x[:, :100] = numbers(device, rows, 100)
+    x, bias, groups, top_groups = x[:, :100], numbers(device, number, seed=1) / 5 if groups else None, groups or 1, top_groups or 1
     arguments = (x, weight, bias, top, groups, top_groups, renormalise, 2.5)
     for _ in range(2):  # the counters are as the second launch wants them
         (actual, chosen), (expected, best) = route(*arguments), reference.route(*arguments)
@@ -34,10 +48,11 @@ def test_route(device: torch.device, rows: int, number: int, top: int, groups: i
         torch.testing.assert_close(actual.gather(1, chosen.argsort(1)), expected.gather(1, best.argsort(1)), rtol=1e-4, atol=1e-5)
 
 
-def test_nan_leads_nowhere(device: torch.device) -> None:
+@pytest.mark.parametrize("softmax", [False, True])
+def test_nan_leads_nowhere(device: torch.device, softmax: bool) -> None:
     x = numbers(device, 3, 64)
     x[1] = torch.nan
-    weight, bias = numbers(device, 16, 64), torch.zeros(16, device=device)
+    weight, bias = numbers(device, 16, 64), None if softmax else torch.zeros(16, device=device)
     weights, chosen = route(x, weight, bias, 4, 1, 1, True, 1.0)
     assert ((chosen >= 0) & (chosen < 16)).all() and weights[[0, 2]].isfinite().all()
     assert torch.equal(chosen[[0, 2]].sort(1).values, reference.route(x[[0, 2]], weight, bias, 4, 1, 1, True, 1.0)[1].sort(1).values)

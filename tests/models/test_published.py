@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteDecoderLayer
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.engine.planning import describe, empty_model, sources
@@ -135,6 +137,32 @@ GLM5 = {
     "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "tie_word_embeddings": False, "eos_token_id": [154820, 154827, 154829],
     "dtype": "bfloat16",
 }  # fmt: skip
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+    "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
+    "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "rope_theta": 10000, "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "vocab_size": 129280, "rms_norm_eps": 1e-6, "max_position_embeddings": 163840, "tie_word_embeddings": False, "attention_bias": False,
+    "eos_token_id": 1, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MIMO_7B = {
+    "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 36,
+    "num_nextn_predict_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True,
+    "vocab_size": 151680, "rms_norm_eps": 1e-5, "rope_theta": 640000, "rope_scaling": None, "max_position_embeddings": 32768,
+    "use_sliding_window": False, "tie_word_embeddings": False, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN15_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632,
+    "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1, "norm_topk_prob": False,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 8192, "max_window_layers": 21,
+    "sliding_window": 32768, "use_sliding_window": False, "tie_word_embeddings": False, "eos_token_id": 151643, "torch_dtype": "bfloat16",
+}  # fmt: skip
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -161,10 +189,18 @@ def ernie(config: Any, trunk: Shapes) -> Shapes:
     return block | norms | {"model.mtp_linear_proj.0.weight": (hidden, 2 * hidden)}
 
 
+def mimo(config: Any, trunk: Shapes) -> Shapes:
+    layer, prefix = Qwen2DecoderLayer(config, config.num_hidden_layers - 1), "model.mtp_layers.0."
+    names = {"embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "project": "input_proj", "norm": "final_layernorm"}
+    own = renamed(MTP(layer, config.hidden_size, config.rms_norm_eps).state_dict(), prefix, names)
+    return {name: tuple(tensor.shape) for name, tensor in own.items()}
+
+
 class Published(NamedTuple):
     config: dict[str, Any]
     parameters: int | None  # of the trunk
     mtp: Callable[[Any, Shapes], Shapes] | None = None  # of transformers' config and the trunk's tensors
+    like: str | None = None  # model_type of the same trunk in transformers, which does not have the family's own
 
 
 PUBLISHED = {
@@ -180,13 +216,16 @@ PUBLISHED = {
     "GLM-4.5-Air": Published(GLM45_AIR, None, partial(numbered, Glm4MoeDecoderLayer)),
     "GLM-4.7-Flash": Published(GLM47_FLASH, None, partial(numbered, Glm4MoeLiteDecoderLayer)),
     "ERNIE-4.5-21B-A3B": Published(ERNIE_21B_A3B, None, ernie),
+    "DeepSeek-V3": Published(DEEPSEEK_V3, 671_026_419_200, partial(numbered, DeepseekV3DecoderLayer)),
+    "MiMo-7B": Published(MIMO_7B, None, mimo, like="qwen2"),
+    "Qwen1.5-MoE-A2.7B": Published(QWEN15_MOE, 14_315_784_192),
 }
 
 
 def tensors(published: Published) -> tuple[Shapes, Shapes]:
     """Names and shapes of the trunk's, and of the MTP layers'."""
     known = {key: value for key, value in published.config.items() if key not in ("architectures", "model_type")}
-    config = AutoConfig.for_model(published.config["model_type"], **known)
+    config = AutoConfig.for_model(published.like or published.config["model_type"], **known)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -216,14 +255,20 @@ def in_mxfp4(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ..
     return [(f"{name}_blocks", (experts, outputs, inputs // 32, 16)), (f"{name}_scales", (experts, outputs, inputs // 32))]
 
 
-def write(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-    """A shard whose data is a hole."""
+BYTES = {"BF16": 2, "F8_E4M3": 1, "F32": 4, "U8": 1}
+
+
+def usual(name: str) -> str:
+    return "U8" if name.endswith(("_blocks", "_scales")) else "BF16"
+
+
+def write(directory: Path, config: dict[str, Any], shapes: Shapes, dtype: Callable[[str], str] = usual) -> None:
+    """A shard whose data is a hole. `dtype`: a tensor's, by its name."""
     (directory / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
     for name, shape in shapes.items():
-        packed = name.endswith(("_blocks", "_scales"))
-        size = (1 if packed else 2) * torch.Size(shape).numel()
-        header[name] = {"dtype": "U8" if packed else "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        size = BYTES[dtype(name)] * torch.Size(shape).numel()
+        header[name] = {"dtype": dtype(name), "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     with (directory / "model.safetensors").open("wb") as file:
@@ -243,7 +288,7 @@ def test_every_tensor_has_its_place(tmp_path: Path, published: Published) -> Non
         # Scales are placed with their matrices.
         own = {name for name in mtp if want_mtp and not name.endswith(("embed_tokens.weight", "shared_head.head.weight"))}
         assert placed == {name for name in (*trunk, *own) if not name.endswith("_scales")}
-        if published.parameters is not None:
+        if published.parameters is not None and not want_mtp:
             assert sum(parameter.numel() for parameter in model.parameters()) == published.parameters
 
 
