@@ -252,6 +252,12 @@ class ModelArch:
     value_scale: float = 1.0  # values are multiplied with it
     sinks: Literal["all", "windows"] | None = None  # layers whose heads have a sink, see core.protocols.Context
 
+    def attention(self, layer: int) -> Attention:
+        """The kind of a layer that attends."""
+        kind = self.layers[layer]
+        assert isinstance(kind, Attention)
+        return kind
+
     @property
     def num_layers(self) -> int:
         """Of the trunk."""

@@ -118,6 +118,8 @@ class RoutedExperts(Protocol):
 
     @property
     def gate(self) -> ClampedGate | None: ...
+
+    @property
     def gate_up_zeros(self) -> Tensor | None: ...
 
     @property

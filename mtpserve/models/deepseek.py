@@ -103,7 +103,7 @@ def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
 
 def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
-        method, kind = methods.of(drafts=layer >= arch.num_layers), arch.layers[layer]
+        method, kind = methods.of(drafts=layer >= arch.num_layers), arch.attention(layer)
         attention = MLA(arch, method, kernels) if kind.selected is None else SparseMLA(arch, kind, method, kernels)
         return attention, feed_forward(arch, layer, method, kernels)
 

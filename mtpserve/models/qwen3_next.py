@@ -160,6 +160,10 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
     )
 
 
-QWEN3_NEXT = Family(next_arch, build, trunk_rules, mtp_rules, floor=0.4)
-QWEN3_5 = Family(dense_arch, build, trunk_rules, mtp_rules, floor=0.4)
-QWEN3_5_MOE = Family(moe_arch, build, trunk_rules, mtp_rules, floor=0.4)
+QWEN3_NEXT = Family(
+    next_arch, build, trunk_rules, mtp_rules, floor=0.4, tool_call_parser="hermes", reasoning_parser="qwen3"
+)  # fmt: skip
+QWEN3_5 = Family(
+    dense_arch, build, trunk_rules, mtp_rules, floor=0.4, tool_call_parser="qwen3_coder", reasoning_parser="qwen3"
+)  # fmt: skip
+QWEN3_5_MOE = replace(QWEN3_5, arch=moe_arch)

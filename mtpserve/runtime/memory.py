@@ -210,7 +210,7 @@ def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int
 
 def selection(arch: ModelArch, rows: int, context: int) -> int:
     """Of layers that attend to selected tokens: the slots of these for each row of a step, and the scores of as many rows as fit."""
-    best = max((kind.selected.best for kind in arch.layers if kind.selected is not None), default=0)
+    best = max((kind.selected.best for kind in attention_kinds(arch.layers) if kind.selected is not None), default=0)
     return rows * best * 8 + min(rows * context, max(MAX_SCORES, context)) * 4 if best else 0
 
 

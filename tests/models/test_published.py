@@ -22,6 +22,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteDecoderLayer
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.engine.planning import describe, empty_model, sources
@@ -163,6 +165,28 @@ QWEN15_MOE = {
     "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 8192, "max_window_layers": 21,
     "sliding_window": 32768, "use_sliding_window": False, "tie_word_embeddings": False, "eos_token_id": 151643, "torch_dtype": "bfloat16",
 }  # fmt: skip
+QWEN3_NEXT_80B = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_scaling": None, "hidden_act": "silu", "attention_bias": False,
+    "vocab_size": 151936, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": False,
+    "eos_token_id": 151645, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN35_9B = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 32, "mtp_num_hidden_layers": 1, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8, "hidden_act": "silu",
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+    "attention_bias": False, "vocab_size": 248320, "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "tie_word_embeddings": False,
+    "eos_token_id": 248044, "dtype": "bfloat16",
+}  # fmt: skip
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -196,6 +220,14 @@ def mimo(config: Any, trunk: Shapes) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in own.items()}
 
 
+def qwen(layer_of: Any, config: Any, trunk: Shapes) -> Shapes:
+    """A layer that attends, and what fuses one level above it."""
+    layer: nn.Module = layer_of(config, config.layer_types.index("full_attention"))
+    own = {f"mtp.layers.0.{name}": tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    norms = {f"mtp.{name}.weight": (config.hidden_size,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    return own | norms | {"mtp.fc.weight": (config.hidden_size, 2 * config.hidden_size)}
+
+
 class Published(NamedTuple):
     config: dict[str, Any]
     parameters: int | None  # of the trunk
@@ -217,6 +249,8 @@ PUBLISHED = {
     "GLM-4.7-Flash": Published(GLM47_FLASH, None, partial(numbered, Glm4MoeLiteDecoderLayer)),
     "ERNIE-4.5-21B-A3B": Published(ERNIE_21B_A3B, None, ernie),
     "DeepSeek-V3": Published(DEEPSEEK_V3, 671_026_419_200, partial(numbered, DeepseekV3DecoderLayer)),
+    "Qwen3-Next-80B-A3B": Published(QWEN3_NEXT_80B, None, partial(qwen, Qwen3NextDecoderLayer)),
+    "Qwen3.5-9B": Published(QWEN35_9B, None, partial(qwen, Qwen3_5DecoderLayer)),
     "MiMo-7B": Published(MIMO_7B, None, mimo, like="qwen2"),
     "Qwen1.5-MoE-A2.7B": Published(QWEN15_MOE, 14_315_784_192),
 }

@@ -85,7 +85,8 @@ SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "vocab_size": 300,
     "head_dim": 16, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "num_hidden_layers": 4, "max_window_layers": 4, "max_position_embeddings": 256, "n_routed_experts": 16, "num_experts": 16,
-    "eos_token_id": 299, "num_attention_heads": 4,
+    "eos_token_id": 299, "num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
 }  # fmt: skip
 
 
@@ -93,7 +94,8 @@ def twin(config: dict[str, Any]) -> dict[str, Any]:
     """The same keys with small sizes; what is a count of others, or a switch, stays."""
     few = {key: value for key, value in SMALL.items() if key in config}
     grouped = config["num_key_value_heads"] < config["num_attention_heads"]
-    return config | few | {"num_key_value_heads": 2 if grouped else 4}
+    types = {"layer_types": config["layer_types"][:4]} if "layer_types" in config else {}
+    return config | few | types | {"num_key_value_heads": 2 if grouped else 4}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
