@@ -229,7 +229,9 @@ def described_layer(layer: Layer) -> stacks.Layer:
         if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates:
             raise NotDescribed
     elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.mix, PanelExperts) and layer.mlp.mix.apart is None:
-        made.router, made.experts = cast(PanelRouter, layer.mlp.route).router, layer.mlp.mix.experts
+        if not isinstance(layer.mlp.route, PanelRouter):
+            raise NotDescribed
+        made.router, made.experts = layer.mlp.route.router, layer.mlp.mix.experts
     else:
         raise NotDescribed
     return made
