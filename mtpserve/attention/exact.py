@@ -17,7 +17,7 @@ from torch import Tensor
 from mtpserve.attention.contexts import Contexts, LayerContext, slots_of
 from mtpserve.attention.reference import attend
 from mtpserve.attention.rows import padded, seen_by_rows
-from mtpserve.attention.selected import Choice, PlannedSelected, plan_selected
+from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import LayerKind
@@ -36,7 +36,7 @@ class ExactAttention:
         return True
 
     def plan(self, batch: Batch) -> Contexts[PlannedExact | PlannedSelected]:
-        planned, choice = list[PlannedExact | PlannedSelected](), Choice()
+        planned, choice = list[PlannedExact | PlannedSelected](), ChosenRows()
         for store in self.stores.stores:
             kind, pool, group = store
             if kind.selected is not None:

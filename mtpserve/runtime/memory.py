@@ -114,7 +114,7 @@ def plan_memory(
     weights, total = fixed.trunk + fixed.mtp + fixed.reduced, config.cache.max_total_tokens
 
     def working(running: int) -> list[tuple[str, int]]:
-        rows = workspace(config, arch, fixed.itemsize, running)
+        rows = workspace(config, arch, fixed.itemsize, running) + selection(arch, scheduler.chunked_prefill_size, context)
         # Layers with a window defer nothing: see engine/assemble.
         deferred = draft_sizes(spec, scheduler.chunked_prefill_size).deferred if page_groups(arch.layers) == (None,) else 0
         captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
@@ -123,7 +123,6 @@ def plan_memory(
             ("tables of penalties and biases, once asked for", tables(running)),
             ("hidden rows that the draft model absorbs later", running * boundary * deferred),
             (f"one step's numbers{ESTIMATE}", rows),
-            (f"scores and slots of selected tokens{ESTIMATE}", selection(arch, scheduler.chunked_prefill_size, context)),
             (f"captured steps{ESTIMATE}", captured),
         ]
 
