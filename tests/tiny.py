@@ -69,7 +69,7 @@ def tiny_model(
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
-        if "router" not in name:
+        if "router" not in name and "key_norm" not in name:
             parameter.data = parameter.data.to(dtype)
     for part in reversed(list(model.modules())):
         if hasattr(part, "finish_loading"):
