@@ -14,7 +14,7 @@ from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 
@@ -32,7 +32,7 @@ class CPUAttention:
         ]
 
     def supports(self, kind: LayerKind) -> bool:
-        return kind.kv.key_dim % 2 == 0
+        return isinstance(kind, Attention) and kind.kv.key_dim % 2 == 0
 
     def plan(self, batch: Batch) -> Contexts[CPUSpans | PlannedSelected]:
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
@@ -52,5 +52,5 @@ class CPUSpans:
     slots: Tensor  # [T], where this step's rows are stored
     spans: Spans
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        return attend(q, self.pool.keys(layer), self.pool.values(layer), self.spans)
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        return attend(q, self.pool.keys(layer), self.pool.values(layer), self.spans, sinks)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, LayerContext, slots_of
+from mtpserve.attention.recurrent import RowByRow, StateContext
 from mtpserve.attention.reference import attend
 from mtpserve.attention.rows import padded, seen_by_rows
 from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import Context
 
@@ -33,7 +34,7 @@ class ExactAttention:
         self.stores, self.heads, self.scale = stores, heads, scale
 
     def supports(self, kind: LayerKind) -> bool:
-        return True
+        return isinstance(kind, Attention)
 
     def plan(self, batch: Batch) -> Contexts[PlannedExact | PlannedSelected]:
         planned, choice = list[PlannedExact | PlannedSelected](), ChosenRows()
@@ -67,7 +68,7 @@ class PlannedExact:
         slots = torch.cat([slots, slots[:1].expand(rows - len(slots))])
         return PlannedExact(self.pool, slots, self.seen[start:stop], self.lengths[start:stop], self.scale)
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         heads, value_dim = self.pool.layout.heads, self.pool.layout.value_dim
         out = q.new_empty(q.shape[0], q.shape[1], value_dim)
         by_length: dict[int, list[int]] = {}
@@ -80,7 +81,8 @@ class PlannedExact:
             mask = torch.zeros(len(counts), 1, n, dtype=q.dtype, device=q.device)
             mask.masked_fill_(torch.arange(n, device=q.device) >= counts[:, None, None], -torch.inf)
             grouped = q[members].unflatten(1, (heads, -1)).flatten(0, 1)  # [members * heads, group, key_dim]
-            attended = attend(grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale)
+            beside = None if sinks is None else sinks.view(1, heads, -1, 1).expand(len(members), -1, -1, -1).flatten(0, 1)
+            attended = attend(grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale, beside)
             out[members] = attended.unflatten(0, (len(members), heads)).flatten(1, 2)
         out[len(self.seen) :] = out[0]
         return out
@@ -88,7 +90,14 @@ class PlannedExact:
 
 def part_of(planned: Sequence[Context], start: int, stop: int, rows: int) -> list[Context]:
     """The contexts of rows start … stop-1 alone, padded to `rows` rows. `planned` are ExactAttention's."""
-    whole = cast("Sequence[LayerContext[PlannedExact | PlannedSelected]]", planned)
-    parts = {id(context.planned): context.planned for context in whole}
-    cut = {key: plan.part(start, stop, rows) for key, plan in parts.items()}
-    return [LayerContext(cut[id(context.planned)], context.layer) for context in whole]
+    cut: dict[int, PlannedExact | PlannedSelected] = {}
+    parts = list[Context]()
+    for context in planned:
+        if isinstance(context, StateContext):
+            parts.append(cast(Context, RowByRow(context, start, stop, rows)))
+            continue
+        whole = cast("LayerContext[PlannedExact | PlannedSelected]", context)
+        if id(whole.planned) not in cut:
+            cut[id(whole.planned)] = whole.planned.part(start, stop, rows)
+        parts.append(LayerContext(cut[id(whole.planned)], whole.layer))
+    return parts

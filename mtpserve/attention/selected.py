@@ -58,7 +58,8 @@ class PlannedSelected:
                 chosen[row] = picked
         self.choice.slots = chosen
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        assert sinks is None, "no published model has sinks where tokens are selected"
         heads, value_dim = self.pool.layout.heads, self.pool.layout.value_dim
         out = q.new_empty(q.shape[0], q.shape[1], value_dim)
         for rows, slots, counts in alike(self.choice.slots, range(len(self.seen)), MAX_TOKENS):

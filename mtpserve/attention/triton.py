@@ -11,7 +11,7 @@ from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.attention.triton_selected import ChosenSlots, RowsSeen, SelectedSpans
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 
@@ -23,7 +23,7 @@ class TritonAttention:
         self.stores, self.scale = stores, scale
 
     def supports(self, kind: LayerKind) -> bool:
-        if kind.selected is not None and (kind.kv.kind != "mla" or kind.index_dim > 128):
+        if not isinstance(kind, Attention) or (kind.selected is not None and (kind.kv.kind != "mla" or kind.index_dim > 128)):
             return False
         return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
 
@@ -56,7 +56,7 @@ class PlannedSpans:
     window: int  # 0: none
     width: int  # of the widest span, about
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         batch, pool = self.batch, self.pool
         where = (
             self.page_table, batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start,
@@ -64,5 +64,5 @@ class PlannedSpans:
         )  # fmt: skip
         q, keys, window, shift, width = q.contiguous(), pool.keys(layer), self.window, batch.shift, self.width
         if pool.layout.kind == "mla":
-            return span_mla(q, keys, *where, pool.layout.value_dim, window=window, shift=shift, width=width)
-        return span_gqa(q, keys, pool.values(layer), *where, window=window, shift=shift, width=width)
+            return span_mla(q, keys, *where, pool.layout.value_dim, sinks=sinks, window=window, shift=shift, width=width)
+        return span_gqa(q, keys, pool.values(layer), *where, sinks=sinks, window=window, shift=shift, width=width)

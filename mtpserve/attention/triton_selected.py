@@ -52,7 +52,8 @@ class SelectedSpans:
         where = self.page_table, batch.row_seats, seen.ends, batch.tree_bits, seen.starts, self.pool.page_size, self.best
         self.choice.slots, self.choice.counts = select(q.contiguous(), weights.contiguous(), keys, *where, shift=batch.shift)
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        assert sinks is None, "no published model has sinks where tokens are selected"
         slots, counts, pool = self.choice.slots, self.choice.counts, self.pool
         assert slots is not None and counts is not None
         return selected_mla(q.contiguous(), pool.keys(layer), slots, counts, self.scale, pool.layout.value_dim)

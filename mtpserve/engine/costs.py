@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtpserve.core.arch import LayerKind, ModelArch
+from mtpserve.core.arch import Attention, ModelArch, attention_kinds, recurrent_kinds
 
 DISK = 3e9  # bytes per second of files on an NVMe drive: what one writes for long, and less than it reads
 KERNELS = 10  # of one layer, dependent on each other: 6 where all that can be fused is, 12 in common engines
@@ -61,8 +61,12 @@ class ModelShape:
         """`weight_size`, `kv_size`: bytes of one number."""
         size, head = arch.hidden, arch.vocab * arch.hidden
         dense, moe, layers = 3 * size * arch.intermediate, arch.moe, arch.num_layers
-        kinds = arch.layers[:layers]
-        used = stored = head + sum(_attention(arch, kind) for kind in kinds)
+        kinds, recurrent = attention_kinds(arch.layers[:layers]), recurrent_kinds(arch.layers)
+        used = stored = (
+            head
+            + sum(_attention(arch, kind) for kind in kinds)
+            + sum(size * (kind.channels + 2 * kind.value_heads * kind.value_dim) for kind in recurrent)
+        )
         used += sum(kind.selected.best * _wide(arch, kind) for kind in kinds if kind.selected is not None)
         if moe is None:
             used, stored = used + layers * dense, stored + layers * dense
@@ -75,7 +79,7 @@ class ModelShape:
             layers,
             used,
             int(stored * weight_size),
-            int(sum(kind.numbers for kind in arch.layers) * kv_size),
+            int(sum(kind.numbers for kind in attention_kinds(arch.layers)) * kv_size),
             sum(2 * (_wide(arch, kind) if kind.selected is None else _scored(arch, kind)) for kind in kinds),
             int((head + (stored - head) // layers) * weight_size),
             int(head * weight_size),
@@ -83,17 +87,17 @@ class ModelShape:
         )
 
 
-def _wide(arch: ModelArch, kind: LayerKind) -> int:
+def _wide(arch: ModelArch, kind: Attention) -> int:
     """Numbers of keys and values that a row is multiplied with, of each token that it attends to, by all heads."""
     return arch.heads * (kind.kv.key_dim + kind.kv.value_dim)
 
 
-def _scored(arch: ModelArch, kind: LayerKind) -> int:
+def _scored(arch: ModelArch, kind: Attention) -> int:
     """The same of each token that it may attend to, where it selects."""
     return 0 if arch.indexer is None else arch.indexer.heads * kind.index_dim
 
 
-def _attention(arch: ModelArch, kind: LayerKind) -> int:
+def _attention(arch: ModelArch, kind: Attention) -> int:
     """Parameters of one layer's projections."""
     kv_heads, key, value = kind.kv.heads, kind.kv.key_dim, kind.kv.value_dim
     if (mla := arch.mla) is None:

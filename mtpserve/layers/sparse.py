@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpserve.attention.contexts import SelectingContext
 from mtpserve.cache.pool import store
-from mtpserve.core.arch import LayerKind, ModelArch
-from mtpserve.core.protocols import Context, LinearMethod, SelectingContext
+from mtpserve.core.arch import Attention, ModelArch
+from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
@@ -65,7 +66,7 @@ class Indexer(nn.Module):
 class SparseMLA(MLA):
     """`kind`: of the layer. A layer whose kind stores no index key has no indexer."""
 
-    def __init__(self, arch: ModelArch, kind: LayerKind, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(self, arch: ModelArch, kind: Attention, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__(arch, method, kernels)
         self.indexer = Indexer(arch, kind.index_dim, method) if kind.index_dim else None
 

@@ -112,8 +112,6 @@ MIMO: dict[str, Any] = LLAMA | {
     "rope_theta": 640000.0,
     "use_sliding_window": False,
 }
-
-
 QWEN3_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
 GLM4_MOE: dict[str, Any] = LLAMA | {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -235,7 +233,7 @@ def numbered(
     tensors: dict[str, Tensor] = {}
     if fp8:
         config |= {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
-    for name, tensor in [*trunk.state_dict().items(), *renamed(mtp, prefix, names).items()]:
+    for name, tensor in [*trunk.state_dict().items(), *renamed(mtp.state_dict(), prefix, names).items()]:
         tensors |= stored(name, tensor, bool(fp8) and (fp8 is True or (fp8 == "mtp") == name.startswith(prefix)))
     tensors |= {prefix + "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
     tensors |= {prefix + "shared_head.head.weight": tensors["lm_head.weight"].clone()}
@@ -297,7 +295,7 @@ def mimo(directory: Path, seed: int = 0, **options: Any) -> Tiny:
     randomise(trunk, mtp, seed=seed)
     prefix = "model.mtp_layers.0."
     names = {"embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "project": "input_proj", "norm": "final_layernorm"}
-    tensors = {name: tensor.clone() for name, tensor in (trunk.state_dict() | renamed(mtp, prefix, names)).items()}
+    tensors = {name: tensor.clone() for name, tensor in (trunk.state_dict() | renamed(mtp.state_dict(), prefix, names)).items()}
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
     write(directory, config, tensors)
@@ -314,12 +312,12 @@ def randomise(*modules: nn.Module, seed: int) -> None:
             tensor.normal_(1 if "norm" in name else 0, 0.2)
 
 
-def renamed(mtp: MTP, prefix: str, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The MTP layer's tensors as the checkpoint calls them."""
+def renamed(mtp: Mapping[str, Tensor], prefix: str, names: Mapping[str, str], block: str = "") -> dict[str, Tensor]:
+    """An MTP layer's tensors as the checkpoint calls them; `block` is before those of the decoder layer."""
     found = {}
-    for name, tensor in mtp.state_dict().items():
+    for name, tensor in mtp.items():
         part, rest = name.split(".", 1)
-        found[prefix + (rest if part == "layer" else f"{names[part]}.{rest}")] = tensor
+        found[prefix + (block + rest if part == "layer" else f"{names[part]}.{rest}")] = tensor
     return found
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 def span_gqa(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, sinks: Tensor | None = None, window: int = 0,
+    shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E]; see `span.py` for the rest.
 
@@ -32,18 +33,22 @@ def span_gqa(
         slots = page_table[seat, place // page_size] * page_size + place % page_size
         keys, values = (part[slots].float().repeat_interleave(group, 1) for part in (k, v))
         scores = torch.einsum("rhd,nhd->hrn", q[start:stop].float(), keys) * scale
-        weights = scores.masked_fill(~seen[:, needed], -torch.inf).softmax(-1)
+        scores.masked_fill_(~seen[:, needed], -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, stop - start, 1)], -1)
+        weights = scores.softmax(-1)[..., : len(slots)]
         out[start:stop] = torch.einsum("hrn,nhe->rhe", weights, values).to(q.dtype)
     return out
 
 
 def span_mla(
     q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, window: int = 0, shift: int = 0,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, sinks: Tensor | None = None,
+    window: int = 0, shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]"""
     where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
-    return span_gqa(q, latent, latent[..., :value_dim], *where, window=window, shift=shift)
+    return span_gqa(q, latent, latent[..., :value_dim], *where, sinks=sinks, window=window, shift=shift)
 
 
 def select(
