@@ -130,7 +130,7 @@ def plan_memory(
     state_bytes, waiting_bytes = state_sizes(arch, fixed.itemsize, spec.nodes)
 
     def working(running: int) -> list[tuple[str, int]]:
-        rows = workspace(config, arch, fixed.itemsize, running)
+        rows = workspace(config, arch, fixed.itemsize, running) + selection(arch, scheduler.chunked_prefill_size, context)
         captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
         return [
             ("request state", state(running)),
@@ -139,7 +139,6 @@ def plan_memory(
             ("states of recurrent layers", (running + 1) * state_bytes),
             ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
             (f"one step's numbers{ESTIMATE}", rows),
-            (f"scores and slots of selected tokens{ESTIMATE}", selection(arch, scheduler.chunked_prefill_size, context)),
             (f"captured steps{ESTIMATE}", captured),
         ]
 
