@@ -115,7 +115,8 @@ MIMO_V2_FLASH = {
     "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "n_routed_experts": 256, "n_shared_experts": None,
     "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
     "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": None, "hidden_act": "silu", "layernorm_epsilon": 1e-5,
-    "max_position_embeddings": 262144, "vocab_size": 152576, "tie_word_embeddings": False, "eos_token_id": 151645, "torch_dtype": "bfloat16",
+    "max_position_embeddings": 262144, "vocab_size": 152576, "tie_word_embeddings": False, "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
 }  # fmt: skip
 Shapes = dict[str, tuple[int, ...]]
 
@@ -191,9 +192,9 @@ def parts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]
     """transformers keeps all experts in two tensors."""
     start, dot, kind = name.partition(".experts.")
     if not dot:
-        return [
-            (name.replace("mlp.gate.moe_statics", "mlp.moe_statics").replace("self_attn.sinks", "self_attn.attention_sink_bias"), shape)
-        ]
+        for ours, published in (("mlp.gate.moe_statics", "mlp.moe_statics"), ("self_attn.sinks", "self_attn.attention_sink_bias")):
+            name = name.replace(ours, published)
+        return [(name, shape)]
     experts, rows, columns = shape
     matrices = {"gate_proj": rows // 2, "up_proj": rows // 2} if kind == "gate_up_proj" else {"down_proj": rows}
     return [(f"{start}.experts.{i}.{part}.weight", (size, columns)) for i in range(experts) for part, size in matrices.items()]
