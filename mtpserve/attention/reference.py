@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, slots_of
+from mtpserve.attention.selected import Choice, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 MAX_SCORES = 1 << 24  # numbers in one block of scores: bounds the memory of a long prompt's chunk
@@ -57,9 +58,9 @@ class ReferenceAttention:
         self.stores, self.heads, self.scale = stores, heads, scale
 
     def supports(self, kind: LayerKind) -> bool:
-        return True
+        return isinstance(kind, Attention)
 
-    def plan(self, batch: Batch) -> Contexts[PlannedAttention]:
+    def plan(self, batch: Batch) -> Contexts[PlannedAttention | PlannedSelected]:
         ends, lengths, first = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.positions[batch.cu_q[:-1]].tolist()
 
         def spans(window: int | None) -> list[SpanColumns]:
@@ -67,7 +68,13 @@ class ReferenceAttention:
             lows = [0 if window is None else max(0, min(p, n - 1) - window + 1) for p, n in zip(first, lengths, strict=True)]
             return [SpanColumns(r, ends[r], ends[r + 1] - ends[r], lows[r], lengths[r]) for r in range(len(lengths))]
 
-        return Contexts(self.stores, [self.planned(batch, store, spans(store.kind.window)) for store in self.stores.stores])
+        planned, choice = list[PlannedAttention | PlannedSelected](), Choice()
+        for store in self.stores.stores:
+            if store.kind.selected is not None:
+                planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
+            else:
+                planned.append(self.planned(batch, store, spans(store.kind.window)))
+        return Contexts(self.stores, planned)
 
     def planned(self, batch: Batch, store: Store, spans: list[SpanColumns]) -> PlannedAttention:
         by_width: dict[int, list[SpanColumns]] = {}

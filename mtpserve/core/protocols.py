@@ -43,6 +43,29 @@ class Context(Protocol):
         ...
 
 
+class RecurrentContext(Protocol):
+    """What a layer that keeps a state is handed of a planned batch."""
+
+    def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor) -> Tensor:
+        """inputs [T, channels], gates [T, 2, value_heads] float32 (the logarithm of the decay, and the share that is replaced), conv
+        [taps, channels] float32 → [T, value_heads, value_dim]: see mtpserve_kernels.recurrent.reference. Called once for each step."""
+        ...
+
+
+class SelectingContext(Context, Protocol):
+    """Of a layer that attends to selected tokens. It stores its rows' index keys, too, and selects before it attends; or it does neither,
+    and attends to what the last layer before it has selected."""
+
+    @property
+    def index_keys(self) -> Tensor:
+        """The layer's own [slots, 1, dim]."""
+        ...
+
+    def select(self, q: Tensor, weights: Tensor) -> None:
+        """q [T, heads, dim], weights [T, heads] float32: a token's score is the sum of weight * relu(q · index key) over the heads."""
+        ...
+
+
 class AttentionBackend(Protocol):
     graph_safe: bool
     exact: bool  # a row's numbers do not depend on the other rows, and neither do those of the layers' kernels that belong to it
@@ -50,7 +73,8 @@ class AttentionBackend(Protocol):
     def supports(self, kind: LayerKind) -> bool: ...
 
     def plan(self, batch: Batch) -> Seq[Context]:
-        """Index work, once per batch and store: one context per layer, in the order of the stores' layers."""
+        """Index work, once per batch and store: one context per layer, in the order of the layers. A RecurrentContext for a layer that
+        keeps a state."""
         ...
 
 
@@ -89,12 +113,13 @@ class LinearKernels(Protocol):
     def pack_int8(self) -> PackInt8: ...
 
     @property
-    def linear_fp8(self) -> LinearFP8: ...
+    def linear_stored(self) -> LinearStored: ...
 
 
-class LinearFP8(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, /) -> Tensor:
-        """x [T, K], weight [N, K] float8, scale [N / 128, K / 128] rounded up, bias [N] → [T, N]: x (weight * scale)^T + bias."""
+class LinearStored(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, /) -> Tensor:
+        """x [T, K], bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K] with scales [N / 128, K / 128] rounded up, or float8 or
+        integers of four bits [N, K / 2] with scales and zeros [N, groups]: see quant/stored.py."""
         ...
 
 

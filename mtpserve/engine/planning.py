@@ -27,6 +27,7 @@ from mtpserve.spec.token_map import read_token_map
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.dummy import fill
+from mtpserve.weights.formats import groups
 from mtpserve.weights.hf import HFConfig, read_config
 from mtpserve.weights.layouts import MTPLayout, dummy_layers, mtp_layers, nextn_prefix, why_no_mtp
 from mtpserve.weights.loader import load
@@ -187,8 +188,8 @@ def empty_model(described: Described, dtype: torch.dtype, positions: int, kept: 
     """On no device: names, shapes and dtypes."""
     with torch.device("meta"):
         model = build_model(described, dtype, positions, KERNELS.get("torch")(), kept)
-    if kept.keep_blocks:
-        hold_blocks(model, placements(model, sources(described)))
+    if kept.kinds:
+        hold_blocks(model, placements(model, sources(described)), kept.kinds)
     return model
 
 
@@ -220,7 +221,8 @@ def sources(described: Described) -> list[WeightSource]:
 def nextn_rules(described: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
     """The layer's own tensors; what is outside its prefix is another copy of the trunk's."""
     assert described.family.mtp_rules is not None
-    others = {name.split(".weight")[0] for name in nextn.tensors if not name.startswith(prefix)}
+    names = (group.name for group in groups(nextn.tensors))
+    others = {name.split(".weight")[0] for name in names if not name.startswith(prefix)}
     return described.family.mtp_rules(described.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
 
 
@@ -239,5 +241,5 @@ def load_model(
         fill(model, device)
     else:
         own, *also = sources(described)
-        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep_blocks=kept.keep_blocks)
+        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep=kept.kinds)
     return model.eval()

@@ -109,9 +109,22 @@ class Rotation:
         return self._rope.sin
 
     @cached_property
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, dim / 2] float32"""
+        return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
+
+    @cached_property
     def _rows(self) -> Tensor:
         rows = self._rope.table[self.positions]
         return torch.view_as_complex(rows).unsqueeze(1) if self.interleaved else rows.unsqueeze(2)
+
+    def rotate_halves(self, x: Tensor) -> Tensor:
+        """As `rotate` with the halves of the first dim numbers side by side, however the tables are interleaved."""
+        cos, sin = self._halves
+        half = cos.shape[-1]
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1)
 
     def rotate(self, x: Tensor) -> Tensor:
         """x [T, heads, dim or more], in plain torch; numbers after the first dim stay as they are."""

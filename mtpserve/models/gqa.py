@@ -90,7 +90,7 @@ def layer_types(config: HFConfig) -> list[str] | None:
 def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method = methods.of(drafts=layer >= arch.num_layers)
-        return GQA(arch, arch.layers[layer], method, kernels), feed_forward(arch, layer, method, kernels)
+        return GQA(arch, arch.attention(layer), method, kernels), feed_forward(arch, layer, method, kernels)
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)
 

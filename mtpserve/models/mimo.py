@@ -34,4 +34,4 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
 
 
 # About 90 %: MiMo, https://arxiv.org/abs/2505.07608
-MIMO = Family(arch, gqa.build, gqa.trunk_rules, mtp_rules, floor=0.4)
+MIMO = Family(arch, gqa.build, gqa.trunk_rules, mtp_rules, floor=0.4, tool_call_parser="hermes", reasoning_parser="mimo")

@@ -51,5 +51,5 @@ def moe_rules(arch: ModelArch) -> list[Rule]:
     return gqa.trunk_rules(arch) + trunk_layers(arch, names)
 
 
-QWEN2 = Family(arch, gqa.build, gqa.trunk_rules)
-QWEN2_MOE = Family(moe_arch, gqa.build, moe_rules)
+QWEN2 = Family(arch, gqa.build, gqa.trunk_rules, tool_call_parser="hermes")
+QWEN2_MOE = Family(moe_arch, gqa.build, moe_rules, tool_call_parser="hermes")

@@ -22,5 +22,5 @@ def common(config: HFConfig, moe: MoEArch | None) -> ModelArch:
     return gqa.arch(config, "qwen3", positions=32768, qkv_bias=bias, out_bias=bias, head_norms=True, trunk=gqa.windowed, moe=moe)
 
 
-QWEN3 = Family(arch, gqa.build, gqa.trunk_rules)
-QWEN3_MOE = Family(moe_arch, gqa.build, gqa.trunk_rules)
+QWEN3 = Family(arch, gqa.build, gqa.trunk_rules, tool_call_parser="hermes", reasoning_parser="qwen3")
+QWEN3_MOE = Family(moe_arch, gqa.build, gqa.trunk_rules, tool_call_parser="hermes", reasoning_parser="qwen3")

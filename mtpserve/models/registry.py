@@ -12,9 +12,11 @@ FAMILIES: Registry[Family] = Registry(
     {
         "DeepseekV3ForCausalLM": "mtpserve.models.deepseek:DEEPSEEK",
         "DeepseekV3ForCausalLMNextN": "mtpserve.models.deepseek:DEEPSEEK",
+        "DeepseekV32ForCausalLM": "mtpserve.models.deepseek_v32:DEEPSEEK_V32",
         "Ernie4_5_MoeForCausalLM": "mtpserve.models.ernie4_5_moe:ERNIE4_5_MOE",
         "Glm4MoeForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE",
         "Glm4MoeLiteForCausalLM": "mtpserve.models.glm4_moe:GLM4_MOE_LITE",
+        "GlmMoeDsaForCausalLM": "mtpserve.models.glm_moe_dsa:GLM_MOE_DSA",
         "GptOssForCausalLM": "mtpserve.models.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "mtpserve.models.llama:LLAMA",
         "MiMoForCausalLM": "mtpserve.models.mimo:MIMO",
@@ -23,6 +25,11 @@ FAMILIES: Registry[Family] = Registry(
         "Qwen2MoeForCausalLM": "mtpserve.models.qwen2:QWEN2_MOE",
         "Qwen3ForCausalLM": "mtpserve.models.qwen3:QWEN3",
         "Qwen3MoeForCausalLM": "mtpserve.models.qwen3:QWEN3_MOE",
+        "Qwen3NextForCausalLM": "mtpserve.models.qwen3_next:QWEN3_NEXT",
+        "Qwen3_5ForCausalLM": "mtpserve.models.qwen3_next:QWEN3_5",
+        "Qwen3_5ForConditionalGeneration": "mtpserve.models.qwen3_next:QWEN3_5",
+        "Qwen3_5MoeForCausalLM": "mtpserve.models.qwen3_next:QWEN3_5_MOE",
+        "Qwen3_5MoeForConditionalGeneration": "mtpserve.models.qwen3_next:QWEN3_5_MOE",
     },
 )
 

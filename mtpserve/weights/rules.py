@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The whole parameter."""
+    """The whole parameter. `plus` is added to what the checkpoint has: some norms multiply by one more than their weight."""
+
+    plus: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA gr
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("family", ["deepseek", "mimo", "glm", "qwen"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo", "glm", "qwen"])
 def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig, device: torch.device) -> None:
     asked = prompts(4, longest=8)
     params = [
@@ -124,6 +124,28 @@ def test_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: b
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=256), spec=spec), poison=True)
         texts.append(run(engine, [[4, 11, 7], [20]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)))
     assert kept == [False, True]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("layout", ["float8 per channel", "AWQ"])
+def test_weights_with_scales_by_row(tmp_path: Path, layout: str) -> None:
+    """Kept, with drafts and kernels, against widened, without drafts in plain torch. Prompts longer than the rows that a kernel takes."""
+    from tests.models.checkpoints import deepseek
+    from tests.weights.published import LAYOUTS, converted, write
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    tiny = deepseek(tmp_path / "source", **sizes)
+    config, writer = LAYOUTS[layout]
+    quantised, _ = converted(tiny.tensors, lambda name: "_proj" in name and "eh_proj" not in name, writer)
+    directory = str(write(tmp_path / "quantised", tiny.config | {"quantization_config": config}, quantised))
+    texts = []
+    kept = "fp8" if layout.startswith("float8") else "int4"
+    for backend, quantization, spec in (("reference", "none", SpecConfig()), ("triton", kept, CHAIN)):
+        model = ModelConfig(model=directory, dtype="float32", attention_backend=backend, quantization=quantization, context_length=90)
+        engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec), poison=True)
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        texts.append(run(engine, [[4, 11, 7], [i % 24 for i in range(70)]], params))
     assert texts[0] == texts[1]
 
 

@@ -31,8 +31,10 @@ def step(count: int) -> None:
     from mtpserve_kernels.fused.rope import latent_store, rope_store
     from mtpserve_kernels.fused.silu import silu_mul
     from mtpserve_kernels.moe.experts import experts
+    from mtpserve_kernels.moe.experts_rows import experts_rows
     from mtpserve_kernels.moe.route import route
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+    from mtpserve_kernels.quant.rows import linear_rows
     from mtpserve_kernels.spec.accept import accept
 
     where = ints(50, 16), ints(count), ints(count + 1), ints(count), ints(count), None, None, 16, 0.1
@@ -54,6 +56,11 @@ def step(count: int) -> None:
     linear_fp8(x.new_zeros(64 + count, 256), torch.zeros(512, 256).to(torch.float8_e4m3fn), torch.zeros(4, 2))
     route(x, torch.zeros(16, 256), torch.zeros(16), 2, 1, 1, True, 1.0)
     experts(x, torch.zeros(count, 2), ints(count, 2), torch.zeros(4, 256, 256), torch.zeros(4, 256, 128), None, None)
+    halves, scale = torch.zeros(4, 256, 128, dtype=torch.uint8), torch.zeros(4, 256, 2)
+    for splits in (1, 2):
+        linear_rows(x, halves[0], scale[0], None, splits=splits)
+    down = torch.zeros(4, 256, 64, dtype=torch.uint8), scale, None
+    experts_rows(x, torch.zeros(count, 2), ints(count, 2), halves, scale, None, *down)
     sampling = torch.zeros(50), ints(50), torch.zeros(50), torch.zeros(50), ints(50), torch.zeros(50, dtype=torch.bool)
     for q in (None, torch.zeros(50, 3, 1000)):
         accept(torch.zeros(count, 4, 1000), ints(count, 3), ints(count), None, None, ints(count), ints(50), *sampling, q, 3)

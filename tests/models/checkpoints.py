@@ -132,6 +132,10 @@ GLM4_MOE: dict[str, Any] = LLAMA | {
 }
 
 
+# Of published float8 checkpoints.
+FLOAT8, KEPT = ("_proj.weight", "_proj_with_mqa.weight", ".wq_b.weight", ".wk.weight"), ("eh_proj.weight", "weights_proj.weight")
+
+
 class MTP(nn.Module):
     """The fusing tensors around one of transformers' decoder layers, under neutral names."""
 
@@ -178,7 +182,8 @@ class Tiny:
         places = torch.arange(len(ids))[None]
         mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
         turned = self.trunk.model.rotary_emb(x, places)
-        out = self.mtp.layer(x, attention_mask=mask, position_ids=places, position_embeddings=turned)[0]
+        given = self.mtp.layer(x, attention_mask=mask, position_ids=places, position_embeddings=turned)
+        out = (given[0] if isinstance(given, tuple) else given)[0]
         normed = self.mtp.norm(out)
         return self.trunk.lm_head(normed), out if self.fed == "pre" else normed
 
@@ -219,6 +224,8 @@ def numbered(
     trunk = trunk_of(ours).float().eval()
     if getattr(ours, "mlp_layer_types", None) is not None:
         ours.mlp_layer_types = [*ours.mlp_layer_types, "sparse"]
+    if getattr(ours, "indexer_types", None) is not None:
+        ours.indexer_types = [*ours.indexer_types, "full"]
     mtp = MTP(layer_of(ours, layers), config["hidden_size"], config["rms_norm_eps"]).eval()
     randomise(trunk, mtp, seed=seed)
     prefix = f"model.layers.{layers}."
@@ -332,7 +339,7 @@ def stored(name: str, tensor: Tensor, fp8: bool) -> dict[str, Tensor]:
     for part_name, part_tensor in parts.items():
         if part_tensor.numel() == 0:
             continue  # the shared expert of a model that has none
-        if fp8 and part_name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in part_name:
+        if fp8 and part_name.endswith(FLOAT8) and not part_name.endswith(KEPT):
             weight, scale = quantize_block(part_tensor)
             part_tensor.copy_(dequantize_block(weight, scale))
             found |= {part_name: weight, part_name + "_scale_inv": scale}

@@ -49,3 +49,36 @@ def span_mla(
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]"""
     where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
     return span_gqa(q, latent, latent[..., :value_dim], *where, sinks=sinks, window=window, shift=shift)
+
+
+def select(
+    q: Tensor, weights: Tensor, keys: Tensor, page_table: Tensor, seats: Tensor, ends: Tensor, bits: Tensor | None, starts: Tensor | None,
+    page_size: int, best: int, *, shift: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [T, heads, D], weights [T, heads] float32, index keys [slots, 1, D]; seats, ends, bits and starts [T]: of each row, see
+    `select.py`. → the slots of the `best` columns that the row sees, those with the largest scores, in the order of columns [T, best]
+    int64, and how many they are [T] int64; what follows is void. Of equal scores the earlier column's counts more, and NaN more than any
+    number."""
+    slots, counts = seats.new_zeros(len(q), best), torch.empty_like(ends)
+    for row, (seat, end) in enumerate(zip(seats.tolist(), ends.tolist(), strict=True)):
+        columns = torch.arange(end, device=q.device)
+        if bits is not None and starts is not None:
+            bit = columns - starts[row]
+            columns = columns[(bit < 0) | (bits[row] >> bit.clamp(0, 63) & 1).bool()]
+        place = columns + shift
+        seen = page_table[seat, place // page_size] * page_size + place % page_size
+        if len(seen) > best:
+            scores = weights[row] @ (q[row].float() @ keys[seen, 0].float().T).relu()
+            seen = seen[scores.sort(descending=True, stable=True).indices[:best].sort().values]
+        slots[row, : len(seen)], counts[row] = seen, len(seen)
+    return slots, counts
+
+
+def selected_mla(q: Tensor, latent: Tensor, slots: Tensor, counts: Tensor, scale: float, value_dim: int) -> Tensor:
+    """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value, what `select` gives → [T, heads, value_dim]"""
+    out = q.new_empty(*q.shape[:2], value_dim)
+    for row, count in enumerate(counts.tolist()):
+        seen = latent[slots[row, :count], 0].float()
+        weights = (scale * q[row].float() @ seen.T).softmax(-1)
+        out[row] = (weights @ seen[:, :value_dim]).to(q.dtype)
+    return out

@@ -6,19 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpserve_kernels.quant.reference import widen
+from mtpserve_kernels.quant.reference import widen, widen_rows
 
 
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, renormalise: bool, scale: float
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, groups: int, top_groups: int, renormalise: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """x [T, H], weight [E, H], bias [E] float32 → weights [T, top_k] float32, experts [T, top_k] int64.
 
     Sigmoid scores; score + bias chooses, first the groups by their two best, then the experts; the weights are the scores without it
-    (DeepSeek-V3, https://arxiv.org/abs/2412.19437 §2.1.2).
+    (DeepSeek-V3, https://arxiv.org/abs/2412.19437 §2.1.2). Without a bias, and in one group: the best of a softmax over all experts
+    (Mixtral, https://arxiv.org/abs/2401.04088 §2.1; Qwen renormalises after the choice).
     """
-    scores = F.linear(x.float(), weight.float()).sigmoid()
-    choice = scores + bias
+    logits = F.linear(x.float(), weight.float())
+    scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
     if top_groups < groups:
         grouped = choice.unflatten(-1, (groups, -1))
         best = grouped.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
@@ -92,3 +94,15 @@ def experts(
     if shared_gate_up is not None and shared_down is not None:
         out += block(x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale)
     return out.to(x.dtype)
+
+
+def experts_rows(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_zeros: Tensor | None,
+    down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """As `experts` without a shared one. Scales and zeros are those of rows, see quant.reference.widen_rows; None: the matrix has none."""
+    wide, back = (
+        matrix if scale is None else widen_rows(matrix, scale, zeros)
+        for matrix, scale, zeros in ((gate_up, gate_up_scale, gate_up_zeros), (down, down_scale, down_zeros))
+    )
+    return experts(x, weights, chosen, wide, back, None, None)

@@ -1,0 +1,127 @@
+"""Products with weights whose rows have scales of their own, one per group of columns: float8 (e4m3), or integers of four bits.
+
+    weight  float8 [N, K] or uint8 [N, K / 2], two numbers in a byte, the low half first          scale [N, groups]
+    zeros   [N, groups] uint8: the integer that stands for 0; None: 8
+
+Few rows: the weights are widened in registers, and each tile's product is scaled on its own, so that a step over the inputs never leaves
+its group. The even and the odd inputs of four-bit weights are multiplied apart, as they lie in memory. Moves N K bytes or half of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpserve_kernels.fused.linear import MAX_ROWS, add_parts_kernel, splits_for, tiling
+
+PLAIN, FLOAT8, INT4 = 0, 1, 2
+
+
+@triton.jit
+def row_scaled_tile(
+    p_x, p_w, p_scale, p_zeros, m_t, m_n, o_n, k, K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
+    """p_x [BT] where the rows of x begin, o_n [BN] rows of W → W[o_n, k … k + BK] times x^T, [BN, BT] float32"""
+    p_group = o_n * GROUPS + (k * GROUPS) // K
+    if FORM == 2:
+        o_h = tl.arange(0, BK // 2)
+        m_h = k + 2 * o_h < K
+        o_w = o_n.to(tl.int64)[:, None] * (K // 2) + k // 2 + o_h[None, :]
+        b_w = tl.load(p_w + o_w, mask=m_n[:, None] & m_h[None, :], other=0).to(tl.int32)
+        p_even, m = p_x[:, None] + k + 2 * o_h[None, :], m_t[:, None] & m_h[None, :]
+        b_even, b_odd = tl.load(p_even, mask=m, other=0.0), tl.load(p_even + 1, mask=m, other=0.0)
+        if ZEROS:
+            b_zero = tl.load(p_zeros + p_group, mask=m_n, other=0).to(tl.int32)[:, None]
+        else:
+            b_zero = 8
+        b_low, b_high = ((b_w & 15) - b_zero).to(b_even.dtype), ((b_w >> 4) - b_zero).to(b_even.dtype)
+        b_out = tl.dot(b_low, tl.trans(b_even), input_precision="ieee")
+        b_out = tl.dot(b_high, tl.trans(b_odd), b_out, input_precision="ieee")
+    else:
+        o_k = tl.arange(0, BK)
+        m_k = k + o_k < K
+        b_w = tl.load(p_w + o_n.to(tl.int64)[:, None] * K + k + o_k[None, :], mask=m_n[:, None] & m_k[None, :], other=0.0)
+        b_x = tl.load(p_x[:, None] + k + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0)
+        b_out = tl.dot(b_w.to(b_x.dtype), tl.trans(b_x), input_precision="ieee")
+    if FORM > 0:
+        b_out *= tl.load(p_scale + p_group, mask=m_n, other=0.0).to(tl.float32)[:, None]
+    return b_out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def linear_rows_kernel(
+    p_x, p_w, p_scale, p_zeros, p_bias, p_out, p_partial, rows, stride_x, N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    i_n, i_split = tl.program_id(0), tl.program_id(1)
+    o_n, o_t = i_n * BN + tl.arange(0, BN), tl.arange(0, BT)
+    m_n, m_t = o_n < N, o_t < rows
+    b_acc = tl.zeros([BN, BT], tl.float32)
+    blocks = tl.cdiv(K, BK)
+    per = tl.cdiv(blocks, SPLITS)
+    start = i_split * per
+    for i in range(tl.maximum(tl.minimum(per, blocks - start), 0)):
+        b_acc += row_scaled_tile(
+            p_x + o_t * stride_x, p_w, p_scale, p_zeros, m_t, m_n, o_n, (start + i) * BK, K=K, GROUPS=GROUPS, BK=BK, FORM=FORM, ZEROS=ZEROS
+        )  # fmt: skip
+    m = m_n[:, None] & m_t[None, :]
+    if SPLITS == 1:
+        if BIAS:
+            b_acc += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        tl.store(p_out + o_t[None, :] * N + o_n[:, None], b_acc.to(p_out.dtype.element_ty), mask=m)
+    else:
+        tl.store(p_partial + (i_split * rows + o_t)[None, :] * N + o_n[:, None], b_acc, mask=m)
+
+
+def form_of(weight: Tensor) -> int:
+    return {torch.float8_e4m3fn: FLOAT8, torch.uint8: INT4}.get(weight.dtype, PLAIN)
+
+
+def step_of(most: int, columns: int, groups: int) -> int:
+    """Inputs of one step: a power of two, within a group."""
+    group = columns // groups
+    step = most if groups == 1 else min(most, group & -group)
+    assert columns % groups == 0 and step >= 32, (columns, groups)
+    return step
+
+
+def check_rows(weight: Tensor, scale: Tensor | None, zeros: Tensor | None, columns: int) -> int:
+    """→ the number of groups. weight [..., N, K], or K / 2 in bytes."""
+    halves = weight.dtype == torch.uint8
+    assert weight.shape[-1] * (2 if halves else 1) == columns and weight.is_contiguous(), (weight.shape, columns)
+    if scale is None:
+        assert form_of(weight) == PLAIN and zeros is None
+        return 1
+    assert scale.shape[:-1] == weight.shape[:-1] and scale.is_contiguous(), (weight.shape, scale.shape)
+    assert zeros is None or (zeros.shape == scale.shape and zeros.dtype == torch.uint8 and zeros.is_contiguous())
+    return scale.shape[-1]
+
+
+def linear_rows(
+    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None, *, splits: int | None = None
+) -> Tensor:
+    """x [T, K] with T ≤ 64 → [T, N] of x's type. See reference.linear_rows."""
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    groups = check_rows(weight, scale, zeros, inputs)
+    assert rows <= MAX_ROWS and x.stride(1) == 1, x.shape
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    cut = tiling(rows, x.element_size(), torch.version.hip is not None)
+    BK = step_of(cut.BK, inputs, groups)
+    if splits is None:
+        count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+        splits = splits_for(outputs, inputs, cut.BN, BK, count)
+    partial = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
+    linear_rows_kernel[(triton.cdiv(outputs, cut.BN), splits)](
+        x, weight, scale, zeros, bias, out, partial, rows, x.stride(0), N=outputs, K=inputs, GROUPS=groups, BT=cut.BT, BN=cut.BN, BK=BK,
+        SPLITS=splits, BIAS=bias is not None, FORM=form_of(weight), ZEROS=zeros is not None, num_warps=4, num_stages=cut.stages,
+    )  # fmt: skip
+    if splits > 1:
+        add_parts_kernel[(rows, triton.cdiv(outputs, 1024))](
+            out, partial, bias, rows, N=outputs, B=1024, SPLITS=splits, BIAS=bias is not None
+        )
+    return out
