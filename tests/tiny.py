@@ -66,6 +66,9 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
     if family == "glm":
         moe = MoEArch(8, 2, 16, 16, dense=(0,), groups=1, top_groups=1, scale=1.5, renormalise=True)
         return replace(arch, rope=RopeArch(4, 10000.0, interleaved=False), head_norms=True, moe=moe)
+    # An MTP layer for each depth.
+    if family == "modules":
+        return replace(arch, layers=(*arch.layers, *arch.layers[-1:] * 6), mtp=MTPArch(7, "embedding-hidden", "post", recycle=None))
     # Sinks, and experts with biases and a gate of their own.
     if family == "oss":
         gate = ClampedGate(1.702, 0.8)
