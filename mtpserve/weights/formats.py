@@ -49,10 +49,12 @@ NUMBERS = ("plain", "words", "packed", "blocks")  # roles of the tensors that th
 UNUSED = {
     "input_scale": "activations are not quantised with fixed scales",
     "activation_scale": "activations are not quantised with fixed scales",
+    "input_scale_ub": "activations are not quantised with fixed scales",
     "input_zero_point": "activations are not quantised with fixed scales",
     "q_scale": "attention's queries are not quantised",
     "k_scale": "keys are stored as --kv-cache-dtype says, without scales",
     "v_scale": "values are stored as --kv-cache-dtype says, without scales",
+    "kv_scale": "keys and values are stored as --kv-cache-dtype says, without scales",
     "output_scale": "keys and values are stored as --kv-cache-dtype says, without scales",
 }
 Entries = Mapping[str, TensorEntry]

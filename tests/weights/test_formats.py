@@ -129,7 +129,7 @@ def test_tensors_without_a_use_are_left_out_with_a_reason(tmp_path: Path, caplog
         "keys are stored as --kv-cache-dtype says",
         "activations are not quantised with fixed",
     ):
-        assert f"1 tensors are left out: {reason}" in caplog.text
+        assert f"tensors left out: 1 ({reason}" in caplog.text
 
 
 def test_a_rule_for_such_a_name_counts(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_fused_projections_with_biases_and_experts(tmp_path: Path, layout: str, 
     assert found["layers.0.attention.qkv.weight"] == KEPT.get(layout, torch.float32)
 
 
-FLOAT8 = ("float8 per tensor", "float8 per channel", "float8 in groups", "fp8 without blocks", "ModelOpt")
+FLOAT8 = ("float8 per tensor", "float8 per channel", "float8 in groups", "MXFP8", "fp8 without blocks", "ModelOpt")
 INT4 = ("AWQ", "GPTQ", "GPTQ, zeros", "GPTQ, second version", "GPTQ, one group", "packed", "packed, zeros", "packed per channel")
 # Not in blocks: these parts do not begin where blocks do.
 KEPT = dict.fromkeys(FLOAT8, torch.float8_e4m3fn) | dict.fromkeys(INT4, torch.uint8)

@@ -5,6 +5,7 @@
 
 Few rows: the weights are widened in registers, and each tile's product is scaled on its own, so that a step over the inputs never leaves
 its group. The even and the odd inputs of four-bit weights are multiplied apart, as they lie in memory. Moves N K bytes or half of it.
+Many rows: `widen_rows` writes the weights in the rows' type, for the vendor's product; two further bytes are written and read per number.
 """
 
 from __future__ import annotations
@@ -76,6 +77,26 @@ def linear_rows_kernel(
         tl.store(p_partial + (i_split * rows + o_t)[None, :] * N + o_n[:, None], b_acc, mask=m)
 
 
+@triton.jit
+def widen_rows_kernel(
+    p_w, p_scale, p_zeros, p_out, K: tl.constexpr, GROUPS: tl.constexpr, B: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr
+):  # fmt: skip
+    i_n, o = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    p_group = i_n * GROUPS + (o * GROUPS) // K
+    if FORM == 2:
+        o_h = tl.program_id(1) * (B // 2) + tl.arange(0, B // 2)
+        b_halves = tl.load(p_w + i_n * (K // 2) + o_h, mask=o_h < K // 2, other=0).to(tl.int32)
+        b_w = tl.interleave(b_halves & 15, b_halves >> 4)
+        if ZEROS:
+            b_w -= tl.load(p_zeros + p_group, mask=o < K, other=0).to(tl.int32)
+        else:
+            b_w -= 8
+    else:
+        b_w = tl.load(p_w + i_n * K + o, mask=o < K, other=0.0)
+    b_out = b_w.to(tl.float32) * tl.load(p_scale + p_group, mask=o < K, other=0.0).to(tl.float32)
+    tl.store(p_out + i_n * K + o, b_out.to(p_out.dtype.element_ty), mask=o < K)
+
+
 def form_of(weight: Tensor) -> int:
     return {torch.float8_e4m3fn: FLOAT8, torch.uint8: INT4}.get(weight.dtype, PLAIN)
 
@@ -124,4 +145,15 @@ def linear_rows(
         add_parts_kernel[(rows, triton.cdiv(outputs, 1024))](
             out, partial, bias, rows, N=outputs, B=1024, SPLITS=splits, BIAS=bias is not None
         )
+    return out
+
+
+def widen_rows(weight: Tensor, scale: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """→ [N, K] of `dtype`, for a product with many rows. See reference.widen_rows."""
+    outputs, inputs = weight.shape[0], weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
+    groups = check_rows(weight, scale, zeros, inputs)
+    out = torch.empty(outputs, inputs, dtype=dtype, device=weight.device)
+    widen_rows_kernel[(outputs, triton.cdiv(inputs, 1024))](
+        weight, scale, zeros, out, K=inputs, GROUPS=groups, B=1024, FORM=form_of(weight), ZEROS=zeros is not None, num_warps=4
+    )
     return out
