@@ -1,7 +1,8 @@
 """Which of a checkpoint's tensors together are one matrix, and in which format: from their names, dtypes and shapes, matrix by matrix,
 whatever the config says. Reads headers only; what tensors mean is said in quant/published.py.
 
-A family's rules know a matrix by the name that it has unquantised, X.weight (or X, where experts are one tensor):
+A family's rules know a matrix by the name that it has unquantised, X.weight. gpt-oss's experts, [experts, outputs, inputs] in one tensor,
+they know as X_blocks, since X is [experts, inputs, outputs]:
 
     role       plain      scale                zeros                 numbers in words of 32 bits, or in bytes
     float8     X.weight   X.weight_scale(_inv)
@@ -42,8 +43,8 @@ SUFFIXES = {
     ".weight_g_idx": (".weight", "group_of"),
     ".weight_shape": (".weight", "shape"),
     "_scale_inv": ("", "scale"),
-    "_scales": ("", "scale"),
-    "_blocks": ("", "blocks"),
+    "_scales": ("_blocks", "scale"),
+    "_blocks": ("_blocks", "blocks"),
 }
 NUMBERS = ("plain", "words", "packed", "blocks")  # roles of the tensors that the others belong to
 UNUSED = {
@@ -130,7 +131,7 @@ def belongs(name: str) -> tuple[str, str]:
 
 def numbers_of(whole: str) -> tuple[str, ...]:
     stem = whole.removesuffix(".weight")
-    return (whole, f"{whole}_blocks") if stem == whole else (whole, f"{stem}.qweight", f"{stem}.weight_packed")
+    return (whole,) if stem == whole else (whole, f"{stem}.qweight", f"{stem}.weight_packed")
 
 
 def unused(name: str, checkpoint: Checkpoint) -> str | None:
@@ -226,7 +227,7 @@ def read_scaled(tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
 def packed(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
     """compressed-tensors: words along a row's columns, or bytes of MXFP4."""
     rows, columns = two(shape)
-    if parts["packed"].dtype == "U8":
+    if parts["packed"].dtype == "U8" and columns % GROUP == 0:
         expect(parts, "packed", [(rows, columns // 2)], ("U8",))
         expect(parts, "scale", [(rows, columns // GROUP)], EXPONENTS)
         return StoredFormat("MXFP4", 4, columns // GROUP, partial(read_mxfp4, "packed"), wide=FP4)
@@ -286,6 +287,8 @@ def integers(
 
 def mxfp4(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
     *experts, rows, columns = shape
+    if columns % GROUP:
+        raise Mismatch("blocks", parts["blocks"], f"rows of a multiple of {GROUP} numbers")
     expect(parts, "blocks", [(*experts, rows, columns // GROUP, GROUP // 2)], ("U8",))
     expect(parts, "scale", [(*experts, rows, columns // GROUP)], EXPONENTS)
     return StoredFormat("MXFP4", 4, columns // GROUP, partial(read_mxfp4, "blocks"), wide=FP4)
