@@ -131,6 +131,7 @@ def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, to
     halves = torch.zeros((*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
     yield halves, torch.zeros(narrow, dtype=torch.bfloat16), None
     yield halves, torch.zeros(wide, dtype=torch.float16), torch.zeros(wide, dtype=torch.uint8)
+    yield halves, torch.zeros(narrow, dtype=torch.float8_e8m0fnu), None
 
 
 def mixtures_and_verdicts(fp8: bool) -> None:

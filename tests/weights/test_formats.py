@@ -221,6 +221,7 @@ def test_fused_projections_with_biases_and_experts(tmp_path: Path, layout: str, 
 
 FLOAT8 = ("float8 per tensor", "float8 per channel", "float8 in groups", "MXFP8", "fp8 without blocks", "ModelOpt")
 INT4 = ("AWQ", "GPTQ", "GPTQ, zeros", "GPTQ, second version", "GPTQ, one group", "packed", "packed, zeros", "packed per channel")
+INT4 += ("MXFP4",)
 # Not in blocks: these parts do not begin where blocks do.
 KEPT = dict.fromkeys(FLOAT8, torch.float8_e4m3fn) | dict.fromkeys(INT4, torch.uint8)
 
@@ -276,7 +277,7 @@ def test_what_stays_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert storage_for(fp8, "auto", True).kinds == reads
     for quantization in ("auto", "none", "int8"):
         assert not storage_for(int4, quantization, False).kinds and not storage_for(fp8, quantization, False).kinds
-    with pytest.raises(ConfigError, match=r"--quantization int4: .* has no matrix of integers with four bits, in AWQ's, GPTQ's or"):
+    with pytest.raises(ConfigError, match=r"--quantization int4: .* has no matrix with numbers of four bits; known: AWQ, GPTQ, compr"):
         storage_for(fp8, "int4", False)
 
 
