@@ -102,7 +102,7 @@ def around(fp8: bool) -> None:
     from mtpserve_kernels.fused.rope import latent_store, rope_store
     from mtpserve_kernels.fused.silu import silu_mul
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
-    from mtpserve_kernels.quant.rows import linear_rows
+    from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 
     bf16 = torch.bfloat16
     x = torch.zeros(4, 4096, dtype=bf16)
@@ -136,6 +136,7 @@ def around(fp8: bool) -> None:
             for rows in range(1, 65):
                 linear_rows(weight[:rows], *stored, splits=1)
             linear_rows(weight[:4], *stored, weight[0, :512], splits=4)
+            widen_rows(*stored, dtype)
 
 
 def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
@@ -146,6 +147,7 @@ def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, to
     halves = torch.zeros((*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
     yield halves, torch.zeros(narrow, dtype=torch.bfloat16), None
     yield halves, torch.zeros(wide, dtype=torch.float16), torch.zeros(wide, dtype=torch.uint8)
+    yield halves, torch.zeros(narrow, dtype=torch.float8_e8m0fnu), None
 
 
 def mixtures_and_verdicts(fp8: bool) -> None:

@@ -35,7 +35,7 @@ def step(count: int) -> None:
     from mtpserve_kernels.moe.experts_rows import experts_rows
     from mtpserve_kernels.moe.route import route
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
-    from mtpserve_kernels.quant.rows import linear_rows
+    from mtpserve_kernels.quant.rows import linear_rows, widen_rows
     from mtpserve_kernels.spec.accept import accept
 
     where = ints(50, 16), ints(count), ints(count + 1), ints(count), ints(count), None, None, 16, 0.1
@@ -66,6 +66,7 @@ def step(count: int) -> None:
     halves, scale = torch.zeros(4, 256, 128, dtype=torch.uint8), torch.zeros(4, 256, 2)
     for splits in (1, 2):
         linear_rows(x, halves[0], scale[0], None, splits=splits)
+    widen_rows(halves[0], scale[0], None, x.dtype)
     down = torch.zeros(4, 256, 64, dtype=torch.uint8), scale, None
     experts_rows(x, torch.zeros(count, 2), ints(count, 2), halves, scale, None, *down)
     sampling = torch.zeros(50), ints(50), torch.zeros(50), torch.zeros(50), ints(50), torch.zeros(50, dtype=torch.bool)
