@@ -96,7 +96,7 @@ def tiny_model(
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
-        if not any(part in name for part in ("router", "sinks", "decay")):
+        if not any(part in name for part in ("router", "sinks", "decay", "key_norm")):
             parameter.data = parameter.data.to(dtype)
     for part in reversed(list(model.modules())):
         if hasattr(part, "finish_loading"):

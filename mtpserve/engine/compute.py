@@ -51,7 +51,7 @@ def why_not_cpu(config: EngineConfig, device: torch.device) -> str | None:
     if config.model.dtype == "float16":
         return "float16 is computed in plain torch"
     if config.model.quantization == "int4":
-        return "integers of four bits are widened in plain torch"
+        return "numbers of four bits are widened in plain torch"
     if config.model.quantization == "fp8" or config.cache.kv_cache_dtype.startswith("fp8"):
         return "float8 is computed in plain torch"
     try:

@@ -28,7 +28,7 @@ class Storage:
     cache: torch.dtype  # of keys and values
     int8: bool = False  # the trunk's layers, made int8 while they are loaded
     draft_int8: bool = False  # the draft model's layer, and a head of its own
-    keep_int4: bool = False  # as keep_blocks, for integers of four bits
+    keep_int4: bool = False  # as keep_blocks, for numbers of four bits
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -57,8 +57,8 @@ def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: t
         made = "python -m mtpserve.weights.quantise writes a checkpoint that has"
         raise ConfigError(f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales; {made}")
     if weights == "int4" and "int4" not in stored:
-        known = "AWQ's, GPTQ's or compressed-tensors' words"
-        raise ConfigError(f"--quantization int4: {config.model.directory} has no matrix of integers with four bits, in {known}")
+        known = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
+        raise ConfigError(f"--quantization int4: {config.model.directory} has no matrix with numbers of four bits; known: {known}")
     if weights == "fp8" and unreadable:
         raise ConfigError(f"--quantization fp8: {why}; with none the weights are expanded")
     if cache in ("fp8", "fp8_e4m3") and unreadable:

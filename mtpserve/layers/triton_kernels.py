@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from mtpserve_kernels.fused import rope
 from mtpserve_kernels.fused.linear import MAX_ROWS
 from mtpserve_kernels.fused.norm import add_rms_norm
@@ -13,7 +15,7 @@ from mtpserve_kernels.fused.silu import silu_mul
 from mtpserve_kernels.moe import experts as moe_experts, route as moe_route
 from mtpserve_kernels.moe.experts_rows import experts_rows
 from mtpserve_kernels.quant.linear_fp8 import linear_fp8
-from mtpserve_kernels.quant.rows import linear_rows
+from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 from torch import Tensor
 
 from mtpserve.core.arch import MoEArch
@@ -22,6 +24,8 @@ from mtpserve.layers.kernels import Gate, HeadNorms, Kernels, RoutedExperts, Sha
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK
 from mtpserve.quant.stored import QuantisedMatrix
+
+STRIP = 8192  # rows of stored weights that are widened at a time, where many rows are multiplied
 
 
 def triton_kernels() -> Kernels:
@@ -93,5 +97,9 @@ def experts(
 def linear_stored(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
     if QuantisedMatrix(weight, scale, zeros).in_blocks:
         return linear_fp8(x, weight, scale, bias)
-    few = len(x) <= MAX_ROWS
-    return linear_rows(x, weight, scale, zeros, bias) if few else torch_kernels.linear_stored(x, weight, scale, zeros, bias)
+    if len(x) <= MAX_ROWS:
+        return linear_rows(x, weight, scale, zeros, bias)
+    strips = (slice(start, start + STRIP) for start in range(0, len(weight), STRIP))
+    wide = (widen_rows(weight[rows], scale[rows], None if zeros is None else zeros[rows], x.dtype) for rows in strips)
+    out = torch.cat([F.linear(x, part) for part in wide], -1)
+    return out if bias is None else out + bias

@@ -35,7 +35,9 @@ class Kept:
         matrix = matrix_of(module)
         if not matrix.in_blocks:
             zeros = None if matrix.zeros is None else matrix.zeros[ids]
-            return widen(QuantisedMatrix(matrix.numbers[ids], matrix.scale[ids], zeros), matrix.columns)
+            # Numbers of one byte cannot be indexed in every type.
+            scale = matrix.scale if matrix.scale.itemsize > 1 else matrix.scale.view(torch.uint8)
+            return widen(QuantisedMatrix(matrix.numbers[ids], scale[ids].view(matrix.scale.dtype), zeros), matrix.columns)
         # Each row becomes a block of its own.
         columns = matrix.scale[ids // BLOCK[0]].repeat_interleave(BLOCK[1], 1)[:, : matrix.columns]
         return matrix.numbers[ids].float() * columns

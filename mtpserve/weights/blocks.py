@@ -40,7 +40,7 @@ def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Colle
         elif formats[0].groups is None:
             make_room(owner, name, parts_of(owner, name))
         else:
-            scales = torch.float32 if formats[0].bits == 8 else scale_dtype(members)
+            scales = torch.float32 if formats[0].bits == 8 else torch.float8_e8m0fnu if formats[0].floats else scale_dtype(members)
             make_room_by_row(owner, name, formats[0].bits, formats[0].groups, any(each.zeros for each in formats), scales)
 
 
@@ -50,9 +50,11 @@ def why_wide(owner: Any, name: str, members: list[Placement], formats: list[Stor
     first = formats[0]
     if name not in getattr(owner, "may_hold_blocks", ()):
         return "its module cannot multiply quantised weights"
+    if any(placement.arranged is not None for placement in members):
+        return "the checkpoint has its rows in another order"
     if len(formats) < len(members):
         return f"only {len(formats)} of its {len(members)} matrices have scales"
-    if any((each.bits, each.groups) != (first.bits, first.groups) for each in formats):
+    if any((each.bits, each.groups, each.floats) != (first.bits, first.groups, first.floats) for each in formats):
         return f"its matrices have different formats: {', '.join(dict.fromkeys(each.label for each in formats))}"
     if (wide := next((each.wide for each in formats if each.wide is not None), None)) is not None:
         return wide

@@ -1,7 +1,8 @@
 """Which of a checkpoint's tensors together are one matrix, and in which format: from their names, dtypes and shapes, matrix by matrix,
 whatever the config says. Reads headers only; what tensors mean is said in quant/published.py.
 
-A family's rules know a matrix by the name that it has unquantised, X.weight (or X, where experts are one tensor):
+A family's rules know a matrix by the name that it has unquantised, X.weight. gpt-oss's experts, [experts, outputs, inputs] in one tensor,
+they know as X_blocks, since X is [experts, inputs, outputs]:
 
     role       plain      scale                zeros                 numbers in words of 32 bits, or in bytes
     float8     X.weight   X.weight_scale(_inv)
@@ -42,17 +43,19 @@ SUFFIXES = {
     ".weight_g_idx": (".weight", "group_of"),
     ".weight_shape": (".weight", "shape"),
     "_scale_inv": ("", "scale"),
-    "_scales": ("", "scale"),
-    "_blocks": ("", "blocks"),
+    "_scales": ("_blocks", "scale"),
+    "_blocks": ("_blocks", "blocks"),
 }
 NUMBERS = ("plain", "words", "packed", "blocks")  # roles of the tensors that the others belong to
 UNUSED = {
     "input_scale": "activations are not quantised with fixed scales",
     "activation_scale": "activations are not quantised with fixed scales",
+    "input_scale_ub": "activations are not quantised with fixed scales",
     "input_zero_point": "activations are not quantised with fixed scales",
     "q_scale": "attention's queries are not quantised",
     "k_scale": "keys are stored as --kv-cache-dtype says, without scales",
     "v_scale": "values are stored as --kv-cache-dtype says, without scales",
+    "kv_scale": "keys and values are stored as --kv-cache-dtype says, without scales",
     "output_scale": "keys and values are stored as --kv-cache-dtype says, without scales",
 }
 Entries = Mapping[str, TensorEntry]
@@ -84,18 +87,19 @@ class StoredFormat:
     read: Callable[[Mapping[str, Tensor]], QuantisedMatrix]
     zeros: bool = False
     wide: str | None = None  # why it is always widened
+    floats: bool = False  # the numbers are not whole
 
     @property
     def kind(self) -> str:
-        """Of those that can be kept."""
+        """Of those that can be kept: int4 are all numbers of four bits."""
         return "fp8" if self.bits == 8 else "int4"
 
 
 def kinds_of(tensors: Entries) -> set[str]:
     """Of the formats that a checkpoint has, those that some product reads; not for all matrices, perhaps."""
     float8 = any(entry.dtype == "F8_E4M3" for entry in tensors.values())
-    words = any(name.endswith((".qweight", ".weight_packed")) and entry.dtype == "I32" for name, entry in tensors.items())
-    return {kind for kind, there in (("fp8", float8), ("int4", words)) if there}
+    four = any(name.endswith((".qweight", ".weight_packed", "_blocks")) and entry.dtype in ("I32", "U8") for name, entry in tensors.items())
+    return {kind for kind, there in (("fp8", float8), ("int4", four)) if there}
 
 
 def groups(tensors: Entries) -> list[Group]:
@@ -128,7 +132,7 @@ def belongs(name: str) -> tuple[str, str]:
 
 def numbers_of(whole: str) -> tuple[str, ...]:
     stem = whole.removesuffix(".weight")
-    return (whole, f"{whole}_blocks") if stem == whole else (whole, f"{stem}.qweight", f"{stem}.weight_packed")
+    return (whole,) if stem == whole else (whole, f"{stem}.qweight", f"{stem}.weight_packed")
 
 
 def unused(name: str, checkpoint: Checkpoint) -> str | None:
@@ -201,7 +205,7 @@ def float8(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
     dtypes = (*FLOATS, "F64", *EXPONENTS)
     if scale.shape in (blocks, (blocks[0], 1, blocks[1], 1)) and weight.dtype == "F8_E4M3":
         expect(parts, "scale", [scale.shape], dtypes)
-        return StoredFormat("float8, blocks of 128 x 128", 8, None, read_scaled)
+        return StoredFormat("float8, blocks of 128 x 128", 8, None, read_scaled, floats=True)
     sizes = [(), (1,), (1, 1), (rows,), (rows, 1)]
     if len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] and columns % scale.shape[1] == 0:
         sizes.append(scale.shape)
@@ -210,8 +214,10 @@ def float8(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
     expect(parts, "zeros", [scale.shape], ("I8",))
     number = grouped(parts, columns)
     how = "one scale" if math.prod(scale.shape) == 1 else each(number, columns)
-    integers = weight.dtype == "I8"
-    return StoredFormat(f"{'int8' if integers else 'float8'}, {how}", 8, number, read_scaled, "zeros" in parts, INT8 if integers else None)
+    label = f"{'int8' if weight.dtype == 'I8' else 'float8'}, {how}"
+    if weight.dtype == "I8":
+        return StoredFormat(label, 8, number, read_scaled, "zeros" in parts, INT8)
+    return StoredFormat(label, 8, number, read_scaled, floats=True)
 
 
 INT8 = "no product reads int8 with these scales"
@@ -224,10 +230,10 @@ def read_scaled(tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
 def packed(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
     """compressed-tensors: words along a row's columns, or bytes of MXFP4."""
     rows, columns = two(shape)
-    if parts["packed"].dtype == "U8":
+    if parts["packed"].dtype == "U8" and columns % GROUP == 0:
         expect(parts, "packed", [(rows, columns // 2)], ("U8",))
         expect(parts, "scale", [(rows, columns // GROUP)], EXPONENTS)
-        return StoredFormat("MXFP4", 4, columns // GROUP, partial(read_mxfp4, "packed"), wide=FP4)
+        return StoredFormat("MXFP4", 4, columns // GROUP, partial(read_mxfp4, "packed"), floats=True)
     widths = {bits: (rows, -(-columns * bits // 32)) for bits in (4, 8) if columns * bits % 8 == 0}
     expect(parts, "packed", widths.values(), ("I32",))
     bits = next(bits for bits, words in widths.items() if parts["packed"].shape == words)
@@ -284,12 +290,11 @@ def integers(
 
 def mxfp4(parts: Parts, shape: Shape, told: Told) -> StoredFormat:
     *experts, rows, columns = shape
+    if columns % GROUP:
+        raise Mismatch("blocks", parts["blocks"], f"rows of a multiple of {GROUP} numbers")
     expect(parts, "blocks", [(*experts, rows, columns // GROUP, GROUP // 2)], ("U8",))
     expect(parts, "scale", [(*experts, rows, columns // GROUP)], EXPONENTS)
-    return StoredFormat("MXFP4", 4, columns // GROUP, partial(read_mxfp4, "blocks"), wide=FP4)
-
-
-FP4 = "no product reads MXFP4"
+    return StoredFormat("MXFP4", 4, columns // GROUP, partial(read_mxfp4, "blocks"), floats=True)
 
 
 def read_mxfp4(role: str, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:

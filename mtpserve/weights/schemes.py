@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 BLOCK = list(FP8_BLOCK)
-MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8")
 PACKED_BITS = (4, 8)
 # (type, bits) of compressed-tensors' weights → strategies
 STRATEGIES: dict[tuple[str, int], tuple[str, ...]] = {
@@ -126,6 +126,7 @@ def _as_named(section: HFConfig) -> None:
 
 CHECKS: dict[str, Callable[[HFConfig], None]] = {
     "fp8": _fp8,
+    "fbgemm_fp8": _as_named,
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "awq": _awq,

@@ -102,7 +102,7 @@ def around(fp8: bool) -> None:
     from mtpserve_kernels.fused.rope import latent_store, rope_store
     from mtpserve_kernels.fused.silu import silu_mul
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
-    from mtpserve_kernels.quant.rows import linear_rows
+    from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 
     bf16 = torch.bfloat16
     x = torch.zeros(4, 4096, dtype=bf16)
@@ -136,6 +136,7 @@ def around(fp8: bool) -> None:
             for rows in range(1, 65):
                 linear_rows(weight[:rows], *stored, splits=1)
             linear_rows(weight[:4], *stored, weight[0, :512], splits=4)
+            widen_rows(*stored, dtype)
 
 
 def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
@@ -146,6 +147,7 @@ def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, to
     halves = torch.zeros((*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
     yield halves, torch.zeros(narrow, dtype=torch.bfloat16), None
     yield halves, torch.zeros(wide, dtype=torch.float16), torch.zeros(wide, dtype=torch.uint8)
+    yield halves, torch.zeros(narrow, dtype=torch.float8_e8m0fnu), None
 
 
 def mixtures_and_verdicts(fp8: bool) -> None:
@@ -188,8 +190,8 @@ def states(fp8: bool) -> None:
 
     rule = Rule(16, 32, 128, 128, 4)
     for dtype in (torch.bfloat16, torch.float32):
-        # Decoding, a tree, the widest tree, and chunks of prompts of which a state is kept.
-        for rows, drafts, tree, keeps in ((1, 3, False, False), (1, 15, True, False), (1, 63, True, False), (200, 3, False, True)):
+        # Decoding, the widest tree, and chunks of prompts of which a state is kept.
+        for rows, drafts, tree, keeps in ((1, 3, False, False), (1, 63, True, False), (200, 3, False, True)):
             x, gates = torch.zeros(2 * rows, rule.channels, dtype=dtype), torch.zeros(2 * rows, 2, rule.value_heads)
             before, ring = x.new_zeros(3, 3, rule.channels), x.new_zeros(2, drafts, rule.channels)
             layer = LayerState(torch.zeros(3, 32, 128, 128), before, ring, torch.zeros(2, drafts, 2, 32))

@@ -179,7 +179,7 @@ def test_float8_experts(device: torch.device, rows: int, hidden: int, size: int,
     )
 
 
-@pytest.mark.parametrize("forms", [("float8", "float8"), ("int4", "int4"), ("zeros", "zeros"), ("int4", None), (None, "float8")], ids=str)
+@pytest.mark.parametrize("forms", [("float8", "float8"), ("int4", "int4"), ("zeros", "mxfp4"), ("mxfp4", None), (None, "float8")], ids=str)
 @pytest.mark.parametrize(
     ("rows", "hidden", "size", "number", "top", "groups"), [(1, 64, 96, 8, 2, 1), (5, 192, 64, 5, 3, 2), (20, 128, 128, 3, 1, 4)]
 )

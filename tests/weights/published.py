@@ -109,6 +109,15 @@ def float8(
     return found, numbers.float() * scale
 
 
+def mxfp8(matrix: Tensor) -> Written:
+    """Exponents of groups of 32 for numbers of float8."""
+    groups = matrix.unflatten(1, (-1, 32))
+    exponent = (groups.abs().amax(-1) / 448).log2().ceil().clamp(-127, 127)
+    numbers = (groups / exponent.exp2().unsqueeze(-1)).to(torch.float8_e4m3fn)
+    wide = (numbers.float() * exponent.exp2().unsqueeze(-1)).flatten(1)
+    return {".weight": numbers.flatten(1), ".weight_scale": (exponent + 127).byte()}, wide
+
+
 def int8(matrix: Tensor) -> Written:
     """compressed-tensors' int-quantized: W8A8."""
     scale = matrix.abs().amax(1, keepdim=True) / 127
@@ -154,6 +163,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Writer]] = {
     "float8 in groups": (scheme("float-quantized", 8, "float", "group", group_size=32), partial(float8, by="group")),
     "fp8 without blocks": ({"quant_method": "fp8", "activation_scheme": "static"}, partial(float8, suffix=".weight_scale_inv")),
     "ModelOpt": (MODELOPT, partial(float8, static=True)),
+    "MXFP8": (MODELOPT | {"quant_algo": "MXFP8"}, mxfp8),
     "int8": (scheme("int-quantized", 8, "int", "channel"), int8),
     "AWQ": (AWQ, awq),
     "GPTQ": (GPTQ, gptq),

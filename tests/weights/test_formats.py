@@ -18,6 +18,7 @@ from mtpserve.engine.inspect import inspect_model
 from mtpserve.engine.planning import Described, describe, fixed, load_model
 from mtpserve.engine.storage import Storage, storage_of
 from mtpserve.layers.torch_kernels import torch_kernels
+from mtpserve.quant.mxfp4 import dequantize_mxfp4
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.loader import load
 from mtpserve.weights.rules import Expert, Rule, Stack
@@ -80,6 +81,27 @@ def test_each_matrix_decides_for_itself(tmp_path: Path) -> None:
     check(loaded(tmp_path, source, {}), worth)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_in_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As gpt-oss stores them, beside a bias of the same name."""
+    blocks, exponents = torch.randint(256, (2, 96, K // 32, 16), dtype=torch.uint8), torch.randint(120, 130, (2, 96, K // 32)).byte()
+    source = tensors() | {"gate_proj_blocks": blocks, "gate_proj_scales": exponents, "gate_proj_bias": torch.ones(2)}
+    source = {name: tensor for name, tensor in source.items() if "experts" not in name}
+    module, rules = Fused().to(dtype), [*RULES[:2], Rule(r"gate_proj_blocks", "experts"), Rule(r"gate_proj_bias", "bias")]
+    module.register_parameter("bias", nn.Parameter(torch.zeros(2, dtype=dtype)))
+    load(module, Checkpoint.open(write(tmp_path, {}, source)), rules, dtype=dtype, device="cpu")
+    assert torch.equal(module.experts, dequantize_mxfp4(blocks, exponents).to(dtype))
+    for change, message in (
+        ({"gate_proj_scales": exponents[:, :, :1]}, r"gate_proj_scales has shape \[2, 96, 1\] .*needs \[2, 96, 3\] in U8, F8_E8M0"),
+        ({"gate_proj_blocks": blocks[:1]}, r"gate_proj_blocks has shape \[1, 96, 3, 16\] .*needs \[2, 96, 3, 16\] in U8"),
+        ({"gate_proj_scales": None}, r"gate_proj_blocks has no scale: gate_proj_scales is not in the checkpoint"),
+        ({"gate_proj_blocks": None}, r"gate_proj_scales is the scale of gate_proj_blocks, which is not in the checkpoint"),
+    ):
+        wrong = {name: tensor for name, tensor in (source | change).items() if tensor is not None}
+        with pytest.raises(LoadError, match=message):
+            load(module, Checkpoint.open(write(tmp_path, {}, wrong)), rules, dtype=dtype, device="cpu")
+
+
 def refused(directory: Path, change: Callable[[dict[str, Tensor]], object], writer: Writer, message: str) -> None:
     source, _ = converted(tensors(), lambda name: name == "up.weight", writer)
     change(source)
@@ -129,7 +151,7 @@ def test_tensors_without_a_use_are_left_out_with_a_reason(tmp_path: Path, caplog
         "keys are stored as --kv-cache-dtype says",
         "activations are not quantised with fixed",
     ):
-        assert f"1 tensors are left out: {reason}" in caplog.text
+        assert f"tensors left out: 1 ({reason}" in caplog.text
 
 
 def test_a_rule_for_such_a_name_counts(tmp_path: Path) -> None:
@@ -197,8 +219,9 @@ def test_fused_projections_with_biases_and_experts(tmp_path: Path, layout: str, 
     assert found["layers.0.attention.qkv.weight"] == KEPT.get(layout, torch.float32)
 
 
-FLOAT8 = ("float8 per tensor", "float8 per channel", "float8 in groups", "fp8 without blocks", "ModelOpt")
+FLOAT8 = ("float8 per tensor", "float8 per channel", "float8 in groups", "MXFP8", "fp8 without blocks", "ModelOpt")
 INT4 = ("AWQ", "GPTQ", "GPTQ, zeros", "GPTQ, second version", "GPTQ, one group", "packed", "packed, zeros", "packed per channel")
+INT4 += ("MXFP4",)
 # Not in blocks: these parts do not begin where blocks do.
 KEPT = dict.fromkeys(FLOAT8, torch.float8_e4m3fn) | dict.fromkeys(INT4, torch.uint8)
 
@@ -254,7 +277,7 @@ def test_what_stays_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert storage_for(fp8, "auto", True).kinds == reads
     for quantization in ("auto", "none", "int8"):
         assert not storage_for(int4, quantization, False).kinds and not storage_for(fp8, quantization, False).kinds
-    with pytest.raises(ConfigError, match=r"--quantization int4: .* has no matrix of integers with four bits, in AWQ's, GPTQ's or"):
+    with pytest.raises(ConfigError, match=r"--quantization int4: .* has no matrix with numbers of four bits; known: AWQ, GPTQ, compr"):
         storage_for(fp8, "int4", False)
 
 

@@ -33,7 +33,7 @@ def test_layouts_that_load(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (FP8 | {"quant_method": "bitsandbytes"}, r'quant_method = "bitsandbytes" is not supported; supported: fp8, compressed-tensors'),
+        (FP8 | {"quant_method": "bitsandbytes"}, r'quant_method = "bitsandbytes" is not supported; supported: fp8, fbgemm_fp8, compr'),
         (FP8 | {"quant_method": None}, r"quant_method = null is not supported"),
         (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64, 64\] is not supported; supported: \[128, 128\], or none"),
         (FP8 | {"fmt": "e5m2"}, r'fmt = "e5m2" is not supported'),

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpserve_kernels.moe.experts import _hits, sum_kernel, tiling
-from mtpserve_kernels.quant.rows import check_rows, form_of, row_scaled_tile, step_of
+from mtpserve_kernels.quant.rows import as_bytes, check_rows, form_of, row_scaled_tile, step_of
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -79,14 +79,16 @@ def experts_rows(
         return out
     cut = tiling(rows, x.element_size(), torch.version.hip is not None)
     tiles, BK = triton.cdiv(rows, cut.BT), triton.next_power_of_2(top)
+    form, down_form = form_of(gate_up, gate_up_scale), form_of(down, down_scale)
+    gate_up_scale, down_scale = as_bytes(gate_up_scale), as_bytes(down_scale)
     gate_up_rows_kernel[(tiles, number, triton.cdiv(size, cut.BN))](
         x, chosen, gate_up, gate_up_scale, gate_up_zeros, inner, rows, x.stride(0), H=hidden, S=size, E=number, K=top, GROUPS=groups, BK=BK,
-        BT=cut.BT, BN=cut.BN, BH=step_of(cut.BK, hidden, groups), FORM=form_of(gate_up), ZEROS=gate_up_zeros is not None, num_warps=4,
+        BT=cut.BT, BN=cut.BN, BH=step_of(cut.BK, hidden, groups), FORM=form, ZEROS=gate_up_zeros is not None, num_warps=4,
         num_stages=cut.stages,
     )  # fmt: skip
     down_rows_kernel[(tiles, number, triton.cdiv(hidden, cut.BN))](
         inner, chosen, weights, down, down_scale, down_zeros, weighted, rows, H=hidden, S=size, E=number, K=top, GROUPS=down_groups, BK=BK,
-        BT=cut.BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=form_of(down), ZEROS=down_zeros is not None, num_warps=4,
+        BT=cut.BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form, ZEROS=down_zeros is not None, num_warps=4,
         num_stages=cut.stages,
     )  # fmt: skip
     sum_kernel[(rows, triton.cdiv(hidden, 1024))](weighted, out, H=hidden, PARTS=top, B=1024)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def widen(weight: Tensor, scale: Tensor) -> Tensor:
@@ -23,9 +24,11 @@ def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
 
 def widen_rows(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
     """weight [..., N, K] float8, or uint8 [..., N, K / 2]: numbers of four bits, two in a byte, the low half first; scale and zeros
-    [..., N, groups], zeros 8 where there are none → float32"""
+    [..., N, groups], zeros 8 where there are none. Scales in e8m0 are those of MXFP4, whose four bits are e2m1. → float32"""
     if weight.dtype == torch.uint8:
         whole = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).float()
+        if scale.dtype == torch.float8_e8m0fnu:
+            whole, zeros = torch.tensor(E2M1, device=weight.device)[whole.long()], torch.zeros_like(scale, dtype=torch.uint8)
         numbers = whole.unflatten(-1, (scale.shape[-1], -1)) - (8 if zeros is None else zeros.float().unsqueeze(-1))
     else:
         numbers = weight.float().unflatten(-1, (scale.shape[-1], -1))
