@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -22,9 +22,15 @@ class BatchAttention(Protocol):
     @property
     def slots(self) -> Tensor: ...
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        """`layer`: its index in the pool."""
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        """`layer`: its index in the pool. The rest: core.protocols.Context."""
         ...
+
+
+class BatchSelection(BatchAttention, Protocol):
+    """The same for layers that attend to selected tokens."""
+
+    def select(self, q: Tensor, weights: Tensor, layer: int) -> None: ...
 
 
 P = TypeVar("P", bound=BatchAttention, covariant=True)
@@ -32,7 +38,7 @@ P = TypeVar("P", bound=BatchAttention, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class LayerContext(Generic[P]):
-    """core.protocols.Context"""
+    """core.protocols.Context, and SelectingContext for layers that attend to selected tokens."""
 
     planned: P
     layer: int  # its index in the pool
@@ -49,8 +55,15 @@ class LayerContext(Generic[P]):
     def values(self) -> Tensor:
         return self.planned.pool.values(self.layer)
 
-    def attend(self, q: Tensor) -> Tensor:
-        return self.planned.attend(q, self.layer)
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self.planned.attend(q, self.layer, sinks)
+
+    @property
+    def index_keys(self) -> Tensor:
+        return self.planned.pool.index_keys(self.layer)
+
+    def select(self, q: Tensor, weights: Tensor) -> None:
+        cast(BatchSelection, self.planned).select(q, weights, self.layer)
 
 
 def slots_of(batch: Batch, group: int) -> Tensor:

@@ -37,8 +37,32 @@ class Context(Protocol):
         """[slots, kv_heads, value_dim]; the latent layout's are a part of its keys."""
         ...
 
-    def attend(self, q: Tensor) -> Tensor:
-        """[T, heads, key_dim] → [T, heads, value_dim]"""
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """[T, heads, key_dim] → [T, heads, value_dim]. sinks [heads] float32: one more score for each row, which takes its part of the
+        softmax and has no value (https://arxiv.org/abs/2309.17453 §3.3)."""
+        ...
+
+
+class RecurrentContext(Protocol):
+    """What a layer that keeps a state is handed of a planned batch."""
+
+    def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor) -> Tensor:
+        """inputs [T, channels], gates [T, 2, value_heads] float32 (the logarithm of the decay, and the share that is replaced), conv
+        [taps, channels] float32 → [T, value_heads, value_dim]: see mtpserve_kernels.recurrent.reference. Called once for each step."""
+        ...
+
+
+class SelectingContext(Context, Protocol):
+    """Of a layer that attends to selected tokens. It stores its rows' index keys, too, and selects before it attends; or it does neither,
+    and attends to what the last layer before it has selected."""
+
+    @property
+    def index_keys(self) -> Tensor:
+        """The layer's own [slots, 1, dim]."""
+        ...
+
+    def select(self, q: Tensor, weights: Tensor) -> None:
+        """q [T, heads, dim], weights [T, heads] float32: a token's score is the sum of weight * relu(q · index key) over the heads."""
         ...
 
 
@@ -49,7 +73,8 @@ class AttentionBackend(Protocol):
     def supports(self, kind: LayerKind) -> bool: ...
 
     def plan(self, batch: Batch) -> Seq[Context]:
-        """Index work, once per batch and store: one context per layer, in the order of the stores' layers."""
+        """Index work, once per batch and store: one context per layer, in the order of the layers. A RecurrentContext for a layer that
+        keeps a state."""
         ...
 
 
@@ -135,6 +160,9 @@ class DraftModel(Protocol):
 
     lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is s - 1; slot 0 has no row
     lag 0 (a small model)  row s has token s alone; its position is s
+
+    With features of K rows (Features.rows) its layers are K modules, and draft i + 1 comes from module i: its row with slot s joins the
+    features of token s - 1 - i with token s, stands at position s - 1 - i, and sees those of its rows that stand before it.
     """
 
     lag: int
@@ -150,7 +178,8 @@ class DraftModel(Protocol):
         ...
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
-        """Rows of its own drafts; `state` is the features of its own output for the row before."""
+        """Rows of its own drafts; `state` is the features of its own output for the row before. Of modules, those of the trunk that are
+        known for the modules that are left: each pass has one less."""
         ...
 
     def logits(self, head: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch import ModelArch, attention_kinds, recurrent_kinds
 
 DISK = 3e9  # bytes per second of files on an NVMe drive: what one writes for long, and less than it reads
 KERNELS = 10  # of one layer, dependent on each other: 6 where all that can be fused is, 12 in common engines
@@ -61,8 +61,10 @@ class ModelShape:
         """`weight_size`, `kv_size`: bytes of one number."""
         size, head = arch.hidden, arch.vocab * arch.hidden
         dense, moe, layers = 3 * size * arch.intermediate, arch.moe, arch.num_layers
-        kinds = [kind.kv for kind in arch.layers[:layers]]
+        kinds = [kind.kv for kind in attention_kinds(arch.layers[:layers])]
+        recurrent = recurrent_kinds(arch.layers)
         used = stored = head + sum(_attention(arch, kv.heads, kv.key_dim, kv.value_dim) for kv in kinds)
+        used = stored = used + sum(size * (kind.channels + 2 * kind.value_heads * kind.value_dim) for kind in recurrent)
         if moe is None:
             used, stored = used + layers * dense, stored + layers * dense
         else:
@@ -74,7 +76,7 @@ class ModelShape:
             layers,
             used,
             int(stored * weight_size),
-            int(sum(kind.kv.numbers for kind in arch.layers) * kv_size),
+            int(sum(kind.numbers for kind in attention_kinds(arch.layers)) * kv_size),
             sum(2 * arch.heads * (kv.key_dim + kv.value_dim) for kv in kinds),
             int((head + (stored - head) // layers) * weight_size),
             int(head * weight_size),

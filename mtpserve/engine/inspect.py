@@ -12,6 +12,7 @@ import torch
 
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
+from mtpserve.core.errors import NoRoom
 from mtpserve.engine.planning import Described, describe, empty_model, plan, sources
 from mtpserve.engine.storage import Storage
 from mtpserve.spec.token_map import TokenMap, count_tokens, make_token_map
@@ -39,12 +40,19 @@ class InspectReport:
 
 
 def inspect_model(config: EngineConfig) -> InspectReport:
-    """With the MTP layer if there is one, whether or not speculation was asked for. Raises LoadError and ConfigError."""
+    """With the MTP layer if there is one, whether or not speculation was asked for; also of a model that does not fit into this machine.
+    Raises LoadError and ConfigError."""
     plain = describe(config, want_mtp=False)
     notes = []
-    if config.spec.speculative_algorithm is None and plain.layout is not None and plain.layout.count == 1:
-        config = replace(config, spec=SpecConfig(speculative_algorithm="MTP"))
-    planned = plan(config)
+    if config.spec.speculative_algorithm is None and plain.layout is not None and (plain.layout.count == 1 or plain.family.modules):
+        steps = plain.layout.count if plain.family.modules else None
+        config = replace(config, spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=steps))
+    try:
+        planned = plan(config)
+    except NoRoom as error:
+        tokens = config.model.context_length or plain.arch.max_positions
+        notes.append(f"does not fit here: {error}. The memory plan is one for a single request of {tokens:,} tokens")
+        planned = plan(for_one(config, tokens))
     described, dtype, device, memory = planned.described, planned.dtype, planned.device, planned.memory
     if described.arch.mtp is None:
         notes.append("no MTP layer: plain decoding only")
@@ -59,6 +67,12 @@ def inspect_model(config: EngineConfig) -> InspectReport:
             row[i] += amount
     weights = [(group, row[0], row[1], kind, row[2]) for (group, kind), row in sorted(groups.items())]
     return InspectReport(described.arch, described.mtp_prefix, weights, memory.rows, notes)
+
+
+def for_one(config: EngineConfig, tokens: int) -> EngineConfig:
+    """Room for one request of so many tokens, whatever the machine has."""
+    alone = replace(config.scheduler, max_running_requests=1)
+    return replace(config, scheduler=alone, cache=replace(config.cache, max_total_tokens=tokens, mem_fraction_static=None))
 
 
 Counted = tuple[str, str, int, int, int]  # group, dtype or format, tensors, parameters, bytes
@@ -102,7 +116,7 @@ def token_map(config: EngineConfig, size: int, texts: Sequence[str]) -> TokenMap
     return make_token_map(counts, size, arch.vocab, {*arch.eos_ids, *tokenizer.special_ids})
 
 
-def group_of(name: str, mtp_prefix: str | None) -> str:
+def group_of(name: str, mtp_prefix: str | tuple[str, ...] | None) -> str:
     if mtp_prefix and name.startswith(mtp_prefix):
         copied = name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         return "MTP layer: copies of embedding and head, not loaded" if copied else "MTP layer"

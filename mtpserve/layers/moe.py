@@ -13,12 +13,12 @@ from mtpserve.layers.mlp import MLP
 
 
 class Router(nn.Module):
-    """`bias` steers the choice towards even load; the weights of the chosen come from the scores without it. None with a softmax."""
+    """A bias for the choice steers it towards even load; the weights of the chosen come from the scores without it."""
 
     def __init__(self, hidden: int, arch: MoEArch) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(arch.experts, hidden, dtype=torch.float32), requires_grad=False)
-        biased = arch.scores == "sigmoid"
+        biased = arch.router_bias is not None
         self.bias = nn.Parameter(torch.empty(arch.experts, dtype=torch.float32), requires_grad=False) if biased else None
 
 
@@ -41,6 +41,9 @@ class Experts(nn.Module):
         self.down_zeros: nn.Parameter | None
         for name in ("gate_up_scale_inv", "down_scale_inv", "gate_up_zeros", "down_zeros"):
             self.register_parameter(name, None)
+        self.gate = arch.gate
+        self.gate_up_bias = nn.Parameter(torch.empty(arch.experts, 2 * arch.size), requires_grad=False) if arch.biases else None
+        self.down_bias = nn.Parameter(torch.empty(arch.experts, hidden), requires_grad=False) if arch.biases else None
         self.parts = {"gate_up": (arch.size, arch.size), "down": (hidden,)}
 
 
@@ -56,11 +59,7 @@ class MoE(nn.Module):
 
     def finish_loading(self) -> None:
         self.route = self.kernels.pack_router(self.router.weight, self.router.bias, self.arch)
-        self.mix = self.kernels.pack_experts(self.experts, self.shared if self.shared_gate is None else None)
+        self.mix = self.kernels.pack_experts(self.experts, self.shared, self.shared_gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.mix(x, *self.route(x))
-        if self.shared is None or self.shared_gate is None:
-            return mixed
-        beside: Tensor = self.shared(x) * self.shared_gate(x).sigmoid()
-        return mixed + beside
+        return self.mix(x, *self.route(x))

@@ -13,10 +13,10 @@ from mtpserve_kernels.quant import reference as quant
 from torch import Tensor
 
 from mtpserve.cache.pool import store
-from mtpserve.core.arch import MoEArch
+from mtpserve.core.arch import ClampedGate, MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers import onednn
-from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import Gate, HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
 from mtpserve.quant.stored import QuantisedMatrix, widen
@@ -80,6 +80,16 @@ def rope_store(
     return rotated[:, :heads]
 
 
+def rope_store_apart(
+    qk: Tensor, v: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int
+) -> Tensor:  # fmt: skip
+    """`rope_store` where values are not as wide as keys, on every device: qk [T, heads + kv_heads, D], v [T, kv_heads, E]."""
+    rotated = rotation.rotate(qk)
+    store(keys, slots, rotated[:, heads:])
+    store(values, slots, v)
+    return rotated[:, :heads]
+
+
 def latent_store(
     q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
 ) -> Tensor:  # fmt: skip
@@ -91,8 +101,9 @@ def latent_store(
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
-    if bias is None:
-        return reference.route_softmax(x, weight, arch.top_k, arch.renormalise, arch.scale)
+    if arch.scores == "softmax" and bias is not None:
+        of_choice, of_logits = (bias, None) if arch.router_bias == "choice" else (None, bias)
+        return reference.route_softmax(x, weight, of_choice, of_logits, arch.top_k, arch.renormalise, arch.scale)
     return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 
@@ -136,16 +147,29 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
     return run
 
 
-def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_experts
     out = routed(x, weights, chosen, experts)
-    return out if shared is None else out + shared(x)
+    return out if shared is None else out + beside(shared, gate, x)
 
 
-def experts_row_by_row(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts_row_by_row(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_row_by_row
     out = routed(x, weights, chosen, experts)
-    return out if shared is None else out + shared(x)
+    return out if shared is None else out + beside(shared, gate, x)
+
+
+def beside(shared: SharedExpert, gate: Gate | None, x: Tensor) -> Tensor:
+    out = shared(x)
+    return out if gate is None else out * gate(x).sigmoid()
+
+
+def activated(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:
+    return silu_mul(gate_up) if gate is None else reference.clamped_gate(gate_up, gate.alpha, gate.limit)
 
 
 def few(x: Tensor, experts: RoutedExperts) -> bool:
@@ -159,16 +183,23 @@ def all_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExper
     # Stored weights are widened for this product alone; what needs no widening is not copied either.
     gate_up = experts.gate_up if experts.gate_up_scale_inv is None else torch.stack([gate_up_of(experts, i, x.dtype) for i in numbers])
     down = experts.down if experts.down_scale_inv is None else torch.stack([down_of(experts, i, x.dtype) for i in numbers])
-    inner = silu_mul(torch.matmul(x, gate_up.mT)) * dense.T.unsqueeze(-1)  # [experts, T, size]
-    return torch.bmm(inner, down.mT).sum(0)
+    both = torch.matmul(x, gate_up.mT)  # [experts, T, 2 size]
+    if experts.gate_up_bias is not None and experts.down_bias is not None:
+        both += experts.gate_up_bias.unsqueeze(1)
+        biases = dense @ experts.down_bias
+    inner = activated(both, experts.gate) * dense.T.unsqueeze(-1)
+    out = torch.bmm(inner, down.mT).sum(0)
+    return out if experts.down_bias is None else out + biases
 
 
 def hit_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         rows, place = (chosen == expert).nonzero(as_tuple=True)
-        inner = silu_mul(F.linear(x[rows], gate_up_of(experts, expert, x.dtype)))
-        out.index_add_(0, rows, F.linear(inner, down_of(experts, expert, x.dtype)) * weights[rows, place, None].to(x.dtype))
+        biases = [None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)]
+        inner = activated(F.linear(x[rows], gate_up_of(experts, expert, x.dtype), biases[0]), experts.gate)
+        part = F.linear(inner, down_of(experts, expert, x.dtype), biases[1])
+        out.index_add_(0, rows, part * weights[rows, place, None].to(x.dtype))
     return out
 
 

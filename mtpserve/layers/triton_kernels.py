@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtpserve.core.arch import MoEArch
 from mtpserve.layers import torch_kernels
-from mtpserve.layers.kernels import HeadNorms, Kernels, RoutedExperts, SharedExpert
+from mtpserve.layers.kernels import Gate, HeadNorms, Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK
 from mtpserve.quant.stored import QuantisedMatrix
@@ -62,28 +62,34 @@ def latent_store(
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
-    if bias is None:
+    if arch.scores == "softmax" and bias is not None:
         return torch_kernels.route(weight, bias, arch, x)
     return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 
-def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     matrices, scales = (experts.gate_up, experts.down), (experts.gate_up_scale_inv, experts.down_scale_inv)
+    biases, clamp = (experts.gate_up_bias, experts.down_bias), experts.gate
+    plain, clamped = clamp is None and biases[0] is None, None if clamp is None else (clamp.alpha, clamp.limit)
     by_row = [scale is not None and scale.shape[1] == matrix.shape[1] for matrix, scale in zip(matrices, scales, strict=True)]
     if any(by_row):
         if not all(scale is None or each for scale, each in zip(scales, by_row, strict=True)):
-            return torch_kernels.experts(experts, shared, x, weights, chosen)  # one of them in blocks: nobody publishes that
+            return torch_kernels.experts(experts, shared, gate, x, weights, chosen)  # one of them in blocks: nobody publishes that
         gate_up, down = (matrices[0], scales[0], experts.gate_up_zeros), (matrices[1], scales[1], experts.down_zeros)
-        mixed = experts_rows(x, weights, chosen, *gate_up, *down)
-        return mixed if shared is None else mixed + shared(x)
-    if shared is None:
-        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales)
+        mixed = experts_rows(x, weights, chosen, *gate_up, *down, *biases, clamped)
+        return mixed if shared is None else mixed + torch_kernels.beside(shared, gate, x)
+    if shared is None or not plain:
+        out = moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales, None, None, *biases, clamped)
+        return out if shared is None else out + torch_kernels.beside(shared, gate, x)
     beside = (shared.gate_up.weight, shared.down.weight)
     beside_scales = (shared.gate_up.weight_scale_inv, shared.down.weight_scale_inv)
-    # The kernel takes the shared expert for as many more experts as it is wide: it must be stored like one, in whole blocks.
+    # The kernel takes the shared expert for as many more experts as it is wide: it must be stored like one, in whole blocks. Its weight
+    # is 1: one with a gate is computed by itself.
     alike = all((mine is None) == (other is None) for mine, other in zip(scales, beside_scales, strict=True))
-    if not alike or (any(scale is not None for scale in scales) and experts.down.shape[2] % BLOCK[0]):
-        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales) + shared(x)
+    if gate is not None or not alike or (any(scale is not None for scale in scales) and experts.down.shape[2] % BLOCK[0]):
+        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales) + torch_kernels.beside(shared, gate, x)
     return moe_experts.experts(x, weights, chosen, *matrices, *beside, *scales, *beside_scales)
 
 

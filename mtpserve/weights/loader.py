@@ -79,10 +79,11 @@ def load(
 
 def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
     place = placement.region.of(parameter.detach())
-    stored = placement.stored(place.device)
+    stored, arranged = placement.stored(place.device), placement.arranged
     if stored is None:
         tensor = placement.checkpoint.tensor(placement.name)
-        place.copy_(tensor)
+        ordered = tensor if arranged is None else arranged.arrange(tensor)
+        place.view(ordered.shape).copy_(ordered.float() + placement.plus if placement.plus else ordered)
     else:
         stored.widen_to(place)
     # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.

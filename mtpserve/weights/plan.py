@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -22,11 +22,10 @@ from mtpserve.weights import formats, hf, schemes
 from mtpserve.weights.audit import Audit, Fill, parameters, row_count
 from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
 from mtpserve.weights.formats import Group, StoredFormat
-from mtpserve.weights.rules import Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
+from mtpserve.weights.rules import Arranged, Copy, Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
 
 log = logging.getLogger(__name__)
 SHOWN = 3  # names in the message about a missing tensor
-FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
@@ -69,13 +68,16 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One matrix, norm or bias of a checkpoint and its place in the module."""
+    """One matrix, norm or bias of a checkpoint and its place in the module. `arranged`: it is in another order than the parameter; `plus`
+    is added to it."""
 
     checkpoint: Checkpoint
     group: Group
     format: StoredFormat | None  # None: one tensor, not quantised
     target: str
     region: Region
+    plus: float = 0.0
+    arranged: Arranged | None = None
 
     @property
     def name(self) -> str:
@@ -92,10 +94,11 @@ class Placement:
         return sum(self.checkpoint.tensors[name].size for name in self.group.tensors.values())
 
     def stored(self, device: torch.device) -> QuantisedMatrix | None:
-        """Reads the tensors of a quantised matrix. None for others."""
+        """Reads the tensors of a quantised matrix, its rows in the parameter's order. None for others."""
         if self.format is None:
             return None
-        return self.format.read({role: self.checkpoint.tensor(name).to(device) for role, name in self.group.tensors.items()})
+        matrix = self.format.read({role: self.checkpoint.tensor(name).to(device) for role, name in self.group.tensors.items()})
+        return matrix if self.arranged is None else matrix.in_order(self.arranged.arrange)
 
 
 def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
@@ -144,12 +147,15 @@ def _place(
     region = _region(module, parameter, target, rule.how, groups)
     if region is None:
         raise LoadError(f"{entry.file}: {name} is one expert too many, {target} has {parameter.shape[0]}")
-    place = region.of(parameter)
+    place, arranged = region.of(parameter), rule.how if isinstance(rule.how, Arranged) else None
     format = formats.format_of(group, checkpoint.tensors, tuple(place.shape), told)
     if format is None:
-        _check(name, entry, target, place)
+        _check(name, entry, target, place, tuple(place.shape) if arranged is None else arranged.shape(tuple(place.shape)))
+    elif arranged is not None:
+        # The rows of a quantised matrix are its outputs in any order of the others.
+        arranged = replace(arranged, turned=False)
     audit.record(target, region.fill(parameter, name))
-    return Placement(checkpoint, group, format, target, region)
+    return Placement(checkpoint, group, format, target, region, rule.how.plus if isinstance(rule.how, Copy) else 0.0, arranged)
 
 
 def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
@@ -171,14 +177,14 @@ def parts_of(owner: Any, name: str) -> tuple[int, ...]:
     return parts
 
 
-def _check(name: str, entry: TensorEntry, target: str, place: Tensor) -> None:
-    """Checks shape and dtype of a tensor that is not quantised against its place in the model."""
-    if entry.shape != tuple(place.shape):
-        raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(place.shape)} (for {target})")
+def _check(name: str, entry: TensorEntry, target: str, place: Tensor, shape: tuple[int, ...]) -> None:
+    """Checks shape and dtype of a tensor that is not quantised against its place in the model, whose `shape` it has in the checkpoint."""
+    if entry.shape != shape:
+        raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)} (for {target})")
     if entry.dtype.startswith("F8_"):
         scales = f"its scales {name}_scale_inv or {name}_scale"
         raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, but {scales} are not in the checkpoint")
-    if not (place.is_floating_point() if entry.dtype in FLOATS else INTEGERS.get(entry.dtype) == place.dtype):
+    if not (place.is_floating_point() if entry.is_real else INTEGERS.get(entry.dtype) == place.dtype):
         raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, which {target} of {place.dtype} cannot take")
 
 

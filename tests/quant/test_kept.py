@@ -164,9 +164,9 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, rows: int, kept: tuple[str, ..
                 part.copy_(fill(*place, part))
     x, weights = torch.randn(rows, 96), torch.rand(rows, 2)
     chosen = torch.stack([torch.randperm(6)[:2] for _ in range(rows)])
-    torch.testing.assert_close(experts(here, None, x, weights, chosen), experts(there, None, x, weights, chosen))
+    torch.testing.assert_close(experts(here, None, None, x, weights, chosen), experts(there, None, None, x, weights, chosen))
     monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
-    torch.testing.assert_close(experts(here, None, x, weights, chosen), experts(there, None, x, weights, chosen))
+    torch.testing.assert_close(experts(here, None, None, x, weights, chosen), experts(there, None, None, x, weights, chosen))
 
 
 def test_nan_is_seen_in_either_sign_and_in_scales() -> None:

@@ -20,12 +20,12 @@ def config(directory: Path, values: object, generation: object = None) -> HFConf
 
 
 def test_values_come_in_the_type_that_was_asked_for(tmp_path: Path) -> None:
-    found = config(tmp_path, {"i": 3, "f": 2, "s": "x", "b": False, "none": None, "text_config": {"i": 5}})
+    found = config(tmp_path, {"i": 3, "f": 2, "s": "x", "b": False, "none": None, "text_config": {"t": 5}})
     assert found.get_int("i") == 3 and type(found.get_float("f")) is float
     assert found.get_str("s", one_of=("x", "y")) == "x" and found.get_bool("b") is False
     assert found.get_int("absent", 7) == 7 and found.get_int("none", None) is None and found.get_bool("absent", True) is True
-    assert found.section("text_config").get_int("i") == 5 and found.section("absent").values == {}
-    assert found.raw("text_config") == {"i": 5} and found.raw("absent") is None
+    assert found.section("text_config").get_int("t") == 5 and found.get_int("t") == 5 and found.section("absent").values == {}
+    assert found.raw("text_config") == {"t": 5} and found.raw("absent") is None
 
 
 @pytest.mark.parametrize(

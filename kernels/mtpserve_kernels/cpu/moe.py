@@ -29,7 +29,7 @@ class Router(Structure):
 class Experts(Structure):
     """src/moe.h. `keeps` holds what it points to."""
 
-    _fields_ = [("gate_up", Matrices), ("down", Matrices), ("shared_gate_up", Matrix), ("shared_down", Matrix)]
+    _fields_ = [("gate_up", Matrices), ("down", Matrices), ("shared_gate_up", Matrix), ("shared_down", Matrix), ("shared_gate", Matrix)]
     keeps: tuple[Any, ...]
 
 
@@ -39,14 +39,15 @@ _mix_experts = Op(
 )
 
 
-def pack_router(weight: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, renormalise: bool, scale: float) -> Router:
-    """weight [E, H] float32, H even, packed in place where E is a multiple of 16; bias [E] float32."""
+def pack_router(weight: Tensor, bias: Tensor | None, top_k: int, groups: int, top_groups: int, renormalise: bool, scale: float) -> Router:
+    """weight [E, H] float32, H even, packed in place where E is a multiple of 16; bias [E] float32, None for a softmax."""
     number = len(weight)
-    assert weight.dtype == bias.dtype == torch.float32 and bias.shape == (number,) and bias.is_contiguous()
+    assert weight.dtype == torch.float32
+    assert groups == 1 if bias is None else (bias.dtype == torch.float32 and bias.shape == (number,) and bias.is_contiguous())
     assert top_k <= number and number % groups == 0 and top_groups <= groups, (number, top_k, groups, top_groups)
     assert top_groups == groups or number // groups >= 2, (number, groups)
     matrix = pack(weight)
-    router = Router(matrix, bias.data_ptr(), top_k, groups, top_groups, renormalise, scale)
+    router = Router(matrix, None if bias is None else bias.data_ptr(), top_k, groups, top_groups, renormalise, scale)
     router.keeps = matrix, bias
     return router
 
@@ -73,16 +74,18 @@ def pack_expert_pair(gate_up: Tensor, down: Tensor) -> tuple[Matrices, Matrices]
     return pack_matrices(gate_up), pack_matrices(padded(down.detach(), 2))
 
 
-def experts_of(routed: tuple[Matrices, Matrices], shared: tuple[Matrix, Matrix] | None) -> Experts:
-    """`shared`: gate_up, each half of whole panels, and down, of as many inputs."""
+def experts_of(routed: tuple[Matrices, Matrices], shared: tuple[Matrix, Matrix] | None, gate: Matrix | None = None) -> Experts:
+    """`shared`: gate_up, each half of whole panels, and down, of as many inputs. Its output is multiplied with the sigmoid of `gate`'s
+    one output."""
     gate_up, down = routed
     beside = shared or (Matrix(), Matrix())
     assert gate_up.first.outputs == 2 * down.first.inputs and gate_up.number == down.number
     assert shared is None or (beside[0].outputs == 2 * beside[1].inputs and beside[1].inputs % PANEL == 0)
     assert shared is None or (beside[0].inputs, beside[1].outputs) == (gate_up.first.inputs, down.first.outputs)
     assert all(matrix.bias is None for matrix in beside)
-    made = Experts(gate_up, down, *beside)
-    made.keeps = routed, shared
+    assert gate is None or (shared is not None and (gate.outputs, gate.inputs) == (1, gate_up.first.inputs))
+    made = Experts(gate_up, down, *beside, gate or Matrix())
+    made.keeps = routed, shared, gate
     return made
 
 

@@ -30,19 +30,25 @@ def route_kernel(
         b_w = tl.load(p_w + o_e[:, None] * H + i * BH + o_h[None, :], mask=m_e[:, None] & m_h[None, :], other=0.0)
         # Choices depend on small differences: float32, no tf32.
         b_acc = tl.dot(b_w.to(tl.float32), tl.trans(b_x.to(tl.float32)), b_acc, input_precision="ieee")
-    b_score = 1.0 / (1.0 + tl.exp(-b_acc))
-    tl.store(p_scores + o_t[None, :] * E + o_e[:, None], b_score, mask=m_e[:, None] & m_t[None, :])
+    if p_bias is not None:
+        b_acc = 1.0 / (1.0 + tl.exp(-b_acc))
+    tl.store(p_scores + o_t[None, :] * E + o_e[:, None], b_acc, mask=m_e[:, None] & m_t[None, :])
     tl.debug_barrier()  # all of this program's scores are written before it is counted
     done = tl.atomic_add(p_done + i_t, 1, sem="acq_rel")
     if done == tl.num_programs(1) - 1:
         tl.store(p_done + i_t, 0)  # for the next launch
         o = tl.arange(0, ALL)
-        b_bias = tl.load(p_bias + o, mask=o < E, other=0.0)
+        b_bias = tl.zeros([ALL], tl.float32)
+        if p_bias is not None:
+            b_bias = tl.load(p_bias + o, mask=o < E, other=0.0)
         for row in range(i_t * BT, tl.minimum(i_t * BT + BT, rows)):
             # Not from the L1 cache: other processors have written them.
             b_all = tl.load(p_scores + row * E + o, mask=o < E, other=0.0, volatile=True)
             # With NaN the choice must still be an expert that exists.
             b_choice = tl.where(o < E, tl.where(b_all == b_all, b_all + b_bias, -1e30), float("-inf"))
+            if p_bias is None:
+                b_all = tl.where(o < E, tl.exp(b_all - tl.max(b_choice, 0)), 0.0)
+                b_all = b_all / tl.sum(b_all, 0)
             if TOP_GROUPS < GROUPS:
                 o_g = tl.arange(0, BG)
                 b_member = (o[None, :] // (E // GROUPS) == o_g[:, None]) & (o < E)[None, :]
@@ -73,11 +79,12 @@ def route_kernel(
 
 
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, renormalise: bool, scale: float
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, groups: int, top_groups: int, renormalise: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """See reference.route."""
     (rows, hidden), number = x.shape, weight.shape[0]
-    assert weight.shape == (number, hidden) and weight.is_contiguous() and bias.shape == (number,) and x.stride(1) == 1, x.shape
+    assert weight.shape == (number, hidden) and weight.is_contiguous() and x.stride(1) == 1, (x.shape, x.stride(), weight.shape)
+    assert groups == 1 if bias is None else bias.shape == (number,)
     assert top_k <= number and number % groups == 0 and top_groups <= groups, (number, top_k, groups, top_groups)
     scores = torch.empty(rows, number, dtype=torch.float32, device=x.device)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)

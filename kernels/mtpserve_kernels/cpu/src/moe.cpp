@@ -2,6 +2,7 @@
 #include "moe.h"
 
 #include <limits>
+#include <numeric>
 
 namespace mtp {
 namespace {
@@ -35,7 +36,15 @@ void leave_groups_out(const Router& router, float* choice, int64_t experts) {
     if (std::find(best.begin(), end, g) == end) std::fill_n(choice + g * size, size, -std::numeric_limits<float>::infinity());
 }
 
-void choose(const Router& router, float* scores, float* weights, int64_t* experts) {
+void softmax(float* x, int64_t size) {
+  const Floats most = set(*std::max_element(x, x + size));
+  for (int64_t k = 0; k < size; k += LANES) store_some(x + k, exp(load_some(x + k, size - k) - most), size - k);
+  const Floats total = set(std::accumulate(x, x + size, 0.f));
+  for (int64_t k = 0; k < size; k += LANES) store_some(x + k, load_some(x + k, size - k) / total, size - k);
+}
+
+// scores become sigmoids; with the bias they choose.
+void choose_by_bias(const Router& router, float* scores, int64_t* experts) {
   const int64_t number = router.weight.outputs;
   thread_local std::vector<float> choice;
   choice.resize(number);
@@ -46,6 +55,12 @@ void choose(const Router& router, float* scores, float* weights, int64_t* expert
   }
   if (router.top_groups < router.groups) leave_groups_out(router, choice.data(), number);
   greatest(choice.data(), number, router.top_k, experts);
+}
+
+void choose(const Router& router, float* scores, float* weights, int64_t* experts) {
+  const int64_t number = router.weight.outputs;
+  if (router.bias) choose_by_bias(router, scores, experts);
+  else greatest(scores, number, router.top_k, experts), softmax(scores, number);
   float total = 1e-20f;
   for (int64_t k = 0; k < router.top_k; k++) total += scores[experts[k]];
   for (int64_t k = 0; k < router.top_k; k++) weights[k] = scores[experts[k]] / (router.renormalise ? total : 1.f) * router.scale;
@@ -55,7 +70,7 @@ void choose(const Router& router, float* scores, float* weights, int64_t* expert
 struct Job {
   Matrix gate_up, down;
   const int32_t* rows;   // [count], or null for all of them
-  const float* weights;  // [count], or null for 1
+  const float* weights;  // [count]
   int64_t count;
   void* inner;      // [count, down.inputs]: silu(gate) * up
   int64_t cost[2];  // from and to: of all jobs' costs one after the other
@@ -65,17 +80,24 @@ struct Job {
 // as quick as waiting for one that does.
 struct Jobs {
   std::vector<int32_t> ends, rows;
-  std::vector<float> weights;
+  std::vector<float> weights, shared;
   std::vector<Job> list;
 
-  void make(const Experts& experts, const Chosen& chosen, int64_t count, void* inner, Type type) {
+  void make(const Member& member, const Experts& experts, const Chosen& chosen, const void* x, Type type, int64_t stride, int64_t count,
+            void* inner) {
     const int64_t pairs = count * chosen.top_k;
     sort(experts.gate_up.number, chosen, pairs);
     list.clear();
     for (int64_t expert = 0, first = 0; expert < experts.gate_up.number; first = ends[expert++])
       if (const int64_t hit = ends[expert] - first)
         append(experts.gate_up[expert], experts.down[expert], rows.data() + first, weights.data() + first, hit, inner, type);
-    if (experts.shared_gate_up.data) append(experts.shared_gate_up, experts.shared_down, nullptr, nullptr, count, inner, type);
+    if (!experts.shared_gate_up.data) return;
+    shared.assign(count, 1.f);
+    if (experts.shared_gate.data) {
+      linear(member.alone(), experts.shared_gate, x, type, stride, count, {shared.data(), 1, FP32, false});
+      for (float& weight : shared) weight = sigmoid(set(weight))[0];
+    }
+    append(experts.shared_gate_up, experts.shared_down, nullptr, shared.data(), count, inner, type);
   }
 
  private:
@@ -140,7 +162,7 @@ void mix(const Member& member, const std::vector<Job>& jobs, Range panels, Type 
     for (int64_t i = 0; i < job.count; i++) {
       float* to = sums.data() + (job.rows ? job.rows[i] : i) * columns;
       const float* from = products + i * columns;
-      const Floats weight = set(job.weights ? job.weights[i] : 1.f);
+      const Floats weight = set(job.weights[i]);
       for (int64_t k = 0, left; (left = columns - k) > 0; k += LANES)
         store_some(to + k, fma(weight, load_some(from + k, left), load_some(to + k, left)), left);
     }
@@ -170,7 +192,7 @@ void mix_experts(const Member& member, const Experts& experts, const Chosen& cho
                  void* inner, const Output& out) {
   if (!rows) return;
   thread_local Jobs jobs;
-  jobs.make(experts, chosen, rows, inner, type);
+  jobs.make(member, experts, chosen, x, type, stride, rows, inner);
   all_inner(member, jobs.list, x, type, stride);
   member.wait();
   const Range mine = member.part(ceil_div(experts.down.first.outputs, PANEL));

@@ -5,7 +5,7 @@
 namespace mtp {
 struct Router {
   Matrix weight;      // float32, one output per expert
-  const float* bias;  // [experts]: added to a score for the choice alone
+  const float* bias;  // [experts]: added to a sigmoid for the choice alone; null: a softmax over all experts
   int64_t top_k, groups, top_groups;
   int32_t renormalise;
   float scale;
@@ -20,6 +20,7 @@ void route(const Member& member, const Router& router, const void* x, Type type,
 struct Experts {
   Matrices gate_up, down;              // [gate; up], each of whole panels
   Matrix shared_gate_up, shared_down;  // the expert of all rows, if shared_gate_up.data is not null
+  Matrix shared_gate;                  // with one output, the sigmoid of which is its weight, if that is not 1
 };
 
 struct Chosen {
