@@ -66,6 +66,9 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
     if family == "glm":
         moe = MoEArch(8, 2, 16, 16, dense=(0,), groups=1, top_groups=1, scale=1.5, renormalise=True)
         return replace(arch, rope=RopeArch(4, 10000.0, interleaved=False), head_norms=True, moe=moe)
+    # An MTP layer for each depth.
+    if family == "modules":
+        return replace(arch, layers=(*arch.layers, *arch.layers[-1:] * 6), mtp=MTPArch(7, "embedding-hidden", "post", recycle=None))
     # Sinks, and experts with biases and a gate of their own.
     if family == "oss":
         gate = ClampedGate(1.702, 0.8)
@@ -93,7 +96,7 @@ def tiny_model(
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
-        if not any(part in name for part in ("router", "sinks", "decay")):
+        if not any(part in name for part in ("router", "sinks", "decay", "key_norm")):
             parameter.data = parameter.data.to(dtype)
     for part in reversed(list(model.modules())):
         if hasattr(part, "finish_loading"):

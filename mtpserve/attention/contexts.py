@@ -11,6 +11,21 @@ from torch import Tensor
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch
+from mtpserve.core.protocols import Context
+
+
+class SelectingContext(Context, Protocol):
+    """Of a layer that attends to selected tokens. It stores its rows' index keys, too, and selects before it attends; or it does neither,
+    and attends to what the last layer before it has selected."""
+
+    @property
+    def index_keys(self) -> Tensor:
+        """The layer's own [slots, 1, dim]."""
+        ...
+
+    def select(self, q: Tensor, weights: Tensor) -> None:
+        """q [T, heads, dim], weights [T, heads] float32: a token's score is the sum of weight * relu(q · index key) over the heads."""
+        ...
 
 
 class BatchAttention(Protocol):

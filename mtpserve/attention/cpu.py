@@ -11,7 +11,7 @@ from mtpserve_kernels.cpu.attention import Spans, attend, layout_of, plan
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, slots_of
-from mtpserve.attention.selected import Choice, PlannedSelected, plan_selected
+from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import Attention, LayerKind
@@ -37,7 +37,7 @@ class CPUAttention:
     def plan(self, batch: Batch) -> Contexts[CPUSpans | PlannedSelected]:
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
         rows = batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start, batch.shift
-        planned, choice = list[CPUSpans | PlannedSelected](), Choice()
+        planned, choice = list[CPUSpans | PlannedSelected](), ChosenRows()
         for store, layout in zip(self.stores.stores, self.layouts, strict=True):
             if store.kind.selected is not None:
                 planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))

@@ -18,7 +18,7 @@ from mtpserve.attention.contexts import Contexts, LayerContext, slots_of
 from mtpserve.attention.recurrent import RowByRow, StateContext
 from mtpserve.attention.reference import attend
 from mtpserve.attention.rows import padded, seen_by_rows
-from mtpserve.attention.selected import Choice, PlannedSelected, plan_selected
+from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import Attention, LayerKind
@@ -37,7 +37,7 @@ class ExactAttention:
         return isinstance(kind, Attention)
 
     def plan(self, batch: Batch) -> Contexts[PlannedExact | PlannedSelected]:
-        planned, choice = list[PlannedExact | PlannedSelected](), Choice()
+        planned, choice = list[PlannedExact | PlannedSelected](), ChosenRows()
         for store in self.stores.stores:
             kind, pool, group = store
             if kind.selected is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, slots_of
-from mtpserve.attention.selected import Choice, PlannedSelected, plan_selected
+from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
 from mtpserve.core.arch import Attention, LayerKind
@@ -68,7 +68,7 @@ class ReferenceAttention:
             lows = [0 if window is None else max(0, min(p, n - 1) - window + 1) for p, n in zip(first, lengths, strict=True)]
             return [SpanColumns(r, ends[r], ends[r + 1] - ends[r], lows[r], lengths[r]) for r in range(len(lengths))]
 
-        planned, choice = list[PlannedAttention | PlannedSelected](), Choice()
+        planned, choice = list[PlannedAttention | PlannedSelected](), ChosenRows()
         for store in self.stores.stores:
             if store.kind.selected is not None:
                 planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))

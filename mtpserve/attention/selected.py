@@ -23,7 +23,7 @@ MAX_TOKENS = 1 << 14  # whose keys are copied side by side at a time
 
 
 @dataclass(slots=True)
-class Choice:
+class ChosenRows:
     """Of one pass: what the last layer that selects has selected. The layers run one after the other."""
 
     slots: list[Tensor] = field(default_factory=list)  # of each row, in the order of positions
@@ -38,7 +38,7 @@ class PlannedSelected:
     seen: list[Tensor]  # of each row the slots that it may see
     best: int
     scale: float
-    choice: Choice
+    choice: ChosenRows
 
     def part(self, start: int, stop: int, rows: int) -> PlannedSelected:
         """Padded to `rows` rows with copies of the first, which store the same numbers in the same slot."""
@@ -73,7 +73,7 @@ class PlannedSelected:
         return out
 
 
-def plan_selected(batch: Batch, store: Store, page_size: int, scale: float, choice: Choice) -> PlannedSelected:
+def plan_selected(batch: Batch, store: Store, page_size: int, scale: float, choice: ChosenRows) -> PlannedSelected:
     """`choice`: one for all stores of a batch."""
     selected = store.kind.selected
     assert selected is not None

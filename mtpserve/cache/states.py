@@ -62,7 +62,8 @@ class States:
                 part[:, targets] = part[:, sources + self.seats]
 
     def move(self, seats: Tensor, path: Tensor) -> None:
-        """seats [R], path [R, D] the nodes of the drafts that survived, 1 is the first draft: what waits of them is put together."""
+        """seats [R], path [R, D]: of a tree, the nodes of the rows that survived; the first that waits is 1. Their inputs are put
+        together."""
         if self.ring.shape[2] == 0:
             return
         place = (path - 1).clamp(min=0)

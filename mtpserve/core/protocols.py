@@ -52,20 +52,6 @@ class RecurrentContext(Protocol):
         ...
 
 
-class SelectingContext(Context, Protocol):
-    """Of a layer that attends to selected tokens. It stores its rows' index keys, too, and selects before it attends; or it does neither,
-    and attends to what the last layer before it has selected."""
-
-    @property
-    def index_keys(self) -> Tensor:
-        """The layer's own [slots, 1, dim]."""
-        ...
-
-    def select(self, q: Tensor, weights: Tensor) -> None:
-        """q [T, heads, dim], weights [T, heads] float32: a token's score is the sum of weight * relu(q · index key) over the heads."""
-        ...
-
-
 class AttentionBackend(Protocol):
     graph_safe: bool
     exact: bool  # a row's numbers do not depend on the other rows, and neither do those of the layers' kernels that belong to it
@@ -356,28 +342,6 @@ class ModelRunner(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step, after those that were started before. A request that cannot be seated has an error in its span's result, and
         in those of all its later spans; any other fault is raised here, or by `result`."""
-        ...
-
-
-class CacheObserver(Protocol):
-    """Hears what becomes of the prefix cache's pages. `tier`: "device", "host" or "disk". It is called between steps and must be quick."""
-
-    def stored(self, keys: Seq[bytes], parent: bytes | None, tokens: Seq[int], tier: str) -> None:
-        """Consecutive pages can be found from now on, with these tokens after the page `parent` (None: the first of a text)."""
-        ...
-
-    def removed(self, keys: Seq[bytes], tier: str) -> None: ...
-
-    def cleared(self) -> None:
-        """Of all tiers."""
-        ...
-
-    def publish(self) -> None:
-        """A step is over: what it has changed may be passed on."""
-        ...
-
-    def close(self) -> None:
-        """The engine ends."""
         ...
 
 

@@ -25,7 +25,8 @@ from mtpserve.core.arch import Attention, LayerKind, ModelArch, attention_kinds,
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.grammars import GrammarCompiler
-from mtpserve.core.protocols import AttentionBackend, CacheObserver, DraftModel, LogitsProcessor, ModelRunner, Trunk
+from mtpserve.core.observers import CacheObserver
+from mtpserve.core.protocols import AttentionBackend, DraftModel, LogitsProcessor, ModelRunner, Trunk
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.tiers import Tiers
@@ -170,6 +171,16 @@ def draft_passes(
     return DraftPasses(draft_model, attention, boundary, reduced, kernels.get("propose", propose), deferred, history)
 
 
+def make_seats(
+    sizes: EngineSizes, drafts: DraftSizes, vocab: int, options: EngineOptions, coupled: bool, kernels: Mapping[str, Any]
+) -> SeatTensors:  # fmt: skip
+    own = SeatKernels(**{name: kernels[name] for name in SeatKernels._fields if name in kernels})
+    return SeatTensors(
+        sizes.seats, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids, sizes.pages, coupled, options.overlap,
+        own,
+    )  # fmt: skip
+
+
 def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:
     """None: plain torch."""
     judge: Decide | None = kernels.get("decide")
@@ -217,10 +228,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     check(layers, attention, options.backend, drafts)
     passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, drafts, options, kernels)
     drafter = make_drafter(spec, drafts, passes)
-    seats = SeatTensors(
-        sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,
-        options.overlap, SeatKernels(**{name: kernels[name] for name in SeatKernels._fields if name in kernels}),
-    )  # fmt: skip
+    seats = make_seats(sizes, drafts, arch.vocab, options, drafter.coupled, kernels)
     exact = spec.speculative_exact and not attention.exact
     step = Step(
         ExactModel(model) if exact else model,

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence as Seq
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key, extend
+from mtpserve.core.observers import CacheObserver
 from mtpserve.core.plan import KeptState, SpanPlan
-from mtpserve.core.protocols import CacheObserver
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.spans import prefill_end
 from mtpserve.engine.tiers import Tiers

@@ -25,8 +25,8 @@ import msgspec
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.batch import Source
+from mtpserve.core.observers import CacheObserver
 from mtpserve.core.plan import Admission, SpanPlan, SpanResult, StepPlan, StepResult
-from mtpserve.core.protocols import CacheObserver
 from mtpserve.core.request import Finish, Proposal, TokenLogprob
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.line import LOOKS, RANK, UNLIMITED, Line, ServiceOrder

@@ -228,8 +228,10 @@ def described_layer(layer: Layer) -> stacks.Layer:
         made.gate_up, made.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
         if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates:
             raise NotDescribed
-    elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.mix, PanelExperts) and layer.mlp.mix.apart is None:
-        made.router, made.experts = cast(PanelRouter, layer.mlp.route).router, layer.mlp.mix.experts
+    elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.route, PanelRouter) and isinstance(layer.mlp.mix, PanelExperts):
+        if layer.mlp.mix.apart is not None:
+            raise NotDescribed
+        made.router, made.experts = layer.mlp.route.router, layer.mlp.mix.experts
     else:
         raise NotDescribed
     return made

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpserve.attention.contexts import SelectingContext
 from mtpserve.cache.pool import store
 from mtpserve.core.arch import Attention, ModelArch
-from mtpserve.core.protocols import Context, LinearMethod, SelectingContext
+from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
@@ -25,16 +26,16 @@ KEY_EPS = 1e-6  # of the norm of index keys, in every published model
 
 
 class LayerNorm(nn.Module):
-    """Mean and variance (https://arxiv.org/abs/1607.06450), computed in float32."""
+    """Mean and variance (https://arxiv.org/abs/1607.06450), in float32, as which the weights are published."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
 class Indexer(nn.Module):

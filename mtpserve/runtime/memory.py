@@ -47,6 +47,10 @@ class Fixed:
     reduced: int  # the copy of the head's rows that drafting multiplies
     itemsize: int  # of what the model computes with
 
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        return [("weights", self.trunk), ("weights, MTP layer", self.mtp), ("draft head, reduced", self.reduced)]
+
 
 Sizes = Callable[[int], int]  # of running requests, in bytes
 
@@ -122,22 +126,19 @@ def plan_memory(
     token, ahead = sum(share.token for share in shares), lookahead
     # More requests than fit into one step would take turns.
     most = scheduler.max_running_requests or max(1, scheduler.chunked_prefill_size // (spec.nodes + 1))
-    weights, total = fixed.trunk + fixed.mtp + fixed.reduced, config.cache.max_total_tokens
+    weights, total = sum(size for _, size in fixed.rows), config.cache.max_total_tokens
     state_bytes, waiting_bytes = state_sizes(arch, fixed.itemsize, spec.nodes)
 
     def working(running: int) -> list[tuple[str, int]]:
-        rows = workspace(config, arch, fixed.itemsize, running)
-        # Layers with a window defer nothing: see engine/assemble.
-        deferred = draft_sizes(spec, scheduler.chunked_prefill_size).deferred if page_groups(arch.layers) == (None,) else 0
+        rows = workspace(config, arch, fixed.itemsize, running) + selection(arch, scheduler.chunked_prefill_size, context)
         captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
         return [
             ("request state", state(running)),
             ("tables of penalties and biases, once asked for", tables(running)),
-            ("hidden rows that the draft model absorbs later", running * boundary * deferred),
+            ("hidden rows that the draft model absorbs later", running * boundary * deferred_rows(config, arch)),
             ("states of recurrent layers", (running + 1) * state_bytes),
             ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
             (f"one step's numbers{ESTIMATE}", rows),
-            (f"scores and slots of selected tokens{ESTIMATE}", selection(arch, scheduler.chunked_prefill_size, context)),
             (f"captured steps{ESTIMATE}", captured),
         ]
 
@@ -145,7 +146,8 @@ def plan_memory(
         fraction = config.cache.mem_fraction_static or (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
         budget = int(usable_memory(device) * fraction) - weights
         typical = max(context // SHARE_OF_CONTEXT, 1)
-        each = sum(share.token * tokens_in(share, typical, 1) for share in shares)
+        # Half of the states are kept ones, at least.
+        each = sum(share.token * tokens_in(share, typical, 1) for share in shares) + 2 * state_bytes + waiting_bytes
         running = scheduler.max_running_requests or concurrency(max(budget, 0) * typical // each, context, most)
         budget -= sum(size for _, size in working(running)) + page_size * token
         states = kept_states(config, state_bytes, running, budget)
@@ -160,9 +162,7 @@ def plan_memory(
             f"no memory is left for the KV pool: weights take {weights:,} bytes; raise --mem-fraction-static or set --max-total-tokens"
         )
     rows = [
-        ("weights", fixed.trunk),
-        ("weights, MTP layer", fixed.mtp),
-        ("draft head, reduced", fixed.reduced),
+        *fixed.rows,
         *working(running),
         *kv_rows(arch, stored, page_size, pages, running, ahead),
         ("KV, the page that pads batches", page_size * sum(kind.numbers * stored.itemsize for kind in attention_kinds(arch.layers))),
@@ -170,6 +170,12 @@ def plan_memory(
         ("the hidden row at the end of each page", (pages[0] + 1) * boundary),
     ]
     return MemoryPlan([row for row in rows if row[1]], pages, states, running, context)
+
+
+def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
+    """Of each request. Layers with a window defer nothing: see engine/assemble."""
+    every = page_groups(arch.layers) == (None,)
+    return draft_sizes(config.spec, config.scheduler.chunked_prefill_size).deferred if every else 0
 
 
 def kept_states(config: EngineConfig, size: int, running: int, budget: int | None) -> int:

@@ -24,7 +24,8 @@ from mtpserve.weights.checkpoint import INDEX, Checkpoint
 from mtpserve.weights.hf import read_config
 from mtpserve.weights.layouts import mtp_layers
 
-MATRIX = re.compile(r".*\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
+# Of an indexer what is published in float8: the weights of its heads are not.
+MATRIX = re.compile(r".*\.(self_attn|mlp)\.(?!indexer\.weights_proj)(.*_proj(_with_mqa)?|indexer\.(wq_b|wk))\.weight")
 FLOATS = ("BF16", "F16", "F32")
 CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(BLOCK)}
 

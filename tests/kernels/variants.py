@@ -23,6 +23,7 @@ COUNTS = (1, 2, 15, 16, 17, 31, 32, 48)
 
 def step(count: int) -> None:
     """Every kernel, for `count` requests or rows."""
+    from mtpserve_kernels.attention.select import select, selected_mla
     from mtpserve_kernels.attention.span import span_gqa, span_mla
     from mtpserve_kernels.cache.compact import compact
     from mtpserve_kernels.cache.slots import slots, store_boundary
@@ -42,6 +43,12 @@ def step(count: int) -> None:
         cache = torch.zeros(64, 2, 128)
         span_gqa(torch.zeros(count, 8, 128), cache, cache.clone(), *where, splits=splits)
         span_mla(torch.zeros(count, 8, 576), torch.zeros(64, 1, 576), *where, 512, splits=splits)
+    rows = ints(count), ints(count), None, None
+    for scores in (64 * count, 1 << 26):
+        chosen = select(
+            torch.zeros(count, 4, 32), torch.zeros(count, 4), torch.zeros(64, 1, 32), ints(50, 16), *rows, 16, 20, scores=scores
+        )
+    selected_mla(torch.zeros(count, 8, 576), torch.zeros(64, 1, 576), *chosen, 0.1, 512, splits=1)
     x, cos = torch.zeros(count, 256), torch.zeros(64, 64)
     add_rms_norm(x, x, x[0], 1e-6)
     silu_mul(x)

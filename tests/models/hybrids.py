@@ -69,7 +69,7 @@ def hybrid(directory: Path, config: dict[str, Any], config_of: Any, trunk_of: An
     tensors: dict[str, Tensor] = {}
     for name, tensor in trunk.state_dict().items():
         tensors |= {name: tensor.clone()} if pictures else stored(name, tensor, False)
-    for name, tensor in renamed(mtp, "mtp.layers.0.", NAMES).items():
+    for name, tensor in renamed(mtp.state_dict(), "mtp.layers.0.", NAMES).items():
         # What is the layer's own is one level above it.
         outside = name.removeprefix("mtp.layers.0.").split(".")[0] in NAMES.values()
         name = name.replace("layers.0.", "") if outside else name

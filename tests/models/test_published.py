@@ -25,7 +25,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
-from mtpserve.config import EngineConfig, ModelConfig
+from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
 from mtpserve.engine.planning import describe, empty_model, sources
 from mtpserve.engine.storage import Storage
 from mtpserve.weights.plan import plan
@@ -109,6 +109,19 @@ ERNIE_21B_A3B = {
     "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_capacity": [64, 64, 64], "moe_gate": "topk",
     "moe_use_aux_free": True, "rope_theta": 500000.0, "rope_scaling": None, "max_position_embeddings": 131072, "vocab_size": 103424,
     "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+MIMO_V2_FLASH = {
+    "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384,
+    "num_hidden_layers": 48, "hybrid_layer_pattern": [int(i > 0 and (i + 1) % 6 > 0) for i in range(48)],
+    "moe_layer_freq": [int(i > 0) for i in range(48)], "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192,
+    "v_head_dim": 128, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
+    "sliding_window": 128, "sliding_window_size": 128, "attention_chunk_size": 128, "hybrid_block_size": None, "rope_theta": 5000000,
+    "swa_rope_theta": 10000, "partial_rotary_factor": 0.334, "attention_value_scale": 0.707, "attention_bias": False,
+    "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "n_routed_experts": 256, "n_shared_experts": None,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": None, "hidden_act": "silu", "layernorm_epsilon": 1e-5,
+    "max_position_embeddings": 262144, "vocab_size": 152576, "tie_word_embeddings": False, "eos_token_id": 151645,
     "torch_dtype": "bfloat16",
 }  # fmt: skip
 DEEPSEEK_V32 = {
@@ -213,6 +226,16 @@ def ernie(config: Any, trunk: Shapes) -> Shapes:
     return block | norms | {"model.mtp_linear_proj.0.weight": (hidden, 2 * hidden)}
 
 
+def mimo_v2(config: Any, trunk: Shapes) -> Shapes:
+    """Three layers: attention as the trunk's with a window, feed-forward block as that of its first layer, which is dense."""
+    windowed, hidden = "model.layers.1.", config.hidden_size
+    block = {name.removeprefix(windowed): trunk[name] for name in trunk if name.startswith(windowed) and ".mlp." not in name}
+    block |= {"mlp." + name.removeprefix("model.layers.0.mlp."): trunk[name] for name in trunk if name.startswith("model.layers.0.mlp.")}
+    block["pre_mlp_layernorm.weight"] = block.pop("post_attention_layernorm.weight")
+    block |= {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "final_layernorm")} | {"eh_proj.weight": (hidden, 2 * hidden)}
+    return {f"model.mtp.layers.{i}.{name}": shape for i in range(3) for name, shape in block.items()}
+
+
 def mimo(config: Any, trunk: Shapes) -> Shapes:
     layer, prefix = Qwen2DecoderLayer(config, config.num_hidden_layers - 1), "model.mtp_layers.0."
     names = {"embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "project": "input_proj", "norm": "final_layernorm"}
@@ -248,6 +271,7 @@ PUBLISHED = {
     "GLM-4.5-Air": Published(GLM45_AIR, None, partial(numbered, Glm4MoeDecoderLayer)),
     "GLM-4.7-Flash": Published(GLM47_FLASH, None, partial(numbered, Glm4MoeLiteDecoderLayer)),
     "ERNIE-4.5-21B-A3B": Published(ERNIE_21B_A3B, None, ernie),
+    "MiMo-V2-Flash": Published(MIMO_V2_FLASH, None, mimo_v2),
     "DeepSeek-V3": Published(DEEPSEEK_V3, 671_026_419_200, partial(numbered, DeepseekV3DecoderLayer)),
     "Qwen3-Next-80B-A3B": Published(QWEN3_NEXT_80B, None, partial(qwen, Qwen3NextDecoderLayer)),
     "Qwen3.5-9B": Published(QWEN35_9B, None, partial(qwen, Qwen3_5DecoderLayer)),
@@ -275,7 +299,9 @@ def parts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]
     """transformers keeps all experts in two tensors."""
     start, dot, kind = name.partition(".experts.")
     if not dot:
-        return [(name.replace("mlp.gate.moe_statics", "mlp.moe_statics"), shape)]
+        for ours, published in (("mlp.gate.moe_statics", "mlp.moe_statics"), ("self_attn.sinks", "self_attn.attention_sink_bias")):
+            name = name.replace(ours, published)
+        return [(name, shape)]
     experts, rows, columns = shape
     matrices = {"gate_proj": rows // 2, "up_proj": rows // 2} if kind == "gate_up_proj" else {"down_proj": rows}
     return [(f"{start}.experts.{i}.{part}.weight", (size, columns)) for i in range(experts) for part, size in matrices.items()]
@@ -315,7 +341,8 @@ def test_every_tensor_has_its_place(tmp_path: Path, published: Published) -> Non
     trunk, mtp = tensors(published)
     write(tmp_path, published.config, trunk | mtp)
     for want_mtp in [False] + [True] * (published.mtp is not None):
-        described = describe(EngineConfig(model=ModelConfig(model=str(tmp_path))), want_mtp)
+        spec = SpecConfig(speculative_algorithm="MTP") if want_mtp else SpecConfig()
+        described = describe(EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=spec), want_mtp)
         assert (described.layout is not None) == (published.mtp is not None)
         model = empty_model(described, torch.bfloat16, 64, Storage(False, torch.bfloat16))
         placed = {placement.name for placement in plan(model, sources(described))}  # raises for a tensor without a place, and vice versa
