@@ -72,16 +72,15 @@ def experts(
 ) -> Tensor:  # fmt: skip
     matrices, scales = (experts.gate_up, experts.down), (experts.gate_up_scale_inv, experts.down_scale_inv)
     biases, clamp = (experts.gate_up_bias, experts.down_bias), experts.gate
-    plain = clamp is None and biases[0] is None
+    plain, clamped = clamp is None and biases[0] is None, None if clamp is None else (clamp.alpha, clamp.limit)
     by_row = [scale is not None and scale.shape[1] == matrix.shape[1] for matrix, scale in zip(matrices, scales, strict=True)]
     if any(by_row):
-        if not plain or not all(scale is None or each for scale, each in zip(scales, by_row, strict=True)):
+        if not all(scale is None or each for scale, each in zip(scales, by_row, strict=True)):
             return torch_kernels.experts(experts, shared, gate, x, weights, chosen)  # one of them in blocks: nobody publishes that
         gate_up, down = (matrices[0], scales[0], experts.gate_up_zeros), (matrices[1], scales[1], experts.down_zeros)
-        mixed = experts_rows(x, weights, chosen, *gate_up, *down)
+        mixed = experts_rows(x, weights, chosen, *gate_up, *down, *biases, clamped)
         return mixed if shared is None else mixed + torch_kernels.beside(shared, gate, x)
     if shared is None or not plain:
-        clamped = None if clamp is None else (clamp.alpha, clamp.limit)
         out = moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales, None, None, *biases, clamped)
         return out if shared is None else out + torch_kernels.beside(shared, gate, x)
     beside = (shared.gate_up.weight, shared.down.weight)

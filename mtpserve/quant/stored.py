@@ -12,6 +12,7 @@ their scales, and for integers their zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,6 +48,12 @@ class QuantisedMatrix:
         each = BLOCK[0] if self.in_blocks else 1
         scale, zeros = self.scale[start // each : -(-stop // each)], None if self.zeros is None else self.zeros[start:stop]
         return replace(self, numbers=self.numbers[start:stop], scale=scale, zeros=zeros)
+
+    def in_order(self, arrange: Callable[[Tensor], Tensor]) -> QuantisedMatrix:
+        """The rows of all experts in another order, to which `arrange` gives views."""
+        assert self.zeros is None and self.group_of is None
+        numbers, scale = (arrange(part).reshape(part.shape) for part in (self.numbers, self.scale))
+        return QuantisedMatrix(numbers, scale)
 
     def widen_to(self, place: Tensor) -> None:
         """Writes the numbers to `place` [N, K], a strip of rows at a time; of experts [E, N, K] one after the other."""

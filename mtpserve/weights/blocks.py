@@ -50,8 +50,6 @@ def why_wide(owner: Any, name: str, members: list[Placement], formats: list[Stor
     first = formats[0]
     if name not in getattr(owner, "may_hold_blocks", ()):
         return "its module cannot multiply quantised weights"
-    if any(placement.arranged is not None for placement in members):
-        return "the checkpoint has its rows in another order"
     if len(formats) < len(members):
         return f"only {len(formats)} of its {len(members)} matrices have scales"
     if any((each.bits, each.groups, each.floats) != (first.bits, first.groups, first.floats) for each in formats):

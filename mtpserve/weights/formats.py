@@ -1,8 +1,7 @@
 """Which of a checkpoint's tensors together are one matrix, and in which format: from their names, dtypes and shapes, matrix by matrix,
 whatever the config says. Reads headers only; what tensors mean is said in quant/published.py.
 
-A family's rules know a matrix by the name that it has unquantised, X.weight. gpt-oss's experts, [experts, outputs, inputs] in one tensor,
-they know as X_blocks, since X is [experts, inputs, outputs]:
+A family's rules know a matrix by the name that it has unquantised, X.weight (or X, where experts are one tensor):
 
     role       plain      scale                zeros                 numbers in words of 32 bits, or in bytes
     float8     X.weight   X.weight_scale(_inv)
@@ -43,8 +42,8 @@ SUFFIXES = {
     ".weight_g_idx": (".weight", "group_of"),
     ".weight_shape": (".weight", "shape"),
     "_scale_inv": ("", "scale"),
-    "_scales": ("_blocks", "scale"),
-    "_blocks": ("_blocks", "blocks"),
+    "_scales": ("", "scale"),
+    "_blocks": ("", "blocks"),
 }
 NUMBERS = ("plain", "words", "packed", "blocks")  # roles of the tensors that the others belong to
 UNUSED = {
@@ -132,7 +131,7 @@ def belongs(name: str) -> tuple[str, str]:
 
 def numbers_of(whole: str) -> tuple[str, ...]:
     stem = whole.removesuffix(".weight")
-    return (whole,) if stem == whole else (whole, f"{stem}.qweight", f"{stem}.weight_packed")
+    return (whole, f"{whole}_blocks") if stem == whole else (whole, f"{stem}.qweight", f"{stem}.weight_packed")
 
 
 def unused(name: str, checkpoint: Checkpoint) -> str | None:

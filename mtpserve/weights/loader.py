@@ -7,7 +7,6 @@ and infinite numbers are raised by plan.py, before the first weight is read.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -85,14 +84,8 @@ def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
         tensor = placement.checkpoint.tensor(placement.name)
         ordered = tensor if arranged is None else arranged.arrange(tensor)
         place.view(ordered.shape).copy_(ordered.float() + placement.plus if placement.plus else ordered)
-    elif arranged is None:
-        stored.widen_to(place)
     else:
-        for one in range(len(place)):  # of experts: one of them alone is widened in its own order
-            part, wide = slice(one, one + 1), torch.empty_like(place[one : one + 1])
-            replace(stored, numbers=stored.numbers[part], scale=stored.scale[part]).widen_to(wide)
-            ordered = arranged.arrange(wide)
-            place[part].view(ordered.shape).copy_(ordered)
+        stored.widen_to(place)
     # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
     if check_finite and not all_finite(place):
         finite = all_finite(tensor) if stored is None else stored.is_finite()

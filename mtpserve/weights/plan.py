@@ -94,10 +94,11 @@ class Placement:
         return sum(self.checkpoint.tensors[name].size for name in self.group.tensors.values())
 
     def stored(self, device: torch.device) -> QuantisedMatrix | None:
-        """Reads the tensors of a quantised matrix. None for others."""
+        """Reads the tensors of a quantised matrix, its rows in the parameter's order. None for others."""
         if self.format is None:
             return None
-        return self.format.read({role: self.checkpoint.tensor(name).to(device) for role, name in self.group.tensors.items()})
+        matrix = self.format.read({role: self.checkpoint.tensor(name).to(device) for role, name in self.group.tensors.items()})
+        return matrix if self.arranged is None else matrix.in_order(self.arranged.arrange)
 
 
 def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:

@@ -176,6 +176,7 @@ def mixtures_and_verdicts(fp8: bool) -> None:
                 experts(*routed, *stored, *scales)
             for gate_up, down in zip(by_row((2, 2816, 2048), fp8), by_row((2, 2048, 1408), fp8), strict=True):
                 experts_rows(*routed, *gate_up, *down)
+                experts_rows(*routed, *gate_up, *down, *biases, (1.702, 7.0))
     seats = [torch.zeros(4) if real else ints(4) for real in (True, False, True, True, False)]
     for nodes, tree in ((4, False), (32, True)):
         parents, depths = (ints(2, nodes - 1), ints(2, nodes)) if tree else (None, None)

@@ -165,3 +165,19 @@ def test_without_gpu_or_interpreter_the_kernels_are_refused(monkeypatch: pytest.
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="--attention-backend triton needs a GPU"):
         build_engine(EngineConfig(model=ModelConfig(attention_backend="triton")))
+
+
+def test_gpt_oss_experts_stay_four_bits(tmp_path: Path) -> None:
+    """In an order of their own, with biases and clamped gates: kept by plain torch and by the kernels, against widened."""
+    from tests.models.harness import Harness
+    from tests.models.own_layouts import gpt_oss
+
+    gpt_oss(tmp_path, mxfp4=True, hidden_size=96, swiglu_limit=0.7)
+    ids = [[3, 7, 1, 20, 4, 4, 11], [5]]
+    wanted = Harness(tmp_path, ids, 16).all_logits((4, 1))
+    for backend in ("reference", "triton"):
+        kept = Harness(tmp_path, ids, 16, keep_blocks=True, backend=backend)
+        experts = [part for name, part in kept.model.named_parameters() if name.endswith(("experts.gate_up", "experts.down"))]
+        assert experts and all(part.dtype == torch.uint8 for part in experts)
+        for ours, other in zip(kept.all_logits((4, 1)), wanted, strict=True):
+            torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)

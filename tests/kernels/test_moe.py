@@ -197,8 +197,10 @@ def test_experts_with_scales_by_row(
         for form, shape in zip(forms, ((number, 2 * size, hidden), (number, hidden, size)), strict=True):
             whole = (numbers(device, *shape).to(dtype), None, None)
             matrices += whole if form is None else stored_by_row(device, shape, groups, form)
-        actual, expected = experts_rows(x, weights, chosen, *matrices), reference.experts_rows(x, weights, chosen, *matrices)
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+        biases = numbers(device, number, 2 * size).to(dtype), numbers(device, number, hidden).to(dtype)
+        for more in ((), (*biases, (1.7, 0.5))):
+            actual, expected = (mix(x, weights, chosen, *matrices, *more) for mix in (experts_rows, reference.experts_rows))
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:

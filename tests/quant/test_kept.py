@@ -114,9 +114,9 @@ def test_experts_by_row(monkeypatch: pytest.MonkeyPatch, form: str, rows: int) -
         getattr(there, name).data = by_row(here, name, form)
     x, weights = torch.randn(rows, 96), torch.rand(rows, 2)
     chosen = torch.stack([torch.randperm(6)[:2] for _ in range(rows)])
-    torch.testing.assert_close(experts(here, None, x, weights, chosen), experts(there, None, x, weights, chosen))
+    torch.testing.assert_close(experts(here, None, None, x, weights, chosen), experts(there, None, None, x, weights, chosen))
     monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
-    torch.testing.assert_close(experts(here, None, x, weights, chosen), experts(there, None, x, weights, chosen))
+    torch.testing.assert_close(experts(here, None, None, x, weights, chosen), experts(there, None, None, x, weights, chosen))
 
 
 @pytest.mark.parametrize("outputs", [40, 5000])

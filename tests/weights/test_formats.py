@@ -87,7 +87,7 @@ def test_experts_in_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
     blocks, exponents = torch.randint(256, (2, 96, K // 32, 16), dtype=torch.uint8), torch.randint(120, 130, (2, 96, K // 32)).byte()
     source = tensors() | {"gate_proj_blocks": blocks, "gate_proj_scales": exponents, "gate_proj_bias": torch.ones(2)}
     source = {name: tensor for name, tensor in source.items() if "experts" not in name}
-    module, rules = Fused().to(dtype), [*RULES[:2], Rule(r"gate_proj_blocks", "experts"), Rule(r"gate_proj_bias", "bias")]
+    module, rules = Fused().to(dtype), [*RULES[:2], Rule(r"gate_proj", "experts"), Rule(r"gate_proj_bias", "bias")]
     module.register_parameter("bias", nn.Parameter(torch.zeros(2, dtype=dtype)))
     load(module, Checkpoint.open(write(tmp_path, {}, source)), rules, dtype=dtype, device="cpu")
     assert torch.equal(module.experts, dequantize_mxfp4(blocks, exponents).to(dtype))
@@ -95,7 +95,7 @@ def test_experts_in_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
         ({"gate_proj_scales": exponents[:, :, :1]}, r"gate_proj_scales has shape \[2, 96, 1\] .*needs \[2, 96, 3\] in U8, F8_E8M0"),
         ({"gate_proj_blocks": blocks[:1]}, r"gate_proj_blocks has shape \[1, 96, 3, 16\] .*needs \[2, 96, 3, 16\] in U8"),
         ({"gate_proj_scales": None}, r"gate_proj_blocks has no scale: gate_proj_scales is not in the checkpoint"),
-        ({"gate_proj_blocks": None}, r"gate_proj_scales is the scale of gate_proj_blocks, which is not in the checkpoint"),
+        ({"gate_proj_blocks": None}, r"gate_proj_scales is the scale of gate_proj, which is not in the checkpoint"),
     ):
         wrong = {name: tensor for name, tensor in (source | change).items() if tensor is not None}
         with pytest.raises(LoadError, match=message):

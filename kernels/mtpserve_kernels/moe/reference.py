@@ -99,10 +99,11 @@ def experts(
 def experts_rows(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_zeros: Tensor | None,
     down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: tuple[float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """As `experts` without a shared one. Scales and zeros are those of rows, see quant.reference.widen_rows; None: the matrix has none."""
     wide, back = (
         matrix if scale is None else widen_rows(matrix, scale, zeros)
         for matrix, scale, zeros in ((gate_up, gate_up_scale, gate_up_zeros), (down, down_scale, down_zeros))
     )
-    return experts(x, weights, chosen, wide, back, None, None)
+    return experts(x, weights, chosen, wide, back, None, None, gate_up_bias=gate_up_bias, down_bias=down_bias, clamped=clamped)

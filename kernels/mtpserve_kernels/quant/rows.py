@@ -163,14 +163,14 @@ def linear_rows(
     if not rows:
         return out
     cut = tiling(rows, x.element_size(), torch.version.hip is not None)
-    BK = step_of(cut.BK, inputs, groups)
+    BN, BK = cut.BN if x.element_size() < 4 else 16, step_of(cut.BK, inputs, groups)  # wider ones of float32 spill
     if splits is None:
         count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
-        splits = splits_for(outputs, inputs, cut.BN, BK, count)
+        splits = splits_for(outputs, inputs, BN, BK, count)
     partial = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     form, scale = form_of(weight, scale), as_bytes(scale)
-    linear_rows_kernel[(triton.cdiv(outputs, cut.BN), splits)](
-        x, weight, scale, zeros, bias, out, partial, rows, x.stride(0), N=outputs, K=inputs, GROUPS=groups, BT=cut.BT, BN=cut.BN, BK=BK,
+    linear_rows_kernel[(triton.cdiv(outputs, BN), splits)](
+        x, weight, scale, zeros, bias, out, partial, rows, x.stride(0), N=outputs, K=inputs, GROUPS=groups, BT=cut.BT, BN=BN, BK=BK,
         SPLITS=splits, BIAS=bias is not None, FORM=form, ZEROS=zeros is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
