@@ -37,7 +37,7 @@ def test_everything_at_once(shape: str, backend: str) -> None:
     assert run(engine, asked, GREEDY) == alone
     # Other requests branch off within the prompts, and go on after them.
     assert engine.stats.preemptions_total > 0 and run(engine, asked, GREEDY) == alone
-    more = [prompt + [1, 2, 3] for prompt in asked]
+    more = [[*prompt, 1, 2, 3] for prompt in asked]
     assert run(engine, more, GREEDY) == [run(tiny_engine(model, 0, backend=backend, fingerprint=None), [ids], GREEDY)[0] for ids in more]
     assert engine.stats.cached_prompt_tokens_total > 0
 
