@@ -156,11 +156,7 @@ def plan_memory(
     else:
         running = scheduler.max_running_requests or concurrency(total, context, most)
         states = kept_states(config, state_bytes, running, None)
-    pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
-    if min(pages) < 1:
-        raise NoRoom(
-            f"no memory is left for the KV pool: weights take {weights:,} bytes; raise --mem-fraction-static or set --max-total-tokens"
-        )
+    pages = divided(shares, total, running, page_size, weights)
     rows = [
         *fixed.rows,
         *working(running),
@@ -170,6 +166,16 @@ def plan_memory(
         ("the hidden row at the end of each page", (pages[0] + 1) * boundary),
     ]
     return MemoryPlan([row for row in rows if row[1]], pages, states, running, context)
+
+
+def divided(shares: list[PageShare], total: int, running: int, page_size: int, weights: int) -> tuple[int, ...]:
+    """Pages of each group, for `total` tokens. Raises NoRoom."""
+    pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
+    if min(pages) < 1:
+        raise NoRoom(
+            f"no memory is left for the KV pool: weights take {weights:,} bytes; raise --mem-fraction-static or set --max-total-tokens"
+        )
+    return pages
 
 
 def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
