@@ -99,5 +99,9 @@ class Contexts(Sequence[LayerContext[P]]):
         return len(self.stores.places)
 
     def __getitem__(self, index: Any) -> Any:
+        """A layer's, or those of some layers."""
+        if isinstance(index, slice):
+            used = sorted({place.store for place in self.stores.places[index]})
+            return Contexts(self.stores.part(index), [self.planned[store] for store in used])
         place = self.stores.places[index]
         return LayerContext(self.planned[place.store], place.layer)

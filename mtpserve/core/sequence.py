@@ -51,6 +51,7 @@ class Sequence:
     vouched: int = 0  # of these, columns that a token was sampled after: what they hold are numbers
     matched: int = 0  # columns of `keys` that were found when somebody last looked
     keeps: list[int] = field(default_factory=list)  # columns after which the state is kept that recurrent layers have then, ascending
+    branch: int = 0  # of these, the one after which it leaves what was computed before; 0: none
     state: int = -1  # the kept state that it started from in its seat; -1: with its first token
     loading: int = 0  # number of the last loading of pages that it has waited for
     loads: int = 0  # how many it has waited for since it had a seat

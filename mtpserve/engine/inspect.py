@@ -90,7 +90,7 @@ def in_files(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
                 quantised[one.checkpoint.directory, one.name] = one, one.region.of(places[one.target]).numel()
     parts = {(one.checkpoint.directory, name) for one, _ in quantised.values() for name in one.group.tensors.values()}
     for checkpoint in checkpoints:
-        prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefix if described.layout else None)
+        prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefixes if described.layout else None)
         for name, entry in checkpoint.tensors.items():
             if (found := quantised.get((checkpoint.directory, name))) is not None:
                 one, parameters = found

@@ -72,14 +72,23 @@ class Prefixes:
         seq.loads = 0
         for key in seq.keys[columns:]:
             self._coming.setdefault(key, seq.id)
-        seq.keeps = self._keeps(seq, columns) if self._pages.has_states and seq.root is not None else []
+        if self._pages.has_states and seq.root is not None:
+            self._plan_states(seq, columns)
 
-    def _keeps(self, seq: Sequence, columns: int) -> list[int]:
-        """Columns after which the state is worth keeping: the last of the prompt, where other requests have branched off, and every so many
-        tokens (Marconi, https://arxiv.org/abs/2411.19379)."""
+    def _plan_states(self, seq: Sequence, columns: int) -> None:
+        """Columns after which the state is worth keeping: the last of the prompt, where it leaves others' pages, and every so many tokens
+        (Marconi, https://arxiv.org/abs/2411.19379)."""
         usable, every = self._usable(seq), max(KEEP_EVERY // self._pages.page_size, 1)
-        wanted = {len(usable), self._pages.matched_without_states(usable), *range(0, len(usable), every)}
-        return sorted(column for column in wanted if column > columns)
+        branch = self._pages.matched_without_states(usable)
+        seq.branch = branch if columns < branch < len(usable) else 0
+        seq.keeps = sorted(column for column in {len(usable), branch, *range(0, len(usable), every)} if column > columns)
+
+    def rows(self, seq: Sequence, rows: int) -> int:
+        """Of a chunk of a prompt: a span keeps one state, so that it ends before the next one is due where it keeps that of a branch."""
+        size, after = self._pages.page_size, [column for column in seq.keeps if column > seq.branch]
+        if not after or seq.branch not in seq.keeps or seq.branch * size <= seq.launched:
+            return rows
+        return min(rows, after[0] * size - 1 - seq.launched)
 
     def keep(self, seq: Sequence, span: SpanPlan) -> list[KeptState]:
         """Of a chunk of a prompt: the last state that it comes to of those that are worth it."""

@@ -191,7 +191,7 @@ class Scheduler:
             left -= sum(rows for _, rows in chosen)
             more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
             chosen, admitted = chosen + more, admitted + others
-        return [(seq, chunk(seq, rows)) for seq, rows in chosen], [admission(seq) for seq in admitted]
+        return [(seq, chunk(seq, self._prefixes.rows(seq, rows))) for seq, rows in chosen], [admission(seq) for seq in admitted]
 
     def _share(
         self, running: Seq[Sequence], left: int, long: bool, limit: int | None = None

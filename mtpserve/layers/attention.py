@@ -31,9 +31,9 @@ class GQA(nn.Module):
 
     @property
     def ordinary(self) -> bool:
-        """It has nothing that the op for whole layers lacks, but for norms of heads."""
+        """It has nothing that the op for whole layers lacks."""
         same = self.kv.key_dim == self.kv.value_dim and self.value_scale == 1
-        return same and self.sinks is None and not self.in_window and not self.gated
+        return same and not self.in_window and not self.gated
 
     @property
     def norms(self) -> HeadNorms | None:

@@ -42,7 +42,7 @@ from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import beside, experts as in_torch, pack_layers as one_by_one, route, torch_kernels
+from mtpserve.layers.torch_kernels import beside, pack_layers as one_by_one, torch_kernels
 
 
 def cpu_kernels() -> Kernels:
@@ -83,10 +83,10 @@ def latent_store(
 
 
 def pack_router(weight: Tensor, bias: Tensor | None, arch: MoEArch) -> Route:
-    if arch.scores == "softmax" and bias is not None:
-        return partial(route, weight, bias, arch)
     routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
-    return PanelRouter(moe.pack_router(weight.detach(), None if bias is None else bias.detach(), *routing))
+    given = None if bias is None else bias.detach()
+    of_choice, of_logits = (given, None) if arch.router_bias == "choice" else (None, given)
+    return PanelRouter(moe.pack_router(weight.detach(), of_choice, *routing, arch.scores == "softmax", of_logits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,15 @@ class PanelRouter:
 
 
 def pack_experts(experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None) -> MixExperts:
-    """float8 experts are not packed: engine/compute leaves them to plain torch. Nor are those with biases or an activation of their own."""
-    if experts.gate is not None or experts.gate_up_bias is not None:
-        return partial(in_torch, experts, shared, gate)
+    """float8 experts are not packed: engine/compute leaves them to plain torch."""
     assert experts.gate_up_scale_inv is None and experts.down_scale_inv is None
-    routed = moe.pack_expert_pair(experts.gate_up, experts.down)
+    routed = moe.pack_expert_pair(experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+    clamped = None if experts.gate is None else (experts.gate.alpha, experts.gate.limit)
     if shared is None:
-        return PanelExperts(moe.experts_of(routed, None), None)
+        return PanelExperts(moe.experts_of(routed, None, None, clamped), None)
     if (matrices := shared_matrices(shared)) is None:
-        return PanelExperts(moe.experts_of(routed, None), partial(beside, shared, gate))
-    return PanelExperts(moe.experts_of(routed, matrices, None if gate is None else matrix_of(cast(Linear, gate))), None)
+        return PanelExperts(moe.experts_of(routed, None, None, clamped), partial(beside, shared, gate))
+    return PanelExperts(moe.experts_of(routed, matrices, None if gate is None else matrix_of(cast(Linear, gate)), clamped), None)
 
 
 def shared_matrices(shared: SharedExpert) -> tuple[linear.Matrix, linear.Matrix] | None:
@@ -244,6 +243,7 @@ def described_attention(module: object) -> stacks.AttentionLayer:
         made.out, made.heads, made.dim = out, module.heads, out.inputs // module.heads
         made.kv_heads = (module.all_heads - module.heads) // 2
         setattr(made, "in", matrix_of(module.qkv))
+        made.sinks = None if module.sinks is None else module.sinks.data_ptr()
         if module.q_norm is not None and module.k_norm is not None:
             made.q_norm, made.kv_norm = norm_of(module.q_norm), norm_of(module.k_norm)
     elif type(module) is MLA:

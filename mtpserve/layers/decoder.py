@@ -155,7 +155,7 @@ class MTPModules(nn.Module):
         assert state is not None
         first = self.fill_after(1, ids, positions, state, contexts)
         head = cast(MTPHead, self.depths[first])
-        out = head.absorb(ids, positions, state[:, : self.hidden], [contexts[first]])
+        out = head.absorb(ids, positions, state[:, : self.hidden], contexts[first : first + 1])
         return Hidden(out.head, state[:, : -self.hidden])
 
     def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
@@ -167,7 +167,7 @@ class MTPModules(nn.Module):
         parts = state.split(self.hidden, -1)
         first = len(self.depths) - state.shape[1] // self.hidden
         for i, part in enumerate(parts[skipped:], first + skipped):
-            cast(MTPHead, self.depths[i]).fill(ids, positions, part, [contexts[i]])
+            cast(MTPHead, self.depths[i]).fill(ids, positions, part, contexts[i : i + 1])
         return first
 
     def logits(self, head: Tensor) -> Tensor:

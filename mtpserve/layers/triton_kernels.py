@@ -62,9 +62,9 @@ def latent_store(
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
-    if arch.scores == "softmax" and bias is not None:
-        return torch_kernels.route(weight, bias, arch, x)
-    return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
+    of_choice, of_logits = (bias, None) if arch.router_bias == "choice" else (None, bias)
+    routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
+    return moe_route.route(x, weight, of_choice, *routing, arch.scores == "softmax", of_logits)
 
 
 def experts(

@@ -158,6 +158,8 @@ def mixtures_and_verdicts(fp8: bool) -> None:
 
     x = torch.zeros(64, 2048, dtype=torch.bfloat16)
     route(x, torch.zeros(256, 2048), torch.zeros(256), 8, 8, 4, True, 2.5)
+    route(x, torch.zeros(32, 2048), None, 4, 1, 1, True, 1.0, True, torch.zeros(32))
+    route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, True, 1.0, True)
     route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, False, 1.0)
     route(x, torch.zeros(128, 2048), None, 8, 1, 1, True, 1.0)
     route(x, torch.zeros(60, 2048), None, 4, 1, 1, False, 1.0)

@@ -48,6 +48,17 @@ def test_route(device: torch.device, rows: int, number: int, top: int, groups: i
         torch.testing.assert_close(actual.gather(1, chosen.argsort(1)), expected.gather(1, best.argsort(1)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["choice", "logits"])
+@pytest.mark.parametrize(("rows", "number", "top"), [(1, 8, 2), (5, 33, 3), (37, 64, 6)])
+def test_a_softmax_with_a_bias(device: torch.device, rows: int, number: int, top: int, kind: str) -> None:
+    x, weight, bias = numbers(device, rows, 100), numbers(device, number, 100) / 10, numbers(device, number, seed=1) / 5
+    of_choice, of_logits = (bias / 10, None) if kind == "choice" else (None, bias)
+    actual, chosen = route(x, weight, of_choice, top, 1, 1, True, 2.5, True, of_logits)
+    expected, best = reference.route_softmax(x, weight, of_choice, of_logits, top, True, 2.5)
+    assert torch.equal(chosen.sort(1).values, best.sort(1).values)
+    torch.testing.assert_close(actual.gather(1, chosen.argsort(1)), expected.gather(1, best.argsort(1)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("softmax", [False, True])
 def test_nan_leads_nowhere(device: torch.device, softmax: bool) -> None:
     x = numbers(device, 3, 64)

@@ -36,6 +36,8 @@ def step(count: int) -> None:
     from mtpserve_kernels.moe.route import route
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
     from mtpserve_kernels.quant.rows import linear_rows, widen_rows
+    from mtpserve_kernels.recurrent.delta import recur
+    from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
     from mtpserve_kernels.spec.accept import accept
 
     where = ints(50, 16), ints(count), ints(count + 1), ints(count), ints(count), None, None, 16, 0.1
@@ -69,6 +71,14 @@ def step(count: int) -> None:
     widen_rows(halves[0], scale[0], None, x.dtype)
     down = torch.zeros(4, 256, 64, dtype=torch.uint8), scale, None
     experts_rows(x, torch.zeros(count, 2), ints(count, 2), halves, scale, None, *down)
+    rule = Rule(2, 4, 16, 16, 4)
+    layer = LayerState(
+        torch.zeros(50, 4, 16, 16), torch.zeros(50, 3, rule.channels), torch.zeros(50, 7, rule.channels), torch.zeros(50, 7, 2, 4)
+    )
+    own = ints(count), ints(count + 1), ints(count), ints(count), ints(count)
+    for parents in (None, ints(count, 7)):
+        spans = StateSpans(*own, parents, None, None, 7)
+        recur(torch.zeros(count, rule.channels), torch.zeros(count, 2, 4), torch.zeros(4, rule.channels), layer, spans, rule)
     sampling = torch.zeros(50), ints(50), torch.zeros(50), torch.zeros(50), ints(50), torch.zeros(50, dtype=torch.bool)
     for q in (None, torch.zeros(50, 3, 1000)):
         accept(torch.zeros(count, 4, 1000), ints(count, 3), ints(count), None, None, ints(count), ints(50), *sampling, q, 3)

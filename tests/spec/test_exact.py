@@ -33,7 +33,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek", "deepseek, experts one by one", "sparse", "mimo", "mimo, windows", "oss, windows", "hybrid"]
+    "family", ["deepseek", "deepseek, experts one by one", "sparse", "mimo", "mimo, windows", "oss, windows", "modules", "hybrid"]
 )
 def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str, kernels: str) -> None:
     if "one by one" in family:
@@ -66,7 +66,7 @@ def test_a_rows_logits_do_not_depend_on_the_pass(kernels: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["deepseek", "mimo", "glm", "qwen"])
+@pytest.mark.parametrize("family", ["deepseek", "mimo", "glm", "qwen", "oss"])
 def test_a_stack_in_one_call_is_its_layers_one_by_one(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And as many threads as there may be give the same bits as one."""
     if kernels != "cpu":

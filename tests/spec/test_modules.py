@@ -17,6 +17,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.inspect import inspect_model
 from mtpserve.engine.planning import describe
 from mtpserve.spec.passes import DraftPasses
 from tests.models.own_layouts import MODULES, Modules, mimo_v2
@@ -107,3 +108,11 @@ def test_only_layers_that_are_drafted_with_are_loaded(tmp_path: Path) -> None:
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2))
     arch = describe(config, want_mtp=True).arch
     assert arch.mtp is not None and arch.mtp.layers == 2 and arch.num_layers == 4 and len(arch.layers) == 6
+
+
+def test_inspect_counts_all_of_them(tmp_path: Path) -> None:
+    tiny = mimo_v2(tmp_path)
+    report = inspect_model(EngineConfig(model=ModelConfig(model=str(tmp_path), device="cpu")))
+    assert report.arch.summary.endswith(f"{MODULES} MTP layers")
+    [numbers] = [row[1] for row in report.weights if row[0] == "MTP layer"]
+    assert numbers == sum(name.startswith("model.mtp.") for name in tiny.tensors)

@@ -22,6 +22,7 @@ class AttentionLayer(Structure):
         ("in", Matrix), ("out", Matrix), ("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64),
         ("q_up", Matrix), ("q_norm", Norm), ("kv_norm", Norm), ("k_up", Matrices), ("v_up", Matrices),
         ("q_rank", c_int64), ("kv_rank", c_int64), ("nope", c_int64), ("rope", c_int64), ("value", c_int64),
+        ("sinks", c_void_p),
     ]  # fmt: skip
 
 

@@ -149,6 +149,52 @@ def test_experts(
     assert torch.equal(mix_experts(x, weights.flip(1).contiguous(), backwards.contiguous(), experts), actual), "by number, not by rank"
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("clamped", [None, (1.702, 0.8)], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("rows", "hidden", "size", "number", "top"), [(1, 64, 96, 8, 2), (5, 100, 40, 7, 3), (300, 256, 34, 33, 3)])
+def test_experts_with_biases(
+    rows: int, hidden: int, size: int, number: int, top: int, clamped: tuple[float, float] | None, dtype: torch.dtype,
+    with_threads: WithThreads,
+) -> None:  # fmt: skip
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)])
+    weights = torch.rand(rows, top, generator=dice)
+    shapes = (number, 2 * size, hidden), (number, hidden, size), (number, 2 * size), (number, hidden)
+    matrices = [numbers(*shape, dtype=dtype) / 8 for shape in shapes]
+    for each in matrices:
+        each[[expert for expert in range(number) if not (chosen == expert).any()]] = torch.nan
+    x = among_nan(numbers(rows, hidden, dtype=dtype))
+    experts = experts_of(pack_expert_pair(*(each.clone() for each in matrices)), None, None, clamped)
+    actual = with_threads(1, lambda: mix_experts(x, weights, chosen, experts))
+    expected = reference.experts(x, weights, chosen, *matrices[:2], *[None] * 6, *matrices[2:], clamped)  # type: ignore[arg-type]
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().mean())))
+    assert torch.equal(actual, with_threads(3, lambda: mix_experts(x, weights, chosen, experts)))
+    assert torch.equal(mix_experts(x[-1:], weights[-1:], chosen[-1:], experts), actual[-1:])
+
+
+def test_a_clamp_lets_nan_through() -> None:
+    gate_up, down = numbers(2, 32, 16), torch.ones(2, 16, 16)
+    gate_up[1, 3] = torch.nan
+    experts = experts_of(pack_expert_pair(gate_up, down), None, None, (1.702, 7.0))
+    out = mix_experts(numbers(2, 16), torch.ones(2, 1), torch.tensor([[0], [1]]), experts)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("kind", ["choice", "logits"])
+@pytest.mark.parametrize(("rows", "hidden", "number", "top"), [(1, 100, 8, 2), (5, 2050, 33, 3), (37, 512, 128, 8)])
+def test_a_softmax_with_a_bias(rows: int, hidden: int, number: int, top: int, kind: str, renormalise: bool) -> None:
+    x, weight, bias = among_nan(numbers(rows, hidden)), numbers(number, hidden) / hidden**0.5, numbers(number, seed=1) / 5
+    of_choice, of_logits = (bias / 10, None) if kind == "choice" else (None, bias)
+    expected, best = reference.route_softmax(x, weight, of_choice, of_logits, top, renormalise, 2.5)
+    router = pack_router(weight, of_choice, top, 1, 1, renormalise, 2.5, True, of_logits)
+    weights, chosen = route(x, router)
+    assert torch.equal(chosen, best)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, route(x[-1:], router), (weights[-1:], chosen[-1:])))
+
+
 def test_no_rows() -> None:
     experts = mixture(4, 16, 32, 1, torch.float32)[1]()
     nothing = torch.zeros(0, 2)

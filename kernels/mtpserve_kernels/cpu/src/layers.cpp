@@ -14,6 +14,7 @@ struct AttentionLayer {
   Norm q_norm, kv_norm;  // latent: of the query and the cache's row; otherwise of each head, if there are any
   Matrices k_up, v_up;
   int64_t q_rank, kv_rank, nope, rope, value;
+  const float* sinks;  // [heads] or null
 };
 
 // layers/decoder.py, class DecoderLayer. The feed-forward block is a mixture of experts where there is a router.
@@ -103,7 +104,7 @@ struct Walk {
     member.wait();
     const int64_t stride = layer.heads * dim;
     const Heads q{query, stride, dim, pass.type}, out{arrays.at[Arrays::JOINED], stride, dim, pass.type};
-    attention(member, spans, q, out, context.keys, context.values, nullptr, next);
+    attention(member, spans, q, out, context.keys, context.values, layer.sinks, next);
     member.wait();
   }
 
