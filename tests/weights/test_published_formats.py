@@ -77,7 +77,8 @@ def header_of(case: Case) -> Header:
     """Of the whole checkpoint. The MTP layer stays as it is, as third-party tools leave it."""
     published = models.PUBLISHED[case.model]
     layers, found = published.config["num_hidden_layers"], Header()
-    for name, shape in models.tensors(published).items():
+    trunk, drafts = models.tensors(published)
+    for name, shape in (trunk | drafts).items():
         matrix = len(shape) == 2 and any(part in name for part in case.chosen) and not name.startswith(f"model.layers.{layers}.")
         if not matrix:
             found[name] = "BF16", shape

@@ -163,7 +163,8 @@ def linear_rows(
     if not rows:
         return out
     cut = tiling(rows, x.element_size(), torch.version.hip is not None)
-    BN, BK = cut.BN if x.element_size() < 4 else 16, step_of(cut.BK, inputs, groups)  # wider ones of float32 spill
+    halves = weight.dtype == torch.uint8
+    BN, BK = 16 if halves and x.element_size() == 4 else cut.BN, step_of(cut.BK, inputs, groups)  # wider ones of halves in float32 spill
     if splits is None:
         count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
         splits = splits_for(outputs, inputs, BN, BK, count)
