@@ -62,7 +62,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     hf_config = read_config(directory)
     family, checkpoint = family_of(hf_config), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
     layers = hf_config.get_int("num_hidden_layers", at_least=1)
-    layout = dummy_layers(hf_config, family.modules) if dummy else mtp_layers(checkpoint.tensors, layers)
+    layout = dummy_layers(hf_config, family.modules or family.uncounted) if dummy else mtp_layers(checkpoint.tensors, layers)
     if want_mtp and family.mtp_rules is None:
         name = hf_config.raw("architectures")[0]
         raise UnsupportedModel(f"{directory}: a {name} has no MTP layer; start without --speculative-algorithm for plain decoding")

@@ -30,6 +30,7 @@ class Family:
     what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches.
 
     `modules`: how many MTP layers it is published with, where each depth has one of its own; 0: one is for all depths.
+    `uncounted`: how many it has where its config does not count them.
 
     `tool_call_parser`, `reasoning_parser`: the formats that its models write, by the names of text/parsers/registry. Where they differ, a
     checkpoint's chat template says more than its family (server/formats); None: it alone says."""
@@ -40,6 +41,7 @@ class Family:
     mtp_rules: Callable[[ModelArch, str], list[Rule]] | None = None
     floor: float = 0.2
     modules: int = 0
+    uncounted: int = 0
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
 

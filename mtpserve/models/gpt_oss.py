@@ -54,7 +54,6 @@ def trunk_rules(arch: ModelArch) -> list[Rule]:
     for part, in_turns in (("gate_up", True), ("down", False)):
         # In MXFP4 the matrices' rows are the outputs, as everywhere; in bfloat16 they are the inputs.
         names += [
-            (rf"mlp\.experts\.{part}_proj_blocks", f"mlp.experts.{part}", Arranged(in_turns=in_turns)),
             (rf"mlp\.experts\.{part}_proj", f"mlp.experts.{part}", Arranged(turned=True, in_turns=in_turns)),
             (rf"mlp\.experts\.{part}_proj_bias", f"mlp.experts.{part}_bias", Arranged(in_turns=in_turns)),
         ]

@@ -161,7 +161,7 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
 
 
 QWEN3_NEXT = Family(
-    next_arch, build, trunk_rules, mtp_rules, floor=0.4, tool_call_parser="hermes", reasoning_parser="qwen3"
+    next_arch, build, trunk_rules, mtp_rules, floor=0.4, uncounted=1, tool_call_parser="hermes", reasoning_parser="qwen3"
 )  # fmt: skip
 QWEN3_5 = Family(
     dense_arch, build, trunk_rules, mtp_rules, floor=0.4, tool_call_parser="qwen3_coder", reasoning_parser="qwen3"

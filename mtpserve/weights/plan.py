@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -151,6 +151,9 @@ def _place(
     format = formats.format_of(group, checkpoint.tensors, tuple(place.shape), told)
     if format is None:
         _check(name, entry, target, place, tuple(place.shape) if arranged is None else arranged.shape(tuple(place.shape)))
+    elif arranged is not None:
+        # The rows of a quantised matrix are its outputs, whatever those of others are.
+        arranged = replace(arranged, turned=False)
     audit.record(target, region.fill(parameter, name))
     return Placement(checkpoint, group, format, target, region, rule.how.plus if isinstance(rule.how, Copy) else 0.0, arranged)
 

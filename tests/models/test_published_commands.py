@@ -39,7 +39,7 @@ def test_inspect(tmp_path: Path, published: Published, capsys: pytest.CaptureFix
     layers, has_mtp = published.config["num_hidden_layers"], published.mtp is not None
     report = inspected(tmp_path, capsys, *(PLAIN if has_mtp else ()))
     assert (report["mtp_prefix"] is not None) == has_mtp == (report["arch"]["mtp"] is not None)
-    assert len(report["arch"]["layers"]) == layers + has_mtp
+    assert len(report["arch"]["layers"]) == layers + (0 if report["arch"]["mtp"] is None else report["arch"]["mtp"]["layers"])
     if "_blocks" in str(list(trunk)):
         # Of a quantised matrix the numbers that it stands for are counted.
         assert total(report, "parameters", mtp=False) == published.parameters
@@ -94,7 +94,9 @@ def twin(config: dict[str, Any]) -> dict[str, Any]:
     """The same keys with small sizes; what is a count of others, or a switch, stays."""
     few = {key: value for key, value in SMALL.items() if key in config}
     grouped = config["num_key_value_heads"] < config["num_attention_heads"]
-    types = {"layer_types": config["layer_types"][:4]} if "layer_types" in config else {}
+    types = {key: config[key][:4] for key in ("layer_types", "hybrid_layer_pattern", "moe_layer_freq") if isinstance(config.get(key), list)}
+    if "swa_head_dim" in config:
+        few |= {"head_dim": 24, "swa_head_dim": 24, "swa_v_head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
     return config | few | types | {"num_key_value_heads": 2 if grouped else 4}
 
 
