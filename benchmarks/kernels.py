@@ -112,6 +112,7 @@ def fused(device: torch.device, dry: bool) -> Iterator[Timed]:
 def quant(device: torch.device, dry: bool) -> Iterator[Timed]:
     from mtpserve_kernels.quant import reference
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+    from mtpserve_kernels.quant.rows import linear_rows
 
     hidden, dtype = (256, torch.float16) if dry else (4096, torch.bfloat16)
     weight = torch.randn(hidden, hidden, device=device).to(torch.float8_e4m3fn)
@@ -119,11 +120,17 @@ def quant(device: torch.device, dry: bool) -> Iterator[Timed]:
     for rows in (4,) if dry else (1, 4, 16, 512):
         x = torch.randn(rows, hidden, dtype=dtype, device=device)
         yield Timed("linear_fp8", f"{rows} rows", weight.numel(), *both(linear_fp8, reference.linear_fp8, x, weight, scale))
+    halves = torch.randint(256, (hidden, hidden // 2), dtype=torch.uint8, device=device)
+    each = torch.rand(hidden, hidden // 128, dtype=dtype, device=device)
+    for rows in (4,) if dry else (1, 4, 16, 64):
+        x = torch.randn(rows, hidden, dtype=dtype, device=device)
+        yield Timed("linear_rows, int4", f"{rows} rows", halves.numel(), *both(linear_rows, reference.linear_rows, x, halves, each))
 
 
 def moe(device: torch.device, dry: bool) -> Iterator[Timed]:
     from mtpserve_kernels.moe import reference
     from mtpserve_kernels.moe.experts import experts
+    from mtpserve_kernels.moe.experts_rows import experts_rows
     from mtpserve_kernels.moe.route import route
 
     number, top, hidden, size = (8, 2, 64, 32) if dry else (64, 6, 2048, 1408)  # DeepSeek-V2-Lite's
@@ -142,6 +149,10 @@ def moe(device: torch.device, dry: bool) -> Iterator[Timed]:
         hit = (len(chosen.unique()) + 2) * 3 * size * hidden * 2
         given = (x, weights, chosen, gate_up, down, *beside)
         yield Timed("experts", f"{rows} rows", hit, *both(experts, reference.experts, *given))
+        halves = [torch.zeros((*matrix.shape[:2], matrix.shape[2] // 2), dtype=torch.uint8, device=device) for matrix in (gate_up, down)]
+        each = [torch.rand((*matrix.shape[:2], matrix.shape[2] // 32), device=device) for matrix in (gate_up, down)]
+        stored = (x, weights, chosen, halves[0], each[0], None, halves[1], each[1], None)
+        yield Timed("experts_rows, int4", f"{rows} rows", hit // 4, *both(experts_rows, reference.experts_rows, *stored))
         asked = (x, router, bias, top, 1, 1, True, 1.0)
         yield Timed("route", f"{rows} rows", router.numel() * 4, *both(route, reference.route, *asked))
 

@@ -12,6 +12,7 @@ import json
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -159,14 +160,17 @@ def loss_of(model: Any, ids: Tensor, last: bool) -> Tensor:
     return loss
 
 
-def train(out: Path, minutes: float, s: Size = FULL, share: float = 0.8) -> Path:
-    """→ the directory of the checkpoint."""
+def train(
+    out: Path, minutes: float, s: Size = FULL, share: float = 0.8, model_of: Callable[[Size], Any] = Model,
+    write: Callable[[Any, Tokenizer, Path], None] | None = None,
+) -> Path:  # fmt: skip
+    """→ the directory of the checkpoint. `model_of`, `write`: of another architecture, as Model and write_mimo."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     used, _ = texts(s.corpus)
     tokenizer = tokenizer_of(used, s)
     end = tokenizer.token_to_id(END)
     data = torch.tensor([t for encoded in tokenizer.encode_batch(used) for t in (*encoded.ids, end)], dtype=torch.int32)
-    model = Model(s).to(device)
+    model = model_of(s).to(device)
     compiled = torch.compile(model) if s is FULL else model
     wide = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     rest = [p for p in model.parameters() if not any(p is w for w in wide)]
@@ -192,11 +196,11 @@ def train(out: Path, minutes: float, s: Size = FULL, share: float = 0.8) -> Path
         step += 1
         if step % 50 == 0:
             print(f"step {step}, {100 * spent:.0f} %, loss {loss.item():.3f}", flush=True)
-    write(model, tokenizer, out)
+    (write or write_mimo)(model, tokenizer, out)
     return out
 
 
-def write(model: Model, tokenizer: Tokenizer, out: Path) -> None:
+def write_mimo(model: Model, tokenizer: Tokenizer, out: Path) -> None:
     s = model.s
     out.mkdir(parents=True, exist_ok=True)
     named = {("" if name.startswith("lm_head") else "model.") + name.replace("mtp.", "mtp_layers.0.", 1): tensor

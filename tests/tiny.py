@@ -9,14 +9,28 @@ from typing import Any
 import torch
 
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch, RopeArch, page_groups
+from mtpserve.core.arch import (
+    Attention,
+    ClampedGate,
+    IndexerArch,
+    KVLayout,
+    MLAArch,
+    ModelArch,
+    MoEArch,
+    MTPArch,
+    Recurrent,
+    RopeArch,
+    Selected,
+    page_groups,
+    recurrent_kinds,
+)
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
-from mtpserve.models import deepseek, gqa
+from mtpserve.models import deepseek, gqa, qwen3_next
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.graphs import Recorder, StepGraphs
 
@@ -24,12 +38,12 @@ CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
 
 
 def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = None) -> ModelArch:
-    """`window`: of every second layer of the trunk."""
-    latent = family == "deepseek"
+    """`window`: of every second layer of the trunk. "sparse" is a "deepseek" that attends to 10 selected tokens."""
+    latent, sparse = family in ("deepseek", "sparse"), Selected(10, 12) if family == "sparse" else None
     kv = KVLayout("mla", 1, 24, 16) if latent else KVLayout("gqa", 2, 8, 8)
     arch = ModelArch(
         family=family,
-        layers=(*(Attention(kv, window if i % 2 else None) for i in range(layers)), Attention(kv)),
+        layers=(*(Attention(kv, window if i % 2 else None, sparse) for i in range(layers)), Attention(kv, None, sparse)),
         hidden=32,
         vocab=VOCAB,
         heads=4,
@@ -43,6 +57,7 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
         eos_ids=(),
         dtype="float32",
         mla=MLAArch(24, 16, 16, 8, 12) if latent else None,
+        indexer=IndexerArch(12, interleaved=False) if sparse else None,
         moe=MoEArch(8, 2, 16, 16, dense=(0,), groups=4, top_groups=2, scale=1.5, renormalise=True) if latent else None,
         mtp=MTPArch(1, "embedding-hidden", "post", "post") if latent else MTPArch(1, "hidden-embedding", "pre", "pre"),
         qkv_bias=not latent,
@@ -51,9 +66,22 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
     if family == "glm":
         moe = MoEArch(8, 2, 16, 16, dense=(0,), groups=1, top_groups=1, scale=1.5, renormalise=True)
         return replace(arch, rope=RopeArch(4, 10000.0, interleaved=False), head_norms=True, moe=moe)
+    # An MTP layer for each depth.
+    if family == "modules":
+        return replace(arch, layers=(*arch.layers, *arch.layers[-1:] * 6), mtp=MTPArch(7, "embedding-hidden", "post", recycle=None))
+    # Sinks, and experts with biases and a gate of their own.
+    if family == "oss":
+        gate = ClampedGate(1.702, 0.8)
+        moe = MoEArch(8, 2, 16, 0, (0,), 1, 1, 1.0, True, scores="softmax", router_bias="logits", biases=True, gate=gate)
+        return replace(arch, sinks="all", out_bias=True, moe=moe)
     if family == "qwen":
-        moe = MoEArch(8, 2, 16, 24, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", shared_gate=True)
+        moe = MoEArch(8, 2, 16, 32, (0,), 1, 1, scale=1.0, renormalise=False, scores="softmax", router_bias=None, shared_gate=True)
         return replace(arch, head_norms=True, out_bias=True, moe=moe)
+    if family == "hybrid":
+        recurrent = Recurrent(key_heads=2, value_heads=4, key_dim=6, value_dim=10, taps=4)
+        trunk = (kind if i % 2 else recurrent for i, kind in enumerate(arch.layers[:-1]))
+        post = MTPArch(1, "embedding-hidden", "post", "post")
+        return replace(arch, layers=(*trunk, arch.layers[-1]), head_norms=True, out_gate=True, qkv_bias=False, mtp=post)
     return arch
 
 
@@ -61,14 +89,14 @@ def tiny_model(
     family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32, kernels: str = "torch", **arch: Any
 ) -> DecoderModel:
     """`kernels`: of layers/kernels; "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
-    build = deepseek.build if family == "deepseek" else gqa.build
+    build = {"deepseek": deepseek.build, "sparse": deepseek.build, "hybrid": qwen3_next.build}.get(family, gqa.build)
     made = KERNELS.get(kernels)()
     model = build(tiny_arch(family, **arch), Methods.all(Unquantized(made)), dtype, CONTEXT + 160, made)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
-        if "router" not in name:
+        if not any(part in name for part in ("router", "sinks", "decay", "key_norm")):
             parameter.data = parameter.data.to(dtype)
     for part in reversed(list(model.modules())):
         if hasattr(part, "finish_loading"):
@@ -92,6 +120,7 @@ def tiny_engine(
     page_size: int = 4,
     budget: int = 64,
     seats: int = 16,
+    states: int = 8,
     eos: tuple[int, ...] = (),
     exact: bool = False,
     adaptive: bool = False,
@@ -106,7 +135,13 @@ def tiny_engine(
     The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     return assemble(
         model.to(device),
-        EngineSizes(pages=[pages, window_pages][: len(page_groups(model.arch.layers))], page_size=page_size, seats=seats, context=CONTEXT),
+        EngineSizes(
+            pages=[pages, window_pages][: len(page_groups(model.arch.layers))],
+            page_size=page_size,
+            seats=seats,
+            context=CONTEXT,
+            states=states if recurrent_kinds(model.arch.layers) else 0,
+        ),
         EngineOptions(
             spec=replace(spec_of(drafts), speculative_exact=exact, speculative_adaptive=adaptive),
             scheduler=SchedulerConfig(chunked_prefill_size=budget, schedule_conservativeness=0.0),  # more is preempted, and tested

@@ -1,4 +1,4 @@
-"""The demo model in an engine, and prompts from held-out files."""
+"""The demo model in an engine, or one that was trained on the same kind of files, and prompts from held-out files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from corpus import held_out, read
 PROMPT = 128
 
 
-def engine(drafts: int, dtype: str = "auto") -> Engine:
-    return engine_of(
-        SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=drafts) if drafts else SpecConfig(), dtype
-    )
+def engine(drafts: int, dtype: str = "auto", model: str = "demo") -> Engine:
+    fixed = SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=drafts)
+    return engine_of(fixed if drafts else SpecConfig(), dtype, model)
 
 
-def engine_of(spec: SpecConfig, dtype: str = "auto") -> Engine:
-    return build_engine(EngineConfig(model=ModelConfig(dtype=dtype), cache=CacheConfig(max_total_tokens=16384), spec=spec))
+def engine_of(spec: SpecConfig, dtype: str = "auto", model: str = "demo") -> Engine:
+    return build_engine(EngineConfig(model=ModelConfig(model=model, dtype=dtype), cache=CacheConfig(max_total_tokens=16384), spec=spec))
 
 
-def prompts(count: int) -> list[list[int]]:
+def prompts(count: int, model: str = "demo") -> list[list[int]]:
     """The first tokens of `count` held-out files."""
-    tokenizer = Tokenizer.from_file(str(ModelConfig().directory / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(ModelConfig(model=model).directory / "tokenizer.json"))
     encoded = (tokenizer.encode(read(path)).ids for path in held_out())
     prompts = [ids[:PROMPT] for ids in encoded if len(ids) > 2 * PROMPT][:count]
     if len(prompts) < count:

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch
+from mtpserve.core.protocols import Context
+
+
+class SelectingContext(Context, Protocol):
+    """Of a layer that attends to selected tokens. It stores its rows' index keys, too, and selects before it attends; or it does neither,
+    and attends to what the last layer before it has selected."""
+
+    @property
+    def index_keys(self) -> Tensor:
+        """The layer's own [slots, 1, dim]."""
+        ...
+
+    def select(self, q: Tensor, weights: Tensor) -> None:
+        """q [T, heads, dim], weights [T, heads] float32: a token's score is the sum of weight * relu(q · index key) over the heads."""
+        ...
 
 
 class BatchAttention(Protocol):
@@ -22,9 +37,15 @@ class BatchAttention(Protocol):
     @property
     def slots(self) -> Tensor: ...
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        """`layer`: its index in the pool."""
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        """`layer`: its index in the pool. The rest: core.protocols.Context."""
         ...
+
+
+class BatchSelection(BatchAttention, Protocol):
+    """The same for layers that attend to selected tokens."""
+
+    def select(self, q: Tensor, weights: Tensor, layer: int) -> None: ...
 
 
 P = TypeVar("P", bound=BatchAttention, covariant=True)
@@ -32,7 +53,7 @@ P = TypeVar("P", bound=BatchAttention, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class LayerContext(Generic[P]):
-    """core.protocols.Context"""
+    """core.protocols.Context, and SelectingContext for layers that attend to selected tokens."""
 
     planned: P
     layer: int  # its index in the pool
@@ -49,8 +70,15 @@ class LayerContext(Generic[P]):
     def values(self) -> Tensor:
         return self.planned.pool.values(self.layer)
 
-    def attend(self, q: Tensor) -> Tensor:
-        return self.planned.attend(q, self.layer)
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self.planned.attend(q, self.layer, sinks)
+
+    @property
+    def index_keys(self) -> Tensor:
+        return self.planned.pool.index_keys(self.layer)
+
+    def select(self, q: Tensor, weights: Tensor) -> None:
+        cast(BatchSelection, self.planned).select(q, weights, self.layer)
 
 
 def slots_of(batch: Batch, group: int) -> Tensor:
@@ -71,5 +99,9 @@ class Contexts(Sequence[LayerContext[P]]):
         return len(self.stores.places)
 
     def __getitem__(self, index: Any) -> Any:
+        """A layer's, or those of some layers."""
+        if isinstance(index, slice):
+            used = sorted({place.store for place in self.stores.places[index]})
+            return Contexts(self.stores.part(index), [self.planned[store] for store in used])
         place = self.stores.places[index]
         return LayerContext(self.planned[place.store], place.layer)

@@ -1,4 +1,7 @@
-"""Attention by the C++ kernels of a CPU. A row's result is its own, to the last bit, whoever shares the pass: see mtpserve_kernels.cpu."""
+"""Attention by the C++ kernels of a CPU. A row's result is its own, to the last bit, whoever shares the pass: see mtpserve_kernels.cpu.
+
+Attention to selected tokens has no kernel here: attention/selected computes it, row by row as well.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from mtpserve_kernels.cpu.attention import Spans, attend, layout_of, plan
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, slots_of
+from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 
@@ -21,22 +25,24 @@ class CPUAttention:
     exact = True
 
     def __init__(self, stores: Stores, heads: int, scale: float) -> None:
-        self.stores = stores
+        self.stores, self.scale = stores, scale
         self.layouts = [
             layout_of(store.pool.keys(0), store.pool.values(0), heads, store.pool.page_size, scale, store.kind.window or 0)
             for store in stores.stores
         ]
 
     def supports(self, kind: LayerKind) -> bool:
-        return kind.kv.key_dim % 2 == 0
+        return isinstance(kind, Attention) and kind.kv.key_dim % 2 == 0
 
-    def plan(self, batch: Batch) -> Contexts[CPUSpans]:
+    def plan(self, batch: Batch) -> Contexts[CPUSpans | PlannedSelected]:
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
         rows = batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start, batch.shift
-        planned = [
-            CPUSpans(store.pool, slots[store.group], plan(layout, batch.seats.page_tables[store.group], *rows))
-            for store, layout in zip(self.stores.stores, self.layouts, strict=True)
-        ]
+        planned, choice = list[CPUSpans | PlannedSelected](), ChosenRows()
+        for store, layout in zip(self.stores.stores, self.layouts, strict=True):
+            if store.kind.selected is not None:
+                planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
+            else:
+                planned.append(CPUSpans(store.pool, slots[store.group], plan(layout, batch.seats.page_tables[store.group], *rows)))
         return Contexts(self.stores, planned)
 
 
@@ -46,5 +52,5 @@ class CPUSpans:
     slots: Tensor  # [T], where this step's rows are stored
     spans: Spans
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
-        return attend(q, self.pool.keys(layer), self.pool.values(layer), self.spans)
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
+        return attend(q, self.pool.keys(layer), self.pool.values(layer), self.spans, sinks)

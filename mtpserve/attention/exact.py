@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, LayerContext, slots_of
+from mtpserve.attention.recurrent import RowByRow, StateContext
 from mtpserve.attention.reference import attend
+from mtpserve.attention.rows import padded, seen_by_rows
+from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import Context
-
-BLOCK = 64  # keys; fewer shapes, and so fewer ways for a library to add up
 
 
 class ExactAttention:
@@ -33,11 +34,15 @@ class ExactAttention:
         self.stores, self.heads, self.scale = stores, heads, scale
 
     def supports(self, kind: LayerKind) -> bool:
-        return True
+        return isinstance(kind, Attention)
 
-    def plan(self, batch: Batch) -> Contexts[PlannedExact]:
-        planned = []
-        for kind, pool, group in self.stores.stores:
+    def plan(self, batch: Batch) -> Contexts[PlannedExact | PlannedSelected]:
+        planned, choice = list[PlannedExact | PlannedSelected](), ChosenRows()
+        for store in self.stores.stores:
+            kind, pool, group = store
+            if kind.selected is not None:
+                planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
+                continue
             rows = seen_by_rows(batch, self.stores.page_size, group)
             if kind.window is not None:
                 # Of a path the last `window` places are the window: positions go up by one along it.
@@ -45,31 +50,6 @@ class ExactAttention:
             lengths = [len(slots) for slots in rows]
             planned.append(PlannedExact(pool, slots_of(batch, group), [padded(slots) for slots in rows], lengths, self.scale))
         return Contexts(self.stores, planned)
-
-
-def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
-    """For each row the slots of the tokens up to it, of a tree those on its path, in the order of their positions."""
-    ends, lengths, seats, index = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.seat_ids.tolist(), batch.index.tolist()
-    bits = None if batch.tree_bits is None else batch.tree_bits.tolist()
-    starts = None if batch.tree_start is None else batch.tree_start.tolist()
-    seen: list[Tensor] = []
-    for r, seat in enumerate(seats):
-        pages = batch.seats.page_tables[group][seat, : -(-(lengths[r] + batch.shift) // page_size)]
-        slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=pages.device)).flatten()[batch.shift :]
-        for row in range(ends[r], ends[r + 1]):
-            if bits is None or starts is None or bits[row] == -1:
-                seen.append(slots[: index[row] + 1])
-            else:
-                nodes = [node for node in range(64) if bits[row] >> node & 1]
-                on_path = torch.tensor(nodes, device=slots.device) + starts[r]
-                seen.append(torch.cat([slots[: starts[r]], slots[on_path]]))
-    return seen
-
-
-def padded(slots: Tensor) -> Tensor:
-    """To whole blocks, with the first slot, which was written: zero weight times what an unwritten one may hold can be NaN."""
-    missing = -len(slots) % BLOCK
-    return torch.cat([slots, slots[:1].expand(missing)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +68,7 @@ class PlannedExact:
         slots = torch.cat([slots, slots[:1].expand(rows - len(slots))])
         return PlannedExact(self.pool, slots, self.seen[start:stop], self.lengths[start:stop], self.scale)
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         heads, value_dim = self.pool.layout.heads, self.pool.layout.value_dim
         out = q.new_empty(q.shape[0], q.shape[1], value_dim)
         by_length: dict[int, list[int]] = {}
@@ -101,7 +81,8 @@ class PlannedExact:
             mask = torch.zeros(len(counts), 1, n, dtype=q.dtype, device=q.device)
             mask.masked_fill_(torch.arange(n, device=q.device) >= counts[:, None, None], -torch.inf)
             grouped = q[members].unflatten(1, (heads, -1)).flatten(0, 1)  # [members * heads, group, key_dim]
-            attended = attend(grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale)
+            beside = None if sinks is None else sinks.view(1, heads, -1, 1).expand(len(members), -1, -1, -1).flatten(0, 1)
+            attended = attend(grouped, keys, values, mask.expand(-1, grouped.shape[1], -1), self.scale, beside)
             out[members] = attended.unflatten(0, (len(members), heads)).flatten(1, 2)
         out[len(self.seen) :] = out[0]
         return out
@@ -109,7 +90,14 @@ class PlannedExact:
 
 def part_of(planned: Sequence[Context], start: int, stop: int, rows: int) -> list[Context]:
     """The contexts of rows start … stop-1 alone, padded to `rows` rows. `planned` are ExactAttention's."""
-    whole = cast("Sequence[LayerContext[PlannedExact]]", planned)
-    parts = {id(context.planned): context.planned for context in whole}
-    cut = {key: plan.part(start, stop, rows) for key, plan in parts.items()}
-    return [LayerContext(cut[id(context.planned)], context.layer) for context in whole]
+    cut: dict[int, PlannedExact | PlannedSelected] = {}
+    parts = list[Context]()
+    for context in planned:
+        if isinstance(context, StateContext):
+            parts.append(cast(Context, RowByRow(context, start, stop, rows)))
+            continue
+        whole = cast("LayerContext[PlannedExact | PlannedSelected]", context)
+        if id(whole.planned) not in cut:
+            cut[id(whole.planned)] = whole.planned.part(start, stop, rows)
+        parts.append(LayerContext(cut[id(whole.planned)], whole.layer))
+    return parts

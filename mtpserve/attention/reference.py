@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, slots_of
+from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 MAX_SCORES = 1 << 24  # numbers in one block of scores: bounds the memory of a long prompt's chunk
@@ -57,9 +58,9 @@ class ReferenceAttention:
         self.stores, self.heads, self.scale = stores, heads, scale
 
     def supports(self, kind: LayerKind) -> bool:
-        return True
+        return isinstance(kind, Attention)
 
-    def plan(self, batch: Batch) -> Contexts[PlannedAttention]:
+    def plan(self, batch: Batch) -> Contexts[PlannedAttention | PlannedSelected]:
         ends, lengths, first = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.positions[batch.cu_q[:-1]].tolist()
 
         def spans(window: int | None) -> list[SpanColumns]:
@@ -67,7 +68,13 @@ class ReferenceAttention:
             lows = [0 if window is None else max(0, min(p, n - 1) - window + 1) for p, n in zip(first, lengths, strict=True)]
             return [SpanColumns(r, ends[r], ends[r + 1] - ends[r], lows[r], lengths[r]) for r in range(len(lengths))]
 
-        return Contexts(self.stores, [self.planned(batch, store, spans(store.kind.window)) for store in self.stores.stores])
+        planned, choice = list[PlannedAttention | PlannedSelected](), ChosenRows()
+        for store in self.stores.stores:
+            if store.kind.selected is not None:
+                planned.append(plan_selected(batch, store, self.stores.page_size, self.scale, choice))
+            else:
+                planned.append(self.planned(batch, store, spans(store.kind.window)))
+        return Contexts(self.stores, planned)
 
     def planned(self, batch: Batch, store: Store, spans: list[SpanColumns]) -> PlannedAttention:
         by_width: dict[int, list[SpanColumns]] = {}
@@ -138,16 +145,16 @@ class PlannedAttention:
     group: int  # query heads that share a key head
     scale: float
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         if len(self.pieces) == 1:
             # One piece holds all rows in their order.
-            return self.one(q, self.pieces[0], layer)
+            return self.one(q, self.pieces[0], layer, sinks)
         out = q.new_empty(q.shape[0], q.shape[1], self.pool.layout.value_dim)
         for piece in self.pieces:
-            out[piece.rows] = self.one(q[piece.rows], piece, layer)
+            out[piece.rows] = self.one(q[piece.rows], piece, layer, sinks)
         return out
 
-    def one(self, q: Tensor, piece: Piece, layer: int) -> Tensor:
+    def one(self, q: Tensor, piece: Piece, layer: int, sinks: Tensor | None) -> Tensor:
         """q [spans * width, heads, key_dim] → [spans * width, heads, value_dim]"""
         spans, kv_heads, group = piece.spans, self.pool.layout.heads, self.group
         q = q.view(spans, -1, kv_heads, group, q.shape[-1]).transpose(1, 2)  # [spans, kv_heads, width, group, key_dim]
@@ -156,18 +163,26 @@ class PlannedAttention:
             seen.unflatten(0, (spans, -1)).transpose(1, 2).flatten(0, 1)  # [spans * kv_heads, n, dim]
             for seen in self.pool.gathered(layer, piece.slots)
         )
-        out = attend(q.reshape(spans * kv_heads, width * group, -1), k, v, piece.mask, self.scale)
+        if sinks is not None:
+            sinks = sinks.view(1, kv_heads, 1, group).expand(spans, -1, width, -1).reshape(spans * kv_heads, width * group, 1)
+        out = attend(q.reshape(spans * kv_heads, width * group, -1), k, v, piece.mask, self.scale, sinks)
         return out.view(spans, kv_heads, width, group, -1).transpose(1, 2).reshape(spans * width, kv_heads * group, -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [h, m, d], k [h, n, d], v [h, n, e], mask [h or 1, m, n] → [h, m, e]; softmax in float32."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None) -> Tensor:
+    """q [h, m, d], k [h, n, d], v [h, n, e], mask [h or 1, m, n], sinks [h, m, 1] → [h, m, e]; softmax in float32."""
     block = max(1, MAX_SCORES // (k.shape[0] * k.shape[1]))
     if q.shape[1] > block:
-        masks = [None] * -(-q.shape[1] // block) if mask is None else list(mask.split(block, 1))
-        return torch.cat([attend(part, k, v, m, scale) for part, m in zip(q.split(block, 1), masks, strict=True)], 1)
+        parts = -(-q.shape[1] // block)
+        masks, beside = ([None] * parts if x is None else list(x.split(block, 1)) for x in (mask, sinks))
+        each = zip(q.split(block, 1), masks, beside, strict=True)
+        return torch.cat([attend(part, k, v, m, scale, s) for part, m, s in each], 1)
     if mask is None:
         scores = torch.bmm(q * scale, k.mT)
     else:
         scores = torch.baddbmm(mask.expand(q.shape[0], -1, -1), q, k.mT, alpha=scale)
-    return torch.bmm(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
+    weights = scores.softmax(-1, dtype=torch.float32)
+    if sinks is not None:
+        # Of e^lse + e^sink, which is what all weights would have to be divided by, the keys have this part.
+        weights *= (scores.float().logsumexp(-1, keepdim=True) - sinks).sigmoid()
+    return torch.bmm(weights.to(v.dtype), v)

@@ -8,9 +8,10 @@ from mtpserve_kernels.attention.span import span_gqa, span_mla
 from torch import Tensor
 
 from mtpserve.attention.contexts import Contexts, slots_of
+from mtpserve.attention.triton_selected import ChosenSlots, RowsSeen, SelectedSpans
 from mtpserve.cache.pool import KVPool
-from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.cache.stores import Store, Stores
+from mtpserve.core.arch import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 
@@ -22,21 +23,27 @@ class TritonAttention:
         self.stores, self.scale = stores, scale
 
     def supports(self, kind: LayerKind) -> bool:
+        if not isinstance(kind, Attention) or (kind.selected is not None and (kind.kv.kind != "mla" or kind.index_dim > 128)):
+            return False
         return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
 
-    def plan(self, batch: Batch) -> Contexts[PlannedSpans]:
+    def plan(self, batch: Batch) -> Contexts[PlannedSpans | SelectedSpans]:
         rows, spans = len(batch.ids), len(batch.seat_ids)
         # It only chooses tiles. Without prompt chunks all spans are this wide; otherwise one of them may have all that is left.
         uniform = batch.sample_rows.shape[1]
         width = uniform if rows <= spans * uniform else rows - spans + 1
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
-        return Contexts(
-            self.stores,
-            [
-                PlannedSpans(pool, batch, slots[group], batch.seats.page_tables[group], self.scale, kind.window or 0, width)
-                for kind, pool, group in self.stores.stores
-            ],
-        )
+        seen = RowsSeen.of(batch) if any(store.kind.selected for store in self.stores.stores) else None
+        choice = ChosenSlots()
+
+        def planned(store: Store) -> PlannedSpans | SelectedSpans:
+            kind, pool, group = store
+            where = pool, batch, slots[group], batch.seats.page_tables[group], self.scale
+            if kind.selected is not None and seen is not None:
+                return SelectedSpans(*where, kind.selected.best, seen, choice)
+            return PlannedSpans(*where, kind.window or 0, width)
+
+        return Contexts(self.stores, [planned(store) for store in self.stores.stores])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class PlannedSpans:
     window: int  # 0: none
     width: int  # of the widest span, about
 
-    def attend(self, q: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         batch, pool = self.batch, self.pool
         where = (
             self.page_table, batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start,
@@ -57,5 +64,5 @@ class PlannedSpans:
         )  # fmt: skip
         q, keys, window, shift, width = q.contiguous(), pool.keys(layer), self.window, batch.shift, self.width
         if pool.layout.kind == "mla":
-            return span_mla(q, keys, *where, pool.layout.value_dim, window=window, shift=shift, width=width)
-        return span_gqa(q, keys, pool.values(layer), *where, window=window, shift=shift, width=width)
+            return span_mla(q, keys, *where, pool.layout.value_dim, sinks=sinks, window=window, shift=shift, width=width)
+        return span_gqa(q, keys, pool.values(layer), *where, sinks=sinks, window=window, shift=shift, width=width)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.errors import MTPServeError
+from mtpserve.weights.gguf_names import PACKAGES
 
 
 class BenchTokenizer:
@@ -52,7 +53,7 @@ def tokenizer_at(name: str | None, model: str | None, root: str | None) -> Bench
     if name is not None:
         return BenchTokenizer(name)
     for place in (model, root):
-        if place is not None and (place == "demo" or (Path(place) / "tokenizer.json").is_file() or "/" in place.strip("/")):
+        if place is not None and (place in ("demo", *PACKAGES) or (Path(place) / "tokenizer.json").is_file() or "/" in place.strip("/")):
             try:
                 return BenchTokenizer(place)
             except MTPServeError:

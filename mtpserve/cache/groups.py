@@ -7,6 +7,9 @@
 It counts; it stores nothing and knows no tensors. What a long prompt holds in the group of a window is bounded: it gets pages chunk by
 chunk, as many as it releases.
 
+States that recurrent layers keep are the pages of one more group, of which a request holds few: a state is the page of the column after
+whose last token it was kept. A row needs what the token before it has left, as if it had a window of two tokens.
+
 It is also the prefix cache: complete pages get keys (cache/keys), and a request starts after the longest prefix of its tokens whose
 pages are there, be they held by others or cached. In the group of a window that takes only the pages that its next row sees.
 """
@@ -24,44 +27,58 @@ from mtpserve.core.sequence import Held
 Found = Callable[[int, Key], bool]
 
 
+STATE_WINDOW = 2  # tokens, of the group of states
+
+
 class PageGroup(NamedTuple):
     window: int | None
     allocator: PageAllocator
+    states: bool = False  # its pages are states
 
 
 class PageGroups:
     """`windows` of the groups, see core.arch.page_groups, and how many pages each has. `chunk`: rows that one request may bring to a
-    step."""
+    step. `states`: how many may be kept; None: the model has no recurrent layers."""
 
-    def __init__(self, windows: Sequence[int | None], pages: Sequence[int], page_size: int, chunk: int) -> None:
+    def __init__(
+        self, windows: Sequence[int | None], pages: Sequence[int], page_size: int, chunk: int, states: int | None = None
+    ) -> None:  # fmt: skip
         self.groups = [
             PageGroup(window, PageAllocator(count, partial(self._evicted, number)))
             for number, (window, count) in enumerate(zip(windows, pages, strict=True))
         ]
+        self.dense = len(self.groups)  # those that have a page for each column
+        self._leaving: list[int] = []  # states that the step planned last may still read
+        if states is not None:
+            self.groups.append(PageGroup(STATE_WINDOW, PageAllocator(states, partial(self._evicted, self.dense)), states=True))
         # Called with a group, a page and its key before somebody else gets the page.
         self.on_evict: Callable[[int, int, Key], None] = lambda group, page, key: None
         self.page_size, self._chunk = page_size, chunk
-        self.windowed = any(window is not None for window in windows)
+        self.windowed = any(group.window is not None for group in self.groups)
+
+    @property
+    def has_states(self) -> bool:
+        return len(self.groups) > self.dense
 
     @property
     def total(self) -> int:
-        return sum(group.allocator.num_pages for group in self.groups)
+        return sum(group.allocator.num_pages for group in self.groups[: self.dense])
 
     @property
     def used(self) -> int:
         """Pages that requests hold."""
-        return sum(group.allocator.num_pages - group.allocator.free_count for group in self.groups)
+        return sum(group.allocator.num_pages - group.allocator.free_count for group in self.groups[: self.dense])
 
     @property
     def cached(self) -> int:
         """Pages that nobody holds, with contents that a request may find."""
-        return sum(group.allocator.cached_count for group in self.groups)
+        return sum(group.allocator.cached_count for group in self.groups[: self.dense])
 
     def capacity(self, lookahead: int) -> int:
         """Tokens that one request alone may have."""
         limits = [
             group.allocator.num_pages * self.page_size - lookahead
-            for group in self.groups
+            for group in self.groups[: self.dense]
             if group.window is None or group.allocator.num_pages < self._most(group.window, lookahead)
         ]
         return min(limits, default=1 << 62)
@@ -88,12 +105,18 @@ class PageGroups:
     def matched(self, keys: Sequence[Key], known: int = 0, found: Found | None = None) -> int:
         """Columns of the longest prefix that a request can start after, of one with these `keys`. `known`: where to start looking, any
         number. `found`: whether a group's page is there, in this pool by default."""
-        there = self.found if found is None else found
+        return self._matched(self.groups, keys, known, self.found if found is None else found)
+
+    def matched_without_states(self, keys: Sequence[Key]) -> int:
+        """The same, if all states were there."""
+        return self._matched(self.groups[: self.dense], keys, 0, self.found)
+
+    def _matched(self, groups: Sequence[PageGroup], keys: Sequence[Key], known: int, there: Found) -> int:
         columns = len(keys)
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(groups):
             if group.window is None:
                 columns = _prefix(partial(there, number), keys, columns, known)
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(groups):
             if group.window is not None:
                 # Full attention has all columns before these, so a shorter prefix is there, too.
                 columns = self._seen(partial(there, number), group.window, keys, columns)
@@ -104,7 +127,7 @@ class PageGroups:
 
     def needed(self, columns: int) -> list[range]:
         """The columns of each group that a request needs which starts after so many of them."""
-        return [range(self._low(window, columns * self.page_size - 1), columns) for window, _ in self.groups]
+        return [range(self._low(window, columns * self.page_size - 1), columns) for window, *_ in self.groups]
 
     def _seen(self, found: Callable[[Key], bool], window: int, keys: Sequence[Key], columns: int) -> int:
         """The longest prefix of at most so many columns after which the next row sees no page that is missing."""
@@ -156,7 +179,7 @@ class PageGroups:
         the place of the request's own. True: that happened, and `held.planned` says from which column on."""
         replaced = False
         for number, one in enumerate(held):
-            for column in range(max(first, one.first), end):
+            for column in range(max(first, one.first), min(end, one.end)):
                 replaced |= self.label_page(number, one, column, keys[column])
         return replaced
 
@@ -177,6 +200,36 @@ class PageGroups:
         pairs = zip(self.groups, held, strict=False)  # a request without a seat holds none
         return [group.allocator.unlabel(one.pages) for group, one in pairs]
 
+    def state_of(self, held: Sequence[Held]) -> int:
+        """The state that a request starts from which holds these pages; -1: its first token."""
+        return held[self.dense].pages[0] if self.has_states and held[self.dense].pages else -1
+
+    def keep_state(self, held: Sequence[Held], column: int) -> int | None:
+        """A page for the state after this column, of which the request becomes the holder. None: there is none, or it still waits for an
+        earlier one to be complete."""
+        group, one = self.groups[self.dense], held[self.dense]
+        if group.allocator.free_count == 0 or any(not group.allocator.has_key(page) for page in one.pages):
+            return None
+        # The one that it started from may be read by the step that is planned just now.
+        self._leaving += one.pages
+        one.first, one.pages = column, group.allocator.allocate(1)
+        return one.pages[0]
+
+    def settle(self) -> None:
+        """Another step is planned: what only the last one needed is given back."""
+        if self._leaving:
+            self.groups[self.dense].allocator.release(self._leaving)
+            self._leaving = []
+
+    def unlabel_states(self, keys: Sequence[Key]) -> None:
+        """The states after these columns are not to be relied on."""
+        if self.has_states:
+            allocator = self.groups[self.dense].allocator
+            pages = [page for page in map(allocator.find, keys) if page is not None]
+            allocator.share(pages)
+            allocator.unlabel(pages)
+            allocator.release(pages)
+
     def forget(self) -> None:
         """Empty the cache. Requests keep what they hold."""
         for group in self.groups:
@@ -184,7 +237,7 @@ class PageGroups:
 
     def has(self, held: Sequence[Held], tokens: int) -> bool:
         """Whether a request has the pages of all columns up to `tokens`, but for those that it has released."""
-        for one in held:  # noqa: SIM110  asked for every request in every step, and all() of a generator costs twice as much
+        for one in held[: self.dense]:  # noqa: SIM110  asked for every request in every step, and all() of a generator costs twice as much
             if (one.first + len(one.pages)) * self.page_size < tokens:
                 return False
         return True
@@ -192,7 +245,7 @@ class PageGroups:
     def missing(self, held: Sequence[Held], start: int, tokens: int, lookahead: int) -> list[int]:
         """Pages of each group that a request lacks which computes `tokens` from `start` on."""
         pairs = zip(self.groups, held, strict=True)
-        return [max(self._end(group.window, start, tokens, lookahead) - one.end, 0) for group, one in pairs]
+        return [0 if group.states else max(self._end(group.window, start, tokens, lookahead) - one.end, 0) for group, one in pairs]
 
     def has_room(self, columns: int) -> bool:
         """For so many more of one request."""
@@ -221,7 +274,8 @@ class PageGroups:
     def check_integrity(self, holders: Sequence[Sequence[Held]]) -> None:
         """Raises PageError, see PageAllocator."""
         for i, group in enumerate(self.groups):
-            group.allocator.check_integrity([held[i].pages for held in holders if held])
+            leaving = [self._leaving] if group.states else []
+            group.allocator.check_integrity([*leaving, *(held[i].pages for held in holders if held)])
 
 
 def _prefix(found: Callable[[Key], bool], keys: Sequence[Key], end: int, known: int) -> int:

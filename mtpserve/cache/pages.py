@@ -69,6 +69,9 @@ class PageAllocator:
     def find(self, key: Key) -> int | None:
         return self._pages.get(key)
 
+    def has_key(self, page: int) -> bool:
+        return page in self._keys
+
     def free_without(self, pages: Iterable[int]) -> int:
         """`free_count` after `share(pages)`."""
         return self.free_count - sum(page in self._cached for page in pages)

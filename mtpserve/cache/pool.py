@@ -1,8 +1,9 @@
-"""The KV storage of layers with one layout: one tensor for keys and one for values, addressed by slot. Who holds which page: see pages.py.
+"""The KV storage of layers of one kind: a tensor for keys, one for values, and one for index keys where layers select by them, addressed by
+slot. Who holds which page: see pages.py.
 
     slot = page_of_the_request[index // page_size] * page_size + index % page_size
 
-Keys and values may be stored in float8 (e4m3, scale 1, numbers beyond ±448 cut off): the reader widens them.
+All may be stored in float8 (e4m3, scale 1, numbers beyond ±448 cut off): the reader widens them.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ FP8, LARGEST = torch.float8_e4m3fn, 448.0
 
 
 class KVPool:
-    """k [layers, slots, heads, key_dim]; v [layers, slots, heads, value_dim], or None for the latent layout (v is part of k).
+    """k [layers, slots, heads, key_dim]; v [layers, slots, heads, value_dim], or None for the latent layout (v is part of k); index
+    [layers, slots, 1, index_dim], or None. `parts` are all of them.
 
-    `dtype` is what the layers compute in, `stored` what keys and values are kept in (None: the same).
+    `dtype` is what the layers compute in, `stored` what they are kept in (None: the same).
     Memory is not cleared: no slot is read before it was written. `poison` fills it with NaN, so that a test sees it if one is.
     """
 
     def __init__(
         self, layout: KVLayout, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, poison: bool = False,
-        compact: Compact = reference.compact, stored: torch.dtype | None = None,
+        compact: Compact = reference.compact, stored: torch.dtype | None = None, index_dim: int = 0,
     ) -> None:  # fmt: skip
         self.layout, self.page_size, self.pages, self._compact, self.dtype = layout, page_size, pages, compact, dtype
-        slots = pages * page_size
-        self.k = torch.empty(layers, slots, layout.heads, layout.key_dim, dtype=stored or dtype, device=device)
-        gqa = layout.kind == "gqa"
-        self.v = torch.empty(layers, slots, layout.heads, layout.value_dim, dtype=stored or dtype, device=device) if gqa else None
-        self.parts = [self.k] if self.v is None else [self.k, self.v]
+
+        def made(heads: int, dim: int) -> Tensor:
+            return torch.empty(layers, pages * page_size, heads, dim, dtype=stored or dtype, device=device)
+
+        self.k = made(layout.heads, layout.key_dim)
+        self.v = made(layout.heads, layout.value_dim) if layout.kind == "gqa" else None
+        self.index = made(1, index_dim) if index_dim else None
+        self.parts = [each for each in (self.k, self.v, self.index) if each is not None]
         if poison:
             for part in self.parts:
                 part.fill_(torch.nan)
@@ -66,6 +71,11 @@ class KVPool:
         """[slots, heads, value_dim], a view of the keys for the latent layout."""
         return self.k[layer, :, :, : self.layout.value_dim] if self.v is None else self.v[layer]
 
+    def index_keys(self, layer: int) -> Tensor:
+        """[slots, 1, index_dim], of layers that have them."""
+        assert self.index is not None
+        return self.index[layer]
+
     def gathered(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Some slots [...] in the type that is computed with: keys [..., heads, key_dim] and values [..., heads, value_dim].
 
@@ -77,7 +87,7 @@ class KVPool:
 
 
 def store(part: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows [T, heads, dim] to slots [T] of one layer's keys or values [slots, heads, dim], in plain torch."""
+    """Write rows [T, heads, dim] to slots [T] of one layer's keys, values or index keys [slots, heads, dim], in plain torch."""
     if part.dtype == FP8:
         # As bytes: torch moves few float8 numbers by index. NaN passes the clamp, as it must.
         part, rows = part.view(torch.uint8), rows.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)

@@ -17,11 +17,11 @@ from mtpserve_kernels.cache import reference
 from torch import Tensor
 
 from mtpserve.cache.pool import Compact, KVPool
-from mtpserve.core.arch import LayerKind, page_groups
+from mtpserve.core.arch import Attention, page_groups
 
 
 class Store(NamedTuple):
-    kind: LayerKind
+    kind: Attention
     pool: KVPool
     group: int  # of its pages
 
@@ -37,16 +37,18 @@ class Stores:
     """`pages`: of each group, in the order of core.arch.page_groups. `dtype`, `poison`, `compact` and `stored` are KVPool's."""
 
     def __init__(
-        self, layers: Sequence[LayerKind], pages: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device,
+        self, layers: Sequence[Attention], pages: Sequence[int], page_size: int, dtype: torch.dtype, device: torch.device,
         poison: bool = False, compact: Compact = reference.compact, stored: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.page_size = page_size
         kinds, windows = list(dict.fromkeys(layers)), page_groups(layers)
         groups = [windows.index(kind.window) for kind in kinds]
-        self.stores = [
-            Store(kind, KVPool(kind.kv, layers.count(kind), pages[group], page_size, dtype, device, poison, compact, stored), group)
-            for kind, group in zip(kinds, groups, strict=True)
-        ]
+
+        def pool(kind: Attention, pages: int) -> KVPool:
+            count = layers.count(kind)
+            return KVPool(kind.kv, count, pages, page_size, dtype, device, poison, compact, stored, kind.index_dim)
+
+        self.stores = [Store(kind, pool(kind, pages[group]), group) for kind, group in zip(kinds, groups, strict=True)]
         self.places = [Place(kinds.index(kind), layers[:i].count(kind)) for i, kind in enumerate(layers)]
 
     def part(self, layers: slice) -> Stores:

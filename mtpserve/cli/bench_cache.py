@@ -158,7 +158,8 @@ def shape_of(config: EngineConfig) -> ModelShape:
     if page_groups(arch.layers) != (None,):
         raise ConfigError(f"--model {config.model.model}: some layers see a window, and simulations have none")
     size = {"float32": 4}.get(arch.dtype if config.model.dtype == "auto" else config.model.dtype, 2)
-    small = config.model.quantization in ("fp8", "int8") or (config.model.quantization == "auto" and hf_config.has("quantization_config"))
+    stored = config.model.quantization
+    small = stored in ("fp8", "int4", "int8") or (stored == "auto" and hf_config.has("quantization_config"))
     return ModelShape.of(arch, 1 if small else size, 1 if config.cache.kv_cache_dtype.startswith("fp8") else size)
 
 

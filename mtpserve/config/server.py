@@ -10,12 +10,13 @@ from mtpserve.config.options import check, option
 
 DIALECTS = ("sglang", "vllm")  # whose names for metrics can be offered too
 
+AUTO, NONE = "auto", "none"
 # The names in text/parsers/registry.py, which this layer cannot import; a test compares them.
 TOOL_CALL_PARSERS = (
-    "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "llama3", "llama3_json", "mistral",
-    "qwen", "qwen25", "qwen3_coder", "qwen3_xml",
+    AUTO, NONE, "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "llama3", "llama3_json",
+    "mimo", "mistral", "qwen", "qwen25", "qwen3_coder", "qwen3_xml",
 )  # fmt: skip
-REASONING_PARSERS = ("deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "glm45", "mimo", "qwen3", "qwen3-thinking")
+REASONING_PARSERS = (AUTO, NONE, "deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "glm45", "mimo", "qwen3", "qwen3-thinking")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +45,18 @@ class ServerConfig:
     drain_timeout: float = option(30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout")
     enable_metrics: bool = option(False, "offer /metrics: has no effect, it is always offered")
     metrics_compat: str | None = option(None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm")
-    tool_call_parser: str | None = option(None, "how the model writes tool calls, for tool_choice auto", choices=TOOL_CALL_PARSERS)
-    enable_auto_tool_choice: bool = option(False, "has no effect; needs --tool-call-parser, which implies it")
+    tool_call_parser: str = option(
+        AUTO, "how the model writes tool calls, for tool_choice auto; auto: as its template or its family does", choices=TOOL_CALL_PARSERS
+    )
+    enable_auto_tool_choice: bool = option(False, "has no effect: it is enabled where --tool-call-parser is not none")
     default_chat_template_kwargs: str | None = option(
         None, 'defaults of the chat template\'s variables, which a request may override: JSON, like {"enable_thinking": false}'
     )
-    reasoning_parser: str | None = option(None, "how the model marks its reasoning, for reasoning_content", choices=REASONING_PARSERS)
+    reasoning_parser: str = option(
+        AUTO,
+        "how the model marks its reasoning, for reasoning_content; auto: as its template or its family does",
+        choices=REASONING_PARSERS,
+    )
 
     def __post_init__(self) -> None:
         check(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
@@ -60,8 +67,8 @@ class ServerConfig:
         check(self.max_request_bytes >= 1, "max_request_bytes", self.max_request_bytes, "at least 1")
         check(self.sse_keep_alive_interval >= 0, "sse_keep_alive_interval", self.sse_keep_alive_interval, "at least 0")
         _ = self.template_kwargs
-        needed = self.tool_call_parser is not None or not self.enable_auto_tool_choice
-        check(needed, "enable_auto_tool_choice", True, "given with --tool-call-parser")
+        wanted = self.tool_call_parser != NONE or not self.enable_auto_tool_choice
+        check(wanted, "enable_auto_tool_choice", True, "left out with --tool-call-parser none")
         for name in ("queue_timeout", "request_timeout", "read_timeout", "write_timeout"):
             check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
         check((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_keyfile", self.ssl_keyfile, "given with --ssl-certfile")

@@ -29,23 +29,83 @@ class KVLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Selected:
+    """Of what a row may see it attends to the `best` tokens alone, all where there are no more (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556
+    §2.1). The layer scores tokens by an index key of `key_dim` numbers that it stores of each; 0: it stores none, and takes the tokens that
+    the last layer before it has selected."""
+
+    best: int
+    key_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """A layer kind: attention with KV of layout `kv`. `window`: a row attends to itself and the window - 1 tokens before it; None: to
-    itself and all tokens before it."""
+    itself and all tokens before it. `selected`: to some of these; None: to all."""
 
     kv: KVLayout
     window: int | None = None
+    selected: Selected | None = None
+
+    @property
+    def index_dim(self) -> int:
+        """Of the index key of a token; 0: there is none."""
+        return 0 if self.selected is None else self.selected.key_dim
+
+    @property
+    def numbers(self) -> int:
+        """Numbers stored per token and layer."""
+        return self.kv.numbers + self.index_dim
 
     def __str__(self) -> str:
-        return f"{self.kv}" if self.window is None else f"{self.kv}, window {self.window:,}"
+        window = "" if self.window is None else f", window {self.window:,}"
+        index = f", index key {self.index_dim}" if self.index_dim else ""
+        return f"{self.kv}{window}" + ("" if self.selected is None else f"{index}, best {self.selected.best:,}")
 
 
-LayerKind = Attention  # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """A layer kind: the gated delta rule after a short convolution (https://arxiv.org/abs/2412.06464). It keeps of each request a matrix
+    [key_dim, value_dim] for each of the value heads, and the convolution's inputs of the last `taps` - 1 tokens. A key head serves
+    value_heads / key_heads of them."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    grouped: bool = False  # the projections of the inputs have q, k, v and gates of each key head side by side
+
+    @property
+    def channels(self) -> int:
+        """The convolution's inputs of a token: q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def numbers(self) -> int:
+        """Of the state of one request, without the convolution's inputs."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    def __str__(self) -> str:
+        return f"state of {self.value_heads} heads x {self.key_dim} x {self.value_dim}"
+
+
+LayerKind = Attention | Recurrent  # what a layer keeps between two steps, and of which tokens. Equal kinds share a store
+
+
+def attention_kinds(layers: Iterable[LayerKind]) -> list[Attention]:
+    """Those that keep something of each token."""
+    return [kind for kind in layers if isinstance(kind, Attention)]
+
+
+def recurrent_kinds(layers: Iterable[LayerKind]) -> list[Recurrent]:
+    """Those that keep a state of each request."""
+    return [kind for kind in layers if isinstance(kind, Recurrent)]
 
 
 def page_groups(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
     """Layers with one window share their pages: the windows, each once. Full attention, None, comes first where there is any."""
-    return tuple(sorted({kind.window for kind in layers}, key=lambda window: window or 0))
+    return tuple(sorted({kind.window for kind in attention_kinds(layers)}, key=lambda window: window or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +146,7 @@ class YarnArch:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True  # the range of blended dimensions ends at whole ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +161,27 @@ class MLAArch:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gpt-oss's gated activation: gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit`, up between -limit and limit
+    (https://arxiv.org/abs/2508.10925 §2)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerArch:
+    """What scores the tokens of `Selected`: query heads of the index keys' size. Of both as many numbers are rotated as the attention
+    rotates, the first ones, `interleaved` or in halves."""
+
+    heads: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MoEArch:
-    """`scores` sigmoid is DeepSeek-V3's routing: a correction bias for the choice alone; the best groups, then top_k of their experts.
-    With softmax over all experts there are neither biases nor groups."""
+    """`scores` sigmoid is DeepSeek-V3's routing: the best groups, then top_k of their experts. With softmax over all experts there are no
+    groups."""
 
     experts: int
     top_k: int
@@ -114,6 +193,9 @@ class MoEArch:
     scale: float
     renormalise: bool
     scores: Literal["sigmoid", "softmax"] = "sigmoid"
+    router_bias: Literal["choice", "logits"] | None = "choice"  # added to the scores for the choice alone, or to what they are made of
+    biases: bool = False  # of the experts' products
+    gate: ClampedGate | None = None  # None: silu(gate) * up
     shared_gate: bool = False  # the shared expert's output is multiplied with the sigmoid of a number of its own
 
 
@@ -124,18 +206,22 @@ class MTPArch:
     layers: int
     fusion: Literal["embedding-hidden", "hidden-embedding"]  # order of the two halves of the fusing projection's input
     hidden_in: Norm  # the trunk's hidden state before or after its final norm
-    recycle: Norm  # the next draft step gets the layer's own output before or after its final norm
+    # The next draft step gets the layer's own output before or after its final norm. None: it has a layer of its own, which gets what the
+    # first one gets of the trunk (see layers.decoder.MTPModules).
+    recycle: Norm | None
+    norm: Literal["own", "trunk"] = "own"  # its final norm
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The trunk's outputs that a draft model gets, concatenated for each row. By default none."""
+    """The trunk's outputs that a draft model gets, concatenated for each row. By default none. The trunk gives each row its own."""
 
     taps: tuple[int, ...] = ()  # the outputs of these layers
     last: Norm | None = None  # the last layer's output, before or after the final norm
+    rows: int = 1  # the row's own, those of the row before it, and so on, side by side
 
     def width(self, hidden: int) -> int:
-        return hidden * (len(self.taps) + (self.last is not None))
+        return hidden * (len(self.taps) + (self.last is not None)) * self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +241,22 @@ class ModelArch:
     eos_ids: tuple[int, ...]
     dtype: str  # the checkpoint's own: bfloat16, float16 or float32
     mla: MLAArch | None = None
+    indexer: IndexerArch | None = None
     moe: MoEArch | None = None
     mtp: MTPArch | None = None
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention
     head_norms: bool = False  # each head of q and k is normed before it is rotated
+    out_gate: bool = False  # what a head has attended to is multiplied by the sigmoid of numbers that the projection of q gives after q
+    window_rope: RopeArch | None = None  # of layers with a window, where it is another
+    value_scale: float = 1.0  # values are multiplied with it
+    sinks: Literal["all", "windows"] | None = None  # layers whose heads have a sink, see core.protocols.Context
+
+    def attention(self, layer: int) -> Attention:
+        """The kind of a layer that attends."""
+        kind = self.layers[layer]
+        assert isinstance(kind, Attention)
+        return kind
 
     @property
     def num_layers(self) -> int:
@@ -169,5 +266,5 @@ class ModelArch:
     @property
     def summary(self) -> str:
         """In one line, for people."""
-        mtp = "an MTP layer" if self.mtp is not None else "no MTP layer"
+        mtp = "no MTP layer" if self.mtp is None else "an MTP layer" if self.mtp.layers == 1 else f"{self.mtp.layers} MTP layers"
         return f"{self.family} with {self.num_layers} layers of {self.hidden}, {self.heads} heads, a vocabulary of {self.vocab}, {mtp}"

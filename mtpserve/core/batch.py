@@ -34,6 +34,13 @@ class Tree(NamedTuple):
     depths: Tensor  # [R, K+1] int64, the root's is 0
 
 
+class Keep(NamedTuple):
+    """Of which spans a state is kept in addition."""
+
+    after: Tensor  # [R] int64, after so many committed rows of the span; 0: nowhere
+    states: Tensor  # [R] int64, in which of the states that are kept
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's rows on the device: T rows of R spans. The widest span has K drafts; narrower ones are padded where it says so.
@@ -69,6 +76,7 @@ class Batch:
     unstored: Tensor | None = None
     # What each request's output probably repeats [R, longest] int64, and its length [R] int64, 0 where there is none. None: nowhere is one.
     predictions: tuple[Tensor, Tensor] | None = None
+    keep: Keep | None = None  # None: of none
 
     @property
     def drafts(self) -> Tensor:

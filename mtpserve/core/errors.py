@@ -2,6 +2,7 @@
 
 MTPServeError
 ├── ConfigError        a launch option or a config file                        → one line, exit code 2
+│   └── NoRoom             nothing is left for keys and values
 ├── LoadError          a checkpoint: its file, its tensor, what is accepted    → one line, exit code 1
 │   └── UnsupportedModel   an architecture or a layout that no family supports
 ├── InvalidRequest     one request's field (`param`)                           → HTTP 400
@@ -20,6 +21,10 @@ class MTPServeError(Exception):
 
 
 class ConfigError(MTPServeError):
+    pass
+
+
+class NoRoom(ConfigError):
     pass
 
 

@@ -34,6 +34,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     depth: int | None = None  # how deep it lets the engine draft; None: as deep as that does
     shared: int = 0  # tokens in pages that another request has computed: one of them may be computed again, and is not stored
     coupled: bool = False  # its drafts are coupled to the target's noise, so that a seed's text does not depend on how many there are
+    state: int = -1  # where `computed` is not 0: the kept state that its recurrent layers start from
 
     @property
     def point_masses(self) -> bool:
@@ -84,6 +85,14 @@ class NewPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
     group: int = 0  # of pages: see core.arch.page_groups
 
 
+class KeptState(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Recurrent layers keep a state of a request in addition, for others to start from."""
+
+    seat: int
+    after: int  # committed rows of its span
+    state: int  # its place among those that are kept
+
+
 class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A page's contents on their way between two tiers. A block is a place for a page in host memory.
 
@@ -116,6 +125,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     admissions: list[Admission] = []  # each has a span in the same plan
     pages: list[NewPages] = []  # of seats that have a span in the same plan
     transfers: list[Transfer] = []
+    keeps: list[KeptState] = []  # of seats that have a span in the same plan
 
 
 class SpanResult(msgspec.Struct, frozen=True, array_like=True, gc=False):

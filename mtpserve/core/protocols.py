@@ -37,8 +37,18 @@ class Context(Protocol):
         """[slots, kv_heads, value_dim]; the latent layout's are a part of its keys."""
         ...
 
-    def attend(self, q: Tensor) -> Tensor:
-        """[T, heads, key_dim] → [T, heads, value_dim]"""
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """[T, heads, key_dim] → [T, heads, value_dim]. sinks [heads] float32: one more score for each row, which takes its part of the
+        softmax and has no value (https://arxiv.org/abs/2309.17453 §3.3)."""
+        ...
+
+
+class RecurrentContext(Protocol):
+    """What a layer that keeps a state is handed of a planned batch."""
+
+    def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor) -> Tensor:
+        """inputs [T, channels], gates [T, 2, value_heads] float32 (the logarithm of the decay, and the share that is replaced), conv
+        [taps, channels] float32 → [T, value_heads, value_dim]: see mtpserve_kernels.recurrent.reference. Called once for each step."""
         ...
 
 
@@ -49,7 +59,8 @@ class AttentionBackend(Protocol):
     def supports(self, kind: LayerKind) -> bool: ...
 
     def plan(self, batch: Batch) -> Seq[Context]:
-        """Index work, once per batch and store: one context per layer, in the order of the stores' layers."""
+        """Index work, once per batch and store: one context per layer, in the order of the layers. A RecurrentContext for a layer that
+        keeps a state."""
         ...
 
 
@@ -88,12 +99,13 @@ class LinearKernels(Protocol):
     def pack_int8(self) -> PackInt8: ...
 
     @property
-    def linear_fp8(self) -> LinearFP8: ...
+    def linear_stored(self) -> LinearStored: ...
 
 
-class LinearFP8(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, /) -> Tensor:
-        """x [T, K], weight [N, K] float8, scale [N / 128, K / 128] rounded up, bias [N] → [T, N]: x (weight * scale)^T + bias."""
+class LinearStored(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None, /) -> Tensor:
+        """x [T, K], bias [N] → [T, N]: x W^T + bias. The matrix is float8 [N, K] with scales [N / 128, K / 128] rounded up, or float8 or
+        integers of four bits [N, K / 2] with scales and zeros [N, groups]: see quant/stored.py."""
         ...
 
 
@@ -134,6 +146,9 @@ class DraftModel(Protocol):
 
     lag 1 (MTP, EAGLE)     row s - 1 joins the trunk's features of token s - 1 with token s; its position is s - 1; slot 0 has no row
     lag 0 (a small model)  row s has token s alone; its position is s
+
+    With features of K rows (Features.rows) its layers are K modules, and draft i + 1 comes from module i: its row with slot s joins the
+    features of token s - 1 - i with token s, stands at position s - 1 - i, and sees those of its rows that stand before it.
     """
 
     lag: int
@@ -149,7 +164,8 @@ class DraftModel(Protocol):
         ...
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
-        """Rows of its own drafts; `state` is the features of its own output for the row before."""
+        """Rows of its own drafts; `state` is the features of its own output for the row before. Of modules, those of the trunk that are
+        known for the modules that are left: each pass has one less."""
         ...
 
     def logits(self, head: Tensor) -> Tensor:
@@ -326,28 +342,6 @@ class ModelRunner(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step, after those that were started before. A request that cannot be seated has an error in its span's result, and
         in those of all its later spans; any other fault is raised here, or by `result`."""
-        ...
-
-
-class CacheObserver(Protocol):
-    """Hears what becomes of the prefix cache's pages. `tier`: "device", "host" or "disk". It is called between steps and must be quick."""
-
-    def stored(self, keys: Seq[bytes], parent: bytes | None, tokens: Seq[int], tier: str) -> None:
-        """Consecutive pages can be found from now on, with these tokens after the page `parent` (None: the first of a text)."""
-        ...
-
-    def removed(self, keys: Seq[bytes], tier: str) -> None: ...
-
-    def cleared(self) -> None:
-        """Of all tiers."""
-        ...
-
-    def publish(self) -> None:
-        """A step is over: what it has changed may be passed on."""
-        ...
-
-    def close(self) -> None:
-        """The engine ends."""
         ...
 
 

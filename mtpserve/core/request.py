@@ -93,6 +93,8 @@ class ModelCard:
     page_size: int = 1  # tokens in one page of the KV pool
     capacity: int | None = None  # requests that may run and wait at once; None: any number
     kernels: str = ""  # what computes, and on which instruction set: identical output is promised on one
+    tool_call_parser: str | None = None  # the formats that models of its family write, by the names of text/parsers/registry
+    reasoning_parser: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

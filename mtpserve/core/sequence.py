@@ -50,6 +50,9 @@ class Sequence:
     labelled: int = 0  # columns whose pages have got their keys
     vouched: int = 0  # of these, columns that a token was sampled after: what they hold are numbers
     matched: int = 0  # columns of `keys` that were found when somebody last looked
+    keeps: list[int] = field(default_factory=list)  # columns after which the state is kept that recurrent layers have then, ascending
+    branch: int = 0  # of these, the one after which it leaves what was computed before; 0: none
+    state: int = -1  # the kept state that it started from in its seat; -1: with its first token
     loading: int = 0  # number of the last loading of pages that it has waited for
     loads: int = 0  # how many it has waited for since it had a seat
     cached: int = 0  # prompt tokens that it had not to compute when it was first seated

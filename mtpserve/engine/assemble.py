@@ -10,19 +10,23 @@ from typing import Any
 
 import torch
 from mtpserve_kernels.cache import reference
+from mtpserve_kernels.recurrent.reference import recur as reference_recur
 
+from mtpserve.attention.recurrent import MixedLayers, Recur, Recurrence
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.boundary import BoundaryRows, StoreBoundary
 from mtpserve.cache.deferred import DeferredRows
 from mtpserve.cache.disk import DiskPages
 from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import CacheConfig, SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import LayerKind, page_groups
+from mtpserve.core.arch import Attention, LayerKind, ModelArch, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.grammars import GrammarCompiler
-from mtpserve.core.protocols import AttentionBackend, CacheObserver, DraftModel, LogitsProcessor, ModelRunner, Trunk
+from mtpserve.core.observers import CacheObserver
+from mtpserve.core.protocols import AttentionBackend, DraftModel, LogitsProcessor, ModelRunner, Trunk
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.tiers import Tiers
@@ -36,6 +40,7 @@ from mtpserve.runtime.seats import SeatKernels, SeatTensors
 from mtpserve.runtime.step import Step
 from mtpserve.spec.accept import Decide, decide
 from mtpserve.spec.build import DraftersByShape, make_draft_model, make_drafter, reduced_head
+from mtpserve.spec.history import FeatureHistory
 from mtpserve.spec.passes import DraftPasses
 from mtpserve.spec.propose import propose
 from mtpserve.spec.sizes import draft_sizes
@@ -65,6 +70,10 @@ KERNELS: dict[str, dict[str, str]] = {
         "propose": "mtpserve.spec.cpu",
     },
 }  # of a backend; imported only where they run
+RECUR: dict[str, str] = {
+    "cpu": "mtpserve_kernels.cpu.recurrent",
+    "triton": "mtpserve_kernels.recurrent.delta",
+}  # the same for recurrent layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +82,7 @@ class EngineSizes:
     page_size: int  # tokens in a page
     seats: int  # requests that run at once
     context: int  # tokens of prompt and output together
+    states: int = 0  # of recurrent layers, that are kept for requests with the same prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +119,36 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
         if not attention.supports(kind):
             raise ConfigError(f"--attention-backend {backend} does not support layers of {kind}; reference does")
         # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these are the positions.
-        if kind.window is not None and drafts.branching and kind.window <= drafts.depth:
+        window = kind.window if isinstance(kind, Attention) else None
+        if window is not None and drafts.branching and window <= drafts.depth:
             raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
 
 
 def sizes_of(options: EngineOptions, layers: Seq[LayerKind]) -> DraftSizes:
     sizes = draft_sizes(options.spec, options.scheduler.chunked_prefill_size)
     # The pages of a window are gone before a deferred row is stored in them.
-    return sizes if all(kind.window is None for kind in layers) else replace(sizes, deferred=0)
+    return sizes if page_groups(layers) == (None,) else replace(sizes, deferred=0)
+
+
+def make_states(arch: ModelArch, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions) -> States | None:
+    """None: the model has no recurrent layers."""
+    kinds = recurrent_kinds(arch.layers)
+    seats = sizes.seats + 1
+    return States(kinds, seats, drafts.nodes, sizes.states, options.dtype, options.device, options.poison) if kinds else None
+
+
+def recur_of(backend: str) -> Recur:
+    """The kernel of recurrent layers."""
+    name = RECUR.get(backend)
+    recur: Recur = reference_recur if name is None else import_module(name).recur
+    return recur
+
+
+def trunk_attention(name: str, arch: ModelArch, stores: Stores, states: States | None, recur: Recur) -> AttentionBackend:
+    """The backend of this name for the trunk's layers. `stores`: of all that attend."""
+    kinds = arch.layers[: arch.num_layers]
+    attention = BACKENDS.get(name)(stores.part(slice(len(attention_kinds(kinds)))), arch.heads, arch.scale)
+    return attention if states is None else MixedLayers(kinds, attention, Recurrence(states, recur))
 
 
 def draft_passes(
@@ -125,14 +157,28 @@ def draft_passes(
 ) -> DraftPasses:  # fmt: skip
     """`stores`: of all layers, the draft model's own after the trunk's. `kernels`: the backend's, by their names in KERNELS."""
     arch, width = model.arch, draft_model.features.width(model.arch.hidden)
-    boundary = deferred = None
+    boundary = deferred = history = None
     if width:
         store_boundary: StoreBoundary = kernels.get("store_boundary", reference.store_boundary)
         boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
+    if (rows := draft_model.features.rows) > 1:
+        history = FeatureHistory(sizes.seats + 1, rows, width // rows, options.dtype, options.device)
     if width and drafts.deferred:
         deferred = DeferredRows(sizes.seats + 1, drafts.deferred, width, options.dtype, options.device)
-    attention = BACKENDS.get(options.backend)(stores.part(slice(arch.num_layers, None)), arch.heads, arch.scale)
-    return DraftPasses(draft_model, attention, boundary, reduced_head(model, options.token_map), kernels.get("propose", propose), deferred)
+    own = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
+    attention = BACKENDS.get(options.backend)(own, arch.heads, arch.scale)
+    reduced = reduced_head(model, options.token_map)
+    return DraftPasses(draft_model, attention, boundary, reduced, kernels.get("propose", propose), deferred, history)
+
+
+def make_seats(
+    sizes: EngineSizes, drafts: DraftSizes, vocab: int, options: EngineOptions, coupled: bool, kernels: Mapping[str, Any]
+) -> SeatTensors:  # fmt: skip
+    own = SeatKernels(**{name: kernels[name] for name in SeatKernels._fields if name in kernels})
+    return SeatTensors(
+        sizes.seats, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids, sizes.pages, coupled, options.overlap,
+        own,
+    )  # fmt: skip
 
 
 def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:
@@ -142,7 +188,7 @@ def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | Non
 
 
 def make_tiers(
-    options: EngineOptions, stores: Stores, passes: DraftPasses | None, groups: PageGroups
+    options: EngineOptions, stores: Stores, states: States | None, passes: DraftPasses | None, groups: PageGroups
 ) -> tuple[Tiers | None, Transfers | None]:
     """Those below the device, and what moves pages between them."""
     cache, size = options.cache, options.cache.host_bytes
@@ -152,7 +198,8 @@ def make_tiers(
     if options.recorder is not None:
         raise ConfigError("--record-steps must be left out with --kv-offload-gib and --kv-offload-dir: pages are not recorded")
     boundary = None if passes is None else passes.boundary
-    parts = [parts_of(stores, group, boundary) for group in range(len(groups.groups))]
+    parts = [parts_of(stores, group, boundary) for group in range(groups.dense)]
+    parts += [] if states is None else [[page.flatten(2).view(torch.uint8) for page in states.pages]]
     each = [block_bytes(own) for own in parts]
     # As the device divides its pool: a window's pages are few.
     whole = sum(bytes * group.allocator.num_pages for bytes, group in zip(each, groups.groups, strict=True))
@@ -171,35 +218,34 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     draft_model = make_draft_model(spec, model)
     layers = (*arch.layers[: arch.num_layers], *(() if draft_model is None else draft_model.layers))
     stores = Stores(
-        layers, [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device, options.poison,
+        attention_kinds(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device, options.poison,
         kernels.get("compact", reference.compact), options.stored,
     )  # fmt: skip
     stores.clear_last()
-    trunk_stores = stores.part(slice(arch.num_layers))
-    attention = BACKENDS.get(options.backend)(trunk_stores, arch.heads, arch.scale)
     drafts = sizes_of(options, layers)
+    states, recur = make_states(arch, sizes, drafts, options), recur_of(options.backend)
+    attention = trunk_attention(options.backend, arch, stores, states, recur)
     check(layers, attention, options.backend, drafts)
     passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, drafts, options, kernels)
     drafter = make_drafter(spec, drafts, passes)
-    seats = SeatTensors(
-        sizes.seats, sizes.context, drafts, arch.vocab, sizes.page_size, device, options.eos_ids, sizes.pages, drafter.coupled,
-        options.overlap, SeatKernels(**{name: kernels[name] for name in SeatKernels._fields if name in kernels}),
-    )  # fmt: skip
+    seats = make_seats(sizes, drafts, arch.vocab, options, drafter.coupled, kernels)
     exact = spec.speculative_exact and not attention.exact
     step = Step(
         ExactModel(model) if exact else model,
-        BACKENDS.get("exact")(trunk_stores, arch.heads, arch.scale) if exact else attention,
+        trunk_attention("exact", arch, stores, states, reference_recur) if exact else attention,
         stores,
         drafter,
         seats,
+        states=states,
         thresholds=Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
         processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
         decide=judge_of(options, kernels),
     )
     sampling = SeatSampling(sizes.seats, LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device)
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
-    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size)
-    tiers, transfers = make_tiers(options, stores, passes, pages)
+    kept = sizes.states or None
+    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size, kept)
+    tiers, transfers = make_tiers(options, stores, states, passes, pages)
     drafters, graphs = DraftersByShape(spec, options.scheduler.chunked_prefill_size, passes, drafts), options.graphs(step, sampling)
     runner: ModelRunner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
     return Engine(
@@ -219,7 +265,8 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         overlap=options.overlap,
         plain_above=spec.speculative_disable_by_batch_size,
         adaptive=spec.adaptive,
-        fingerprint=options.fingerprint,
+        # A prefix is of no use without the state after it.
+        fingerprint=options.fingerprint if states is None or kept else None,
         observer=options.observer,
         watch=None if options.floor is None or passes is None or options.rates else Watchdog(spec.steps, arch.vocab, options.floor),
         long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if device.type == "cpu" else None,

@@ -112,7 +112,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     running, record = memory.max_running, config.scheduler.record_steps
     engine = assemble(
         model,
-        EngineSizes(pages=memory.pages, page_size=page_size, seats=running, context=memory.context_length),
+        EngineSizes(pages=memory.pages, page_size=page_size, seats=running, context=memory.context_length, states=memory.states),
         EngineOptions(
             spec=spec,
             scheduler=config.scheduler,
@@ -138,8 +138,13 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             kernels=described(config, device),
         ),
     )
-    if curve is not None:
-        engine.card = replace(engine.card, synthetic_acceptance=curve.name)
+    family = planned.described.family
+    engine.card = replace(
+        engine.card,
+        synthetic_acceptance=None if curve is None else curve.name,
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+    )
     log.info(
         "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, dtype, device, engine.card.kernels,
         memory.counted, page_size, spec.steps, spec.nodes,

@@ -50,6 +50,8 @@ def why_not_cpu(config: EngineConfig, device: torch.device) -> str | None:
         return f"the device is {device.type}"
     if config.model.dtype == "float16":
         return "float16 is computed in plain torch"
+    if config.model.quantization == "int4":
+        return "numbers of four bits are widened in plain torch"
     if config.model.quantization == "fp8" or config.cache.kv_cache_dtype.startswith("fp8"):
         return "float8 is computed in plain torch"
     try:

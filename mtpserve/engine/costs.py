@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch import Attention, ModelArch, attention_kinds, recurrent_kinds
 
 DISK = 3e9  # bytes per second of files on an NVMe drive: what one writes for long, and less than it reads
 KERNELS = 10  # of one layer, dependent on each other: 6 where all that can be fused is, 12 in common engines
@@ -48,10 +48,10 @@ class ModelShape:
     """What of a model the formula needs. The default is a dense one of 8 billion parameters: 32 layers of 4096, 8 KV heads of 128."""
 
     layers: int = 32
-    parameters: int = 7_500_000_000  # that a row is multiplied with; the embedding is not
+    parameters: int = 7_500_000_000  # that a row is multiplied with; the embedding is not, the tokens that a row selects are
     weight_bytes: int = 15_000_000_000  # read in a step
     kv_bytes: int = 131_072  # of one token, in all layers
-    pair_flops: int = 524_288  # of one row with one token of its context, in all layers
+    pair_flops: int = 524_288  # of one row with one token of its context, in all layers; where tokens are selected, to score it
     pass_bytes: int = 1_486_000_000  # read by one pass that proposes tokens: one layer and the head
     head_bytes: int = 1_050_000_000  # of the head alone
     context: int = 131_072
@@ -61,8 +61,13 @@ class ModelShape:
         """`weight_size`, `kv_size`: bytes of one number."""
         size, head = arch.hidden, arch.vocab * arch.hidden
         dense, moe, layers = 3 * size * arch.intermediate, arch.moe, arch.num_layers
-        kinds = [kind.kv for kind in arch.layers[:layers]]
-        used = stored = head + sum(_attention(arch, kv.heads, kv.key_dim, kv.value_dim) for kv in kinds)
+        kinds, recurrent = attention_kinds(arch.layers[:layers]), recurrent_kinds(arch.layers)
+        used = stored = (
+            head
+            + sum(_attention(arch, kind) for kind in kinds)
+            + sum(size * (kind.channels + 2 * kind.value_heads * kind.value_dim) for kind in recurrent)
+        )
+        used += sum(kind.selected.best * _wide(arch, kind) for kind in kinds if kind.selected is not None)
         if moe is None:
             used, stored = used + layers * dense, stored + layers * dense
         else:
@@ -74,22 +79,35 @@ class ModelShape:
             layers,
             used,
             int(stored * weight_size),
-            int(sum(kind.kv.numbers for kind in arch.layers) * kv_size),
-            sum(2 * arch.heads * (kv.key_dim + kv.value_dim) for kv in kinds),
+            int(sum(kind.numbers for kind in attention_kinds(arch.layers)) * kv_size),
+            sum(2 * (_wide(arch, kind) if kind.selected is None else _scored(arch, kind)) for kind in kinds),
             int((head + (stored - head) // layers) * weight_size),
             int(head * weight_size),
             arch.max_positions,
         )
 
 
-def _attention(arch: ModelArch, kv_heads: int, key: int, value: int) -> int:
+def _wide(arch: ModelArch, kind: Attention) -> int:
+    """Numbers of keys and values that a row is multiplied with, of each token that it attends to, by all heads."""
+    return arch.heads * (kind.kv.key_dim + kind.kv.value_dim)
+
+
+def _scored(arch: ModelArch, kind: Attention) -> int:
+    """The same of each token that it may attend to, where it selects."""
+    return 0 if arch.indexer is None else arch.indexer.heads * kind.index_dim
+
+
+def _attention(arch: ModelArch, kind: Attention) -> int:
     """Parameters of one layer's projections."""
+    kv_heads, key, value = kind.kv.heads, kind.kv.key_dim, kind.kv.value_dim
     if (mla := arch.mla) is None:
         return arch.hidden * (arch.heads * key + kv_heads * (key + value) + arch.heads * value)
+    indexer = 0 if arch.indexer is None or not kind.index_dim else arch.hidden * (kind.index_dim + arch.indexer.heads)
+    indexer += _scored(arch, kind) * (mla.q_rank or 0)
     wide = arch.heads * (mla.nope + mla.rope)
     query = arch.hidden * wide if mla.q_rank is None else mla.q_rank * (arch.hidden + wide)
     latent = arch.hidden * (mla.kv_rank + mla.rope) + mla.kv_rank * arch.heads * (mla.nope + mla.value)
-    return query + latent + arch.heads * mla.value * arch.hidden
+    return query + latent + indexer + arch.heads * mla.value * arch.hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from mtpserve.config import SchedulerConfig
 from mtpserve.config.options import check
 from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
-from mtpserve.core.protocols import CacheObserver, Launched, ModelRunner
+from mtpserve.core.observers import CacheObserver
+from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence

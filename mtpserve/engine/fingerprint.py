@@ -40,8 +40,7 @@ def _samples(checkpoint: Checkpoint) -> Iterable[bytes]:
         for name, entry in sorted(checkpoint.tensors.items()):
             if entry.file not in files:
                 files[entry.file] = os.open(entry.file, os.O_RDONLY)
-            header = 8 + int.from_bytes(os.pread(files[entry.file], 8, 0), "little")
-            middle = header + entry.start + max(entry.size - SAMPLE, 0) // 2
+            middle = entry.start + max(entry.size - SAMPLE, 0) // 2
             yield repr((name, entry.dtype, entry.shape)).encode()
             yield os.pread(files[entry.file], min(SAMPLE, entry.size), middle)
     finally:

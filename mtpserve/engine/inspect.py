@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
-from mtpserve.engine.planning import describe, empty_model, plan
+from mtpserve.core.errors import NoRoom
+from mtpserve.engine.planning import Described, describe, empty_model, plan, sources
 from mtpserve.engine.storage import Storage
 from mtpserve.spec.token_map import TokenMap, count_tokens, make_token_map
+from mtpserve.weights.formats import groups as groups_of
+from mtpserve.weights.plan import plan as placements
 
 
 @dataclass(frozen=True, slots=True)
 class InspectReport:
     arch: ModelArch
     mtp_prefix: str | None
-    weights: list[tuple[str, int, int, str, int]]  # group, tensors, parameters, dtype, bytes in the checkpoint
+    weights: list[tuple[str, int, int, str, int]]  # group, tensors, parameters, dtype or format, bytes in the checkpoint
     memory: list[tuple[str, int]]
     notes: list[str]
 
@@ -35,32 +40,70 @@ class InspectReport:
 
 
 def inspect_model(config: EngineConfig) -> InspectReport:
-    """With the MTP layer if there is one, whether or not speculation was asked for. Raises LoadError and ConfigError."""
+    """With the MTP layer if there is one, whether or not speculation was asked for; also of a model that does not fit into this machine.
+    Raises LoadError and ConfigError."""
     plain = describe(config, want_mtp=False)
     notes = []
-    if config.spec.speculative_algorithm is None and plain.layout is not None and plain.layout.count == 1:
-        config = replace(config, spec=SpecConfig(speculative_algorithm="MTP"))
-    planned = plan(config)
+    if config.spec.speculative_algorithm is None and plain.layout is not None and (plain.layout.count == 1 or plain.family.modules):
+        steps = plain.layout.count if plain.family.modules else None
+        config = replace(config, spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=steps))
+    try:
+        planned = plan(config)
+    except NoRoom as error:
+        tokens = config.model.context_length or plain.arch.max_positions
+        notes.append(f"does not fit here: {error}. The memory plan is one for a single request of {tokens:,} tokens")
+        planned = plan(for_one(config, tokens))
     described, dtype, device, memory = planned.described, planned.dtype, planned.device, planned.memory
     if described.arch.mtp is None:
         notes.append("no MTP layer: plain decoding only")
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {memory.counted} pages of {config.cache.page_size} tokens, "
                  f"up to {memory.max_running} requests at once, {config.spec.steps} drafts per step")  # fmt: skip
-    groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for checkpoint in filter(None, (described.checkpoint, described.nextn)):
-        for name, entry in checkpoint.tensors.items():
-            prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefix if described.layout else None)
-            row = groups[group_of(name, prefix), str(entry.dtype)]
-            for i, amount in enumerate((1, math.prod(entry.shape), entry.size)):
-                row[i] += amount
     if described.dummy:
         notes.append("dummy weights: the tensors are those of the model in memory, there is no checkpoint")
-        for name, parameter in empty_model(described, dtype, 1, Storage(False, dtype)).named_parameters():
-            row = groups[group_of(name, described.mtp_prefix), str(parameter.dtype).removeprefix("torch.")]
-            for i, amount in enumerate((1, parameter.numel(), parameter.nbytes)):
-                row[i] += amount
-    weights = [(group, row[0], row[1], dtype_name, row[2]) for (group, dtype_name), row in sorted(groups.items())]
+    groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for group, kind, *amounts in in_memory(described, dtype) if described.dummy else in_files(described, dtype):
+        row = groups[group, kind]
+        for i, amount in enumerate(amounts):
+            row[i] += amount
+    weights = [(group, row[0], row[1], kind, row[2]) for (group, kind), row in sorted(groups.items())]
     return InspectReport(described.arch, described.mtp_prefix, weights, memory.rows, notes)
+
+
+def for_one(config: EngineConfig, tokens: int) -> EngineConfig:
+    """Room for one request of so many tokens, whatever the machine has."""
+    alone = replace(config.scheduler, max_running_requests=1)
+    return replace(config, scheduler=alone, cache=replace(config.cache, max_total_tokens=tokens, mem_fraction_static=None))
+
+
+Counted = tuple[str, str, int, int, int]  # group, dtype or format, tensors, parameters, bytes
+
+
+def in_files(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
+    """A quantised matrix counts as such, with all of its tensors. Raises LoadError where quantised ones do not fit into the model."""
+    checkpoints = [checkpoint for checkpoint in (described.checkpoint, described.nextn) if checkpoint is not None]
+    quantised = {}
+    if any(len(group.tensors) > 1 for checkpoint in checkpoints for group in groups_of(checkpoint.tensors)):
+        model = empty_model(described, dtype, 1, Storage(False, dtype))
+        places = dict(model.named_parameters())
+        for one in placements(model, sources(described)):
+            if one.format is not None:
+                quantised[one.checkpoint.directory, one.name] = one, one.region.of(places[one.target]).numel()
+    parts = {(one.checkpoint.directory, name) for one, _ in quantised.values() for name in one.group.tensors.values()}
+    for checkpoint in checkpoints:
+        prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefixes if described.layout else None)
+        for name, entry in checkpoint.tensors.items():
+            if (found := quantised.get((checkpoint.directory, name))) is not None:
+                one, parameters = found
+                assert one.format is not None
+                yield group_of(name, prefix), one.format.label, len(one.group.tensors), parameters, one.size
+            elif (checkpoint.directory, name) not in parts:
+                yield group_of(name, prefix), entry.dtype, 1, math.prod(entry.shape), entry.size
+
+
+def in_memory(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
+    for name, parameter in empty_model(described, dtype, 1, Storage(False, dtype)).named_parameters():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        yield group_of(name, described.mtp_prefix), kind, 1, parameter.numel(), parameter.nbytes
 
 
 def token_map(config: EngineConfig, size: int, texts: Sequence[str]) -> TokenMap:
@@ -73,7 +116,7 @@ def token_map(config: EngineConfig, size: int, texts: Sequence[str]) -> TokenMap
     return make_token_map(counts, size, arch.vocab, {*arch.eos_ids, *tokenizer.special_ids})
 
 
-def group_of(name: str, mtp_prefix: str | None) -> str:
+def group_of(name: str, mtp_prefix: str | tuple[str, ...] | None) -> str:
     if mtp_prefix and name.startswith(mtp_prefix):
         copied = name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
         return "MTP layer: copies of embedding and head, not loaded" if copied else "MTP layer"

@@ -54,7 +54,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
 
 
 class KVEvents:
-    """core.protocols.CacheObserver. Raises ConfigError for an endpoint that cannot be had. `endpoint`, `replay_endpoint`: where it really
+    """core.observers.CacheObserver. Raises ConfigError for an endpoint that cannot be had. `endpoint`, `replay_endpoint`: where it really
     listens. It ends with `close`, or with the object, or with the process."""
 
     def __init__(self, config: KVEventsConfig, page_size: int) -> None:

@@ -27,6 +27,7 @@ from mtpserve.spec.token_map import read_token_map
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.dummy import fill
+from mtpserve.weights.formats import groups
 from mtpserve.weights.hf import HFConfig, read_config
 from mtpserve.weights.layouts import MTPLayout, dummy_layers, mtp_layers, nextn_prefix, why_no_mtp
 from mtpserve.weights.loader import load
@@ -61,7 +62,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     hf_config = read_config(directory)
     family, checkpoint = family_of(hf_config), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
     layers = hf_config.get_int("num_hidden_layers", at_least=1)
-    layout = dummy_layers(hf_config) if dummy else mtp_layers(checkpoint.tensors, layers)
+    layout = dummy_layers(hf_config, family.modules or family.uncounted) if dummy else mtp_layers(checkpoint.tensors, layers)
     if want_mtp and family.mtp_rules is None:
         name = hf_config.raw("architectures")[0]
         raise UnsupportedModel(f"{directory}: a {name} has no MTP layer; start without --speculative-algorithm for plain decoding")
@@ -73,11 +74,23 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         prefix = nextn_prefix(nextn.tensors, layers)
     elif want_mtp and layout is None:
         raise UnsupportedModel(f"{directory}: {why_no_mtp(hf_config, layers)}; start without --speculative-algorithm for plain decoding")
-    if want_mtp and nextn is None and layout is not None and layout.count > 1:
-        raise UnsupportedModel(f"{directory}: {layout.count} MTP layers ({', '.join(layout.prefixes)}); supported: 1")
-    arch, hot = family.arch(hf_config, 1 if want_mtp else 0), config.spec.speculative_token_map
+    count = mtp_count(config, family, layout if nextn is None else None) if want_mtp else 0
+    arch, hot = family.arch(hf_config, count), config.spec.speculative_token_map
     token_map = read_token_map(hot, arch.vocab) if want_mtp and config.spec.steps and hot is not None else None
     return Described(hf_config, family, arch, checkpoint, layout, nextn, prefix, token_map, dummy)
+
+
+def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) -> int:
+    """MTP layers that are to be loaded: where each depth has one, those of the depths that are drafted. `layout` None: they are apart."""
+    there, steps = 1 if layout is None else layout.count, config.spec.steps
+    if not family.modules:
+        if layout is not None and there > 1:
+            raise UnsupportedModel(f"{config.model.directory}: {there} MTP layers ({', '.join(layout.prefixes)}); supported: 1")
+        return 1
+    if steps > there:
+        have = f"{config.model.directory} has {there} MTP layers, one for each depth"
+        raise ConfigError(f"--speculative-num-steps must be at most {there}, got {steps}: {have}")
+    return max(steps, 1)
 
 
 def drafts_itself(spec: SpecConfig) -> bool:
@@ -175,8 +188,8 @@ def empty_model(described: Described, dtype: torch.dtype, positions: int, kept: 
     """On no device: names, shapes and dtypes."""
     with torch.device("meta"):
         model = build_model(described, dtype, positions, KERNELS.get("torch")(), kept)
-    if kept.keep_blocks:
-        hold_blocks(model, placements(model, sources(described)))
+    if kept.kinds:
+        hold_blocks(model, placements(model, sources(described)), kept.kinds)
     return model
 
 
@@ -197,9 +210,9 @@ def sources(described: Described) -> list[WeightSource]:
     own = described.layout.prefixes if described.layout else ()
     if arch.mtp is not None and described.nextn is None:
         assert family.mtp_rules is not None
-        rules += family.mtp_rules(arch, own[0])
-    else:
-        rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
+        rules += [rule for prefix in own[: arch.mtp.layers] for rule in family.mtp_rules(arch, prefix)]
+        own = own[arch.mtp.layers :]
+    rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
     if described.nextn is not None and described.nextn_prefix is not None:
         also = [WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))]
     return [WeightSource(described.checkpoint, rules), *also]
@@ -208,7 +221,8 @@ def sources(described: Described) -> list[WeightSource]:
 def nextn_rules(described: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
     """The layer's own tensors; what is outside its prefix is another copy of the trunk's."""
     assert described.family.mtp_rules is not None
-    others = {name.split(".weight")[0] for name in nextn.tensors if not name.startswith(prefix)}
+    names = (group.name for group in groups(nextn.tensors))
+    others = {name.split(".weight")[0] for name in names if not name.startswith(prefix)}
     return described.family.mtp_rules(described.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
 
 
@@ -227,5 +241,5 @@ def load_model(
         fill(model, device)
     else:
         own, *also = sources(described)
-        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep_blocks=kept.keep_blocks)
+        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep=kept.kinds)
     return model.eval()

@@ -6,14 +6,17 @@ request is just computing, or that come from a tier below the device, are worth 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as Seq
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key, extend
-from mtpserve.core.protocols import CacheObserver
+from mtpserve.core.observers import CacheObserver
+from mtpserve.core.plan import KeptState, SpanPlan
 from mtpserve.core.sequence import Sequence
+from mtpserve.engine.spans import prefill_end
 from mtpserve.engine.tiers import Tiers
 
+KEEP_EVERY = 2048  # tokens of a prompt, after which a state is kept in addition
 PATIENCE = 3  # loadings for which a request waits before it starts with what is there
 
 
@@ -32,28 +35,34 @@ class Prefixes:
 
     def columns(self, seq: Sequence) -> int | None:
         """Columns of a waiting request that are in the cache. None: it finds more in a few steps."""
-        if not _reads(seq):
-            return 0
-        columns = seq.matched = self._pages.matched(seq.keys)
-        if columns == len(seq.keys):
+        keys = self._usable(seq)
+        columns = seq.matched = self._pages.matched(keys)
+        if columns == len(keys):
             return columns
-        if seq.keys[columns] in self._coming:
+        if keys[columns] in self._coming:
             return None
         room = self._pages.has_room(self._pages.columns(len(seq.tokens) + seq.lookahead) - columns)
-        return None if room and self._waits(seq, columns) else columns
+        return None if room and self._waits(seq, keys, columns) else columns
 
-    def _waits(self, seq: Sequence, columns: int) -> bool:
+    def _usable(self, seq: Sequence) -> Seq[Key]:
+        """Of the columns of a request that it may start after; none where the prompt's log-probabilities are still to come: each of its
+        rows is computed. A state is that after a column, and at least one token is computed after it."""
+        if seq.sampling.prompt_logprobs is not None and seq.prompt_scored < seq.prompt_len - 1:
+            return []
+        return seq.keys[: (prefill_end(seq) - 1) // self._pages.page_size] if self._pages.has_states else seq.keys
+
+    def _waits(self, seq: Sequence, keys: Seq[Key], columns: int) -> bool:
         """For pages on their way from below the device. Not for ever: what one request waits for may push out what others waited for."""
         if self._tiers is None or seq.loads >= PATIENCE:
             return self._tiers is not None and self._tiers.is_loading(seq.loading)
-        number = self._tiers.bring(seq.keys, columns)
+        number = self._tiers.bring(keys, columns)
         if number is not None and number != seq.loading:
             seq.loading, seq.loads = number, seq.loads + 1
         return number is not None
 
     def expected(self, seq: Sequence) -> int:
         """Roughly what `columns` says, without looking for each page again."""
-        seq.matched = self._pages.matched(seq.keys, seq.matched) if _reads(seq) else 0
+        seq.matched = self._pages.matched(self._usable(seq), seq.matched)
         return seq.matched
 
     def seat(self, seq: Sequence, columns: int) -> None:
@@ -63,6 +72,33 @@ class Prefixes:
         seq.loads = 0
         for key in seq.keys[columns:]:
             self._coming.setdefault(key, seq.id)
+        if self._pages.has_states and seq.root is not None:
+            self._plan_states(seq, columns)
+
+    def _plan_states(self, seq: Sequence, columns: int) -> None:
+        """Columns after which the state is worth keeping: the last of the prompt, where it leaves others' pages, and every so many tokens
+        (Marconi, https://arxiv.org/abs/2411.19379)."""
+        usable, every = self._usable(seq), max(KEEP_EVERY // self._pages.page_size, 1)
+        branch = self._pages.matched_without_states(usable)
+        seq.branch = branch if columns < branch < len(usable) else 0
+        seq.keeps = sorted(column for column in {len(usable), branch, *range(0, len(usable), every)} if column > columns)
+
+    def rows(self, seq: Sequence, rows: int) -> int:
+        """Of a chunk of a prompt: a span keeps one state, so that it ends before the next one is due where it keeps that of a branch."""
+        size, after = self._pages.page_size, [column for column in seq.keeps if column > seq.branch]
+        if not after or seq.branch not in seq.keeps or seq.branch * size <= seq.launched:
+            return rows
+        return min(rows, after[0] * size - 1 - seq.launched)
+
+    def keep(self, seq: Sequence, span: SpanPlan) -> list[KeptState]:
+        """Of a chunk of a prompt: the last state that it comes to of those that are worth it."""
+        size, end = self._pages.page_size, span.start + span.length
+        passed = [column for column in seq.keeps if column * size <= end]
+        if not passed:
+            return []
+        seq.keeps = seq.keeps[len(passed) :]
+        place = self._pages.keep_state(seq.held, passed[-1] - 1)
+        return [] if place is None else [KeptState(span.seat, passed[-1] * size - span.start, place)]
 
     def book(self, seq: Sequence) -> None:
         """Tokens of a request were computed: others may find its whole pages."""
@@ -89,6 +125,7 @@ class Prefixes:
         if trusted:
             return
         lost = self._pages.unlabel(seq.held)
+        self._pages.unlabel_states(seq.keys)
         if self._tiers is not None:
             self._tiers.distrust(seq.keys)
         for key in lost[0] if lost else []:
@@ -141,8 +178,3 @@ class Prefixes:
         for key in seq.keys[first:end]:
             if self._coming.get(key) == seq.id:
                 del self._coming[key]
-
-
-def _reads(seq: Sequence) -> bool:
-    """Whether it may start after cached pages: where the prompt's log-probabilities are still to come, each of its rows is computed."""
-    return bool(seq.keys) and (seq.sampling.prompt_logprobs is None or seq.prompt_scored >= seq.prompt_len - 1)

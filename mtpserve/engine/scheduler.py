@@ -25,8 +25,8 @@ import msgspec
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.batch import Source
+from mtpserve.core.observers import CacheObserver
 from mtpserve.core.plan import Admission, SpanPlan, SpanResult, StepPlan, StepResult
-from mtpserve.core.protocols import CacheObserver
 from mtpserve.core.request import Finish, Proposal, TokenLogprob
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.line import LOOKS, RANK, UNLIMITED, Line, ServiceOrder
@@ -135,12 +135,14 @@ class Scheduler:
     def plan(self, want: int) -> Planned:
         """The next step, which drafts `want` deep for the one after it: decoding requests, then prompt chunks, then new requests. Has
         spans while a request lives, unless what is in flight ends them all."""
+        self._pages.settle()
         decoding = self._reserve()
         planned, left = self._decoding(decoding)
         others = self.running if len(decoding) < len(self.running) else []
         prompts, admissions = self._prompts([seq for seq in others if not decodes(seq) and not ends(seq)], left)
         if self.most_deferred:
             planned = deferred(planned, want, self.most_deferred, beside=bool(prompts))
+        keeps = [kept for seq, span in prompts if seq.keeps for kept in self._prefixes.keep(seq, span)]
         planned += prompts
         busy = self.moving or any(seq.in_flight for seq in self.running)
         assert planned or not self.live or busy, "a plan without spans would repeat for ever"
@@ -148,9 +150,9 @@ class Scheduler:
             seq.launched += span.length
             seq.ahead += span.samples
             seq.drafts = seq.most_proposals if span.drafts_next and want > 0 else 0
-        pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq)]
+        pages = [new for seq, _ in planned if seq.grown for new in new_pages(seq, self._pages.dense)]
         transfers = [] if self._tiers is None else self._tiers.take_outgoing()
-        return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers), [seq for seq, _ in planned])
+        return Planned(StepPlan([span for _, span in planned], want, admissions, pages, transfers, keeps), [seq for seq, _ in planned])
 
     def _decoding(self, ready: list[Sequence]) -> tuple[list[tuple[Sequence, SpanPlan]], int]:
         """Spans with one token and all its drafts, and what is left of the budget. Who finds no room is first in the next step.
@@ -189,7 +191,7 @@ class Scheduler:
             left -= sum(rows for _, rows in chosen)
             more, others = self._share(long, left, long=True, limit=left if alone else service.long_rows)
             chosen, admitted = chosen + more, admitted + others
-        return [(seq, chunk(seq, rows)) for seq, rows in chosen], [admission(seq) for seq in admitted]
+        return [(seq, chunk(seq, self._prefixes.rows(seq, rows))) for seq, rows in chosen], [admission(seq) for seq in admitted]
 
     def _share(
         self, running: Seq[Sequence], left: int, long: bool, limit: int | None = None
@@ -230,6 +232,7 @@ class Scheduler:
             if held is None:
                 return None
             seq.held, seq.grown, seq.shared = held, True, columns * self._pages.page_size
+            seq.state = self._pages.state_of(held)
             seq.computed = seq.absorbed = seq.launched = start
             if not seq.ran:
                 seq.cached, seq.ran = start, True
@@ -381,7 +384,7 @@ class Scheduler:
         if any(queue != sorted(queue, key=RANK) for queue in (self.running, self.waiting)):
             raise RuntimeError("running or waiting requests are out of order")
         for seq in self.running:
-            columns = min(held.end for held in seq.held)
+            columns = min(held.end for held in seq.held[: self._pages.dense])
             if not seq.computed < len(seq.tokens) < seq.max_len or seq.launched > columns * self._pages.page_size:
                 raise RuntimeError(f"request {seq.id}: {seq.computed} of {len(seq.tokens)} tokens computed, pages of {columns} columns")
             if not seq.absorbed <= seq.computed <= seq.absorbed + self.most_deferred or seq.deferred > self.most_deferred:

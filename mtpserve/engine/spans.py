@@ -72,15 +72,15 @@ def admission(seq: Sequence) -> Admission:
     assert seq.seat is not None
     return Admission(
         seq.seat, seq.id, list(seq.tokens), seq.prompt_len, seq.computed, seq.max_len, seq.seed, seq.sampling, seq.bad_words,
-        seq.prediction, seq.depth, seq.shared, seq.coupled,
+        seq.prediction, seq.depth, seq.shared, seq.coupled, seq.state,
     )  # fmt: skip
 
 
-def new_pages(seq: Sequence) -> list[NewPages]:
-    """Those that no plan has named."""
+def new_pages(seq: Sequence, groups: int) -> list[NewPages]:
+    """Those that no plan has named, of the first `groups` groups."""
     assert seq.seat is not None
     new, seq.grown = list[NewPages](), False
-    for group, held in enumerate(seq.held):
+    for group, held in enumerate(seq.held[:groups]):
         first, held.planned = max(held.planned, held.first), held.end
         if first < held.end:
             new.append(NewPages(seq.seat, first, held.pages[first - held.first :], group))

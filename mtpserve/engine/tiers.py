@@ -147,7 +147,9 @@ class Tiers:
         if self._disk is None:
             return
         for group, one in enumerate(held):
-            self._through += [(group, one.pages[column - one.first], keys[column]) for column in range(max(first, one.first), end)]
+            self._through += [
+                (group, one.pages[column - one.first], keys[column]) for column in range(max(first, one.first), min(end, one.end))
+            ]
 
     def forget(self) -> None:
         """Empty them all. What is under way comes to nothing."""

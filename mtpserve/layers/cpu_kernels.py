@@ -23,14 +23,26 @@ from mtpserve.core.arch import MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
-from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, Route, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import (
+    Gate,
+    HeadNorms,
+    HeadProducts,
+    Kernels,
+    LastNorm,
+    Layer,
+    MixExperts,
+    Route,
+    RoutedExperts,
+    RunLayers,
+    SharedExpert,
+)
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import normed, pack_layers as one_by_one, route, torch_kernels
+from mtpserve.layers.torch_kernels import beside, pack_layers as one_by_one, torch_kernels
 
 
 def cpu_kernels() -> Kernels:
@@ -58,8 +70,9 @@ def gated(gate_up: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def rope_store(
     qkv: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int, norms: HeadNorms | None
 ) -> Tensor:  # fmt: skip
-    qkv = normed(qkv, heads, norms)
-    return fused.rope_store(qkv, rotation.positions, rotation.cos, rotation.sin, slots, keys, values, heads, rotation.interleaved)
+    tables = rotation.positions, rotation.cos, rotation.sin
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    return fused.rope_store(qkv, *tables, slots, keys, values, heads, q_norm, k_norm, eps, rotation.interleaved)
 
 
 def latent_store(
@@ -70,10 +83,10 @@ def latent_store(
 
 
 def pack_router(weight: Tensor, bias: Tensor | None, arch: MoEArch) -> Route:
-    if bias is None:
-        return partial(route, weight, bias, arch)
     routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
-    return PanelRouter(moe.pack_router(weight.detach(), bias.detach(), *routing))
+    given = None if bias is None else bias.detach()
+    of_choice, of_logits = (given, None) if arch.router_bias == "choice" else (None, given)
+    return PanelRouter(moe.pack_router(weight.detach(), of_choice, *routing, arch.scores == "softmax", of_logits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +99,16 @@ class PanelRouter:
         return moe.route(x, self.router)
 
 
-def pack_experts(experts: RoutedExperts, shared: SharedExpert | None) -> PanelExperts:
+def pack_experts(experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None) -> MixExperts:
     """float8 experts are not packed: engine/compute leaves them to plain torch."""
     assert experts.gate_up_scale_inv is None and experts.down_scale_inv is None
-    routed = moe.pack_expert_pair(experts.gate_up, experts.down)
-    beside = None if shared is None else shared_matrices(shared)
-    return PanelExperts(moe.experts_of(routed, beside), None if beside is not None else shared)
+    routed = moe.pack_expert_pair(experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+    clamped = None if experts.gate is None else (experts.gate.alpha, experts.gate.limit)
+    if shared is None:
+        return PanelExperts(moe.experts_of(routed, None, None, clamped), None)
+    if (matrices := shared_matrices(shared)) is None:
+        return PanelExperts(moe.experts_of(routed, None, None, clamped), partial(beside, shared, gate))
+    return PanelExperts(moe.experts_of(routed, matrices, None if gate is None else matrix_of(cast(Linear, gate)), clamped), None)
 
 
 def shared_matrices(shared: SharedExpert) -> tuple[linear.Matrix, linear.Matrix] | None:
@@ -105,7 +122,7 @@ class PanelExperts:
     """layers.kernels.MixExperts"""
 
     experts: moe.Experts
-    apart: SharedExpert | None  # a shared expert that is not among them
+    apart: Callable[[Tensor], Tensor] | None  # a shared expert that is not among them
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         out = moe.mix_experts(x, weights, chosen, self.experts)
@@ -173,7 +190,7 @@ class LayerStack:
 
     def __init__(self, layers: Sequence[Layer], norm: LastNorm, described: Array[stacks.Layer]) -> None:
         self.layers, self.norm, self.described = layers, norm, described
-        self.last = stacks.norm(norm.weight, norm.eps)
+        self.last = fused.norm_of(norm.weight, norm.eps)
         self.stores: Callable[[], Stores | None] = lambda: None  # of which `contexts` are: an engine's, weakly
         self.contexts = stacks.Contexts([], [])
 
@@ -210,25 +227,25 @@ def described_layer(layer: Layer) -> stacks.Layer:
         made.gate_up, made.down = matrix_of(layer.mlp.gate_up), matrix_of(layer.mlp.down)
         if not cast(PanelMatrix, layer.mlp.gate_up.packed).gates:
             raise NotDescribed
-    elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.mix, PanelExperts) and whole(layer.mlp):
-        made.router, made.experts = cast(PanelRouter, layer.mlp.route).router, layer.mlp.mix.experts
+    elif isinstance(layer.mlp, MoE) and isinstance(layer.mlp.route, PanelRouter) and isinstance(layer.mlp.mix, PanelExperts):
+        if layer.mlp.mix.apart is not None:
+            raise NotDescribed
+        made.router, made.experts = layer.mlp.route.router, layer.mlp.mix.experts
     else:
         raise NotDescribed
     return made
 
 
-def whole(moe: MoE) -> bool:
-    """Nothing of it is computed beside the op for routers and the one for experts."""
-    return isinstance(moe.route, PanelRouter) and isinstance(moe.mix, PanelExperts) and moe.mix.apart is None and moe.shared_gate is None
-
-
 def described_attention(module: object) -> stacks.AttentionLayer:
     made = stacks.AttentionLayer()
-    if type(module) is GQA and module.norms is None:
+    if type(module) is GQA and module.ordinary:
         out = matrix_of(module.out)
         made.out, made.heads, made.dim = out, module.heads, out.inputs // module.heads
         made.kv_heads = (module.all_heads - module.heads) // 2
         setattr(made, "in", matrix_of(module.qkv))
+        made.sinks = None if module.sinks is None else module.sinks.data_ptr()
+        if module.q_norm is not None and module.k_norm is not None:
+            made.q_norm, made.kv_norm = norm_of(module.q_norm), norm_of(module.k_norm)
     elif type(module) is MLA:
         mla = module.mla
         setattr(made, "in", matrix_of(module.down))
@@ -242,8 +259,8 @@ def described_attention(module: object) -> stacks.AttentionLayer:
     return made
 
 
-def norm_of(module: RMSNorm) -> stacks.Norm:
-    return stacks.norm(module.weight, module.eps)
+def norm_of(module: RMSNorm) -> fused.Norm:
+    return fused.norm_of(module.weight, module.eps)
 
 
 def matrix_of(module: Linear) -> linear.Matrix:

@@ -101,14 +101,14 @@ class MTPHead(nn.Module):
         self.layers = arch.layers[arch.num_layers :]
         self.fusion = Fusion(arch.hidden, arch.norm_eps, arch.mtp.fusion, methods.draft, kernels)
         self.layer = DecoderLayer(arch, attention, mlp, kernels)
-        self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
+        self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels) if arch.mtp.norm == "own" else None
         self.kernels, self.methods = kernels, methods
         self.run_layers: RunLayers
         if methods.draft_head is not None:
             trunk.head.add_module("draft", DraftHead(trunk.head, arch, methods.draft_head))
 
     def finish_loading(self) -> None:
-        self.run_layers = self.kernels.pack_layers([self.layer], self.norm)
+        self.run_layers = self.kernels.pack_layers([self.layer], self.norm or self.borrowed[0].norm)
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
@@ -127,6 +127,53 @@ class MTPHead(nn.Module):
         return trunk.logits(head) if self.methods.draft_head is None else cast(DraftHead, trunk.head.draft)(head)
 
 
+class MTPModules(nn.Module):
+    """core.protocols.DraftModel: several MTP layers, one for each depth, as MiMo-V2 has them. Each gets the trunk's hidden state, and none
+    another one's output.
+
+    draft         1           2                 3              Module i's row in slot s: h of token s - 1 - i, and token s. To be able to
+    module 0    h3 t4                                          draft with its next row it needs those before, also the ones that
+    module 1    h2 t4       h3 d1                              are made with drafts; they are made anew with what is committed.
+    module 2    h1 t4       h2 d1             h3 d2
+    """
+
+    lag = 1
+
+    def __init__(self, arch: ModelArch, make_block: MakeBlock, methods: Methods, kernels: Kernels, trunk: DecoderModel) -> None:
+        super().__init__()
+        assert arch.mtp is not None
+        numbers = range(arch.num_layers, len(arch.layers))
+        self.depths = nn.ModuleList(MTPHead(arch, *make_block(i), methods, kernels, trunk) for i in numbers)
+        self.hidden, self.layers = arch.hidden, arch.layers[arch.num_layers :]
+        self.features = Features(last=arch.mtp.hidden_in, rows=len(numbers))
+
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+        return self.step(ids, positions, features, contexts)
+
+    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+        """Output of the first of the modules that are left, of the others keys and values."""
+        assert state is not None
+        first = self.fill_after(1, ids, positions, state, contexts)
+        head = cast(MTPHead, self.depths[first])
+        out = head.absorb(ids, positions, state[:, : self.hidden], contexts[first : first + 1])
+        return Hidden(out.head, state[:, : -self.hidden])
+
+    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+        assert features is not None
+        self.fill_after(0, ids, positions, features, contexts)
+
+    def fill_after(self, skipped: int, ids: Tensor, positions: Tensor, state: Tensor, contexts: Sequence[Context]) -> int:
+        """state [T, left * hidden], for as many modules as are left, without the first `skipped` of these → the number of their first."""
+        parts = state.split(self.hidden, -1)
+        first = len(self.depths) - state.shape[1] // self.hidden
+        for i, part in enumerate(parts[skipped:], first + skipped):
+            cast(MTPHead, self.depths[i]).fill(ids, positions, part, contexts[i : i + 1])
+        return first
+
+    def logits(self, head: Tensor) -> Tensor:
+        return cast(MTPHead, self.depths[0]).logits(head)
+
+
 class DecoderModel(nn.Module):
     """core.protocols.Trunk, and what was loaded together with it: the checkpoint's own MTP layer."""
 
@@ -139,8 +186,12 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i), kernels) for i in range(arch.num_layers))
         self.norm = RMSNorm(arch.hidden, arch.norm_eps, kernels)
         self.head = TiedHead(self.embed, methods.head) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), methods.head)
-        self.rope = Rope(arch.rope, positions, dtype)
-        self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), methods, kernels, self) if arch.mtp else None
+        self.rope = Rope(arch.rope, positions, dtype, arch.window_rope)
+        self.mtp_head: MTPHead | MTPModules | None = None
+        if arch.mtp is not None and arch.mtp.recycle is None:
+            self.mtp_head = MTPModules(arch, make_block, methods, kernels, self)
+        elif arch.mtp is not None:
+            self.mtp_head = MTPHead(arch, *make_block(arch.num_layers), methods, kernels, self)
         self.kernels = kernels
         self.run_layers: RunLayers
 

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from mtpserve.core.arch import MoEArch
-from mtpserve.core.protocols import Context, LinearFP8, Pack, PackInt8
+from mtpserve.core.arch import ClampedGate, MoEArch
+from mtpserve.core.protocols import Context, LinearStored, Pack, PackInt8
 from mtpserve.core.registry import Registry
 from mtpserve.layers.rope import Rotation
 
@@ -64,13 +64,13 @@ class Route(Protocol):
 
 class PackRouter(Protocol):
     def __call__(self, weight: Tensor, bias: Tensor | None, arch: MoEArch, /) -> Route:
-        """weight [E, H] and bias [E] float32, after loading; no bias where scores are a softmax. May reorder the memory of the
-        weight, as core.protocols.Pack."""
+        """weight [E, H] and bias [E] float32, after loading; a bias where `arch.router_bias` says what it is. May reorder the memory of
+        the weight, as core.protocols.Pack."""
         ...
 
 
 class Matrix(Protocol):
-    """A matrix, or one for each expert, and the scales of its blocks if it is float8."""
+    """A matrix, and its scales and zeros if it is stored with them."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -91,8 +91,12 @@ class SharedExpert(Protocol):
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
+Gate = Callable[[Tensor], Tensor]  # layers.linear.Linear with one output: the shared expert's is multiplied with its sigmoid
+
+
 class RoutedExperts(Protocol):
-    """layers.moe.Experts: gate_up [E, 2 size, H], down [E, H, size]; the scales are None for what is not float8."""
+    """layers.moe.Experts: gate_up [E, 2 size, H], down [E, H, size]; the scales are None for what has none, see quant/stored.py, the
+    biases [E, 2 size] and [E, H] both or neither."""
 
     @property
     def gate_up(self) -> Tensor: ...
@@ -106,6 +110,21 @@ class RoutedExperts(Protocol):
     @property
     def down_scale_inv(self) -> Tensor | None: ...
 
+    @property
+    def gate_up_bias(self) -> Tensor | None: ...
+
+    @property
+    def down_bias(self) -> Tensor | None: ...
+
+    @property
+    def gate(self) -> ClampedGate | None: ...
+
+    @property
+    def gate_up_zeros(self) -> Tensor | None: ...
+
+    @property
+    def down_zeros(self) -> Tensor | None: ...
+
 
 class MixExperts(Protocol):
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, /) -> Tensor:
@@ -114,8 +133,8 @@ class MixExperts(Protocol):
 
 
 class PackExperts(Protocol):
-    def __call__(self, experts: RoutedExperts, shared: SharedExpert | None, /) -> MixExperts:
-        """After loading, also of the shared expert. May reorder the memory of the experts' weights, as core.protocols.Pack."""
+    def __call__(self, experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, /) -> MixExperts:
+        """After loading, also of the shared expert and its gate. May reorder the memory of the experts' weights, as core.protocols.Pack."""
         ...
 
 
@@ -176,7 +195,7 @@ class Kernels:
     pack_layers: PackLayers
     pack: Pack
     pack_int8: PackInt8
-    linear_fp8: LinearFP8
+    linear_stored: LinearStored
 
 
 KERNELS: Registry[Callable[[], Kernels]] = Registry(

@@ -11,14 +11,16 @@ from mtpserve.core.protocols import LinearMethod, Packed
 class Linear(nn.Module):
     """y = x W^T + b. `parts` are the row counts of the matrices that one fused W holds, in order (q, k, v; gate, up)."""
 
-    may_hold_blocks = ("weight",)  # parameters that weights/blocks may replace by float8 ones
+    may_hold_blocks = ("weight",)  # parameters that weights/blocks may replace by what is stored
 
     def __init__(self, inputs: int, parts: tuple[int, ...], method: LinearMethod, bias: bool = False) -> None:
         super().__init__()
         self.parts, self.method = parts, method
         self.weight = nn.Parameter(torch.empty(sum(parts), inputs), requires_grad=False)
         self.weight_scale_inv: nn.Parameter | None
+        self.weight_zeros: nn.Parameter | None
         self.register_parameter("weight_scale_inv", None)
+        self.register_parameter("weight_zeros", None)
         self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
         self.packed: Packed | None = None
 

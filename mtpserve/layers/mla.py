@@ -46,10 +46,14 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
-        mla, norm = self.mla, self.kv_norm
-        q, row = self.down(x).split([self.down.parts[0], mla.kv_rank + mla.rope], -1)
+        q, row = self.down(x).split(self.down.parts, -1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
+        return self.attended(q, row, rotation, context)
+
+    def attended(self, q: Tensor, row: Tensor, rotation: Rotation, context: Context) -> Tensor:
+        """q [T, heads * (nope + rope)], row [T, kv_rank + rope] → [T, hidden]"""
+        mla, norm = self.mla, self.kv_norm
         q = q.unflatten(-1, (self.heads, -1))  # [T, heads, nope + rope]
         absorbed = self.k_up(q[..., : mla.nope])  # [T, heads, kv_rank]
         q_rope = self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)
@@ -59,6 +63,6 @@ class MLA(nn.Module):
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
         """x [T, hidden]; latents and rotated keys are stored, and no query is computed."""
         mla, norm = self.mla, self.kv_norm
-        row = self.down(x).split([self.down.parts[0], mla.kv_rank + mla.rope], -1)[1]
+        row = self.down(x).split(self.down.parts, -1)[1]
         no_q = row.new_zeros(len(row), 1, mla.nope + mla.rope)
         self.kernels.latent_store(no_q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)

@@ -13,19 +13,20 @@ from mtpserve.layers.mlp import MLP
 
 
 class Router(nn.Module):
-    """`bias` steers the choice towards even load; the weights of the chosen come from the scores without it. None with a softmax."""
+    """A bias for the choice steers it towards even load; the weights of the chosen come from the scores without it."""
 
     def __init__(self, hidden: int, arch: MoEArch) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(arch.experts, hidden, dtype=torch.float32), requires_grad=False)
-        biased = arch.scores == "sigmoid"
+        biased = arch.router_bias is not None
         self.bias = nn.Parameter(torch.empty(arch.experts, dtype=torch.float32), requires_grad=False) if biased else None
 
 
 class Experts(nn.Module):
     """All experts' weights in two tensors. As loaded: gate_up [experts, 2 size, hidden], down [experts, hidden, size].
 
-    Each may be float8, with its scales [experts, blocks down, blocks across]; gate and up begin blocks of their own.
+    Each may be float8, with its scales [experts, blocks down, blocks across]; gate and up begin blocks of their own. Or either is float8
+    or of four bits, with scales and zeros [experts, rows, groups].
     """
 
     may_hold_blocks = ("gate_up", "down")
@@ -36,8 +37,13 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(arch.experts, hidden, arch.size), requires_grad=False)
         self.gate_up_scale_inv: nn.Parameter | None
         self.down_scale_inv: nn.Parameter | None
-        self.register_parameter("gate_up_scale_inv", None)
-        self.register_parameter("down_scale_inv", None)
+        self.gate_up_zeros: nn.Parameter | None
+        self.down_zeros: nn.Parameter | None
+        for name in ("gate_up_scale_inv", "down_scale_inv", "gate_up_zeros", "down_zeros"):
+            self.register_parameter(name, None)
+        self.gate = arch.gate
+        self.gate_up_bias = nn.Parameter(torch.empty(arch.experts, 2 * arch.size), requires_grad=False) if arch.biases else None
+        self.down_bias = nn.Parameter(torch.empty(arch.experts, hidden), requires_grad=False) if arch.biases else None
         self.parts = {"gate_up": (arch.size, arch.size), "down": (hidden,)}
 
 
@@ -53,11 +59,7 @@ class MoE(nn.Module):
 
     def finish_loading(self) -> None:
         self.route = self.kernels.pack_router(self.router.weight, self.router.bias, self.arch)
-        self.mix = self.kernels.pack_experts(self.experts, self.shared if self.shared_gate is None else None)
+        self.mix = self.kernels.pack_experts(self.experts, self.shared, self.shared_gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.mix(x, *self.route(x))
-        if self.shared is None or self.shared_gate is None:
-            return mixed
-        beside: Tensor = self.shared(x) * self.shared_gate(x).sigmoid()
-        return mixed + beside
+        return self.mix(x, *self.route(x))

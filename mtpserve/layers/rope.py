@@ -37,8 +37,10 @@ def yarn_frequencies(arch: RopeArch, yarn: YarnArch, plain: Tensor) -> Tensor:
         """The dimension that turns that often within the original context."""
         return arch.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(arch.theta))
 
-    low = max(math.floor(dimension_of(yarn.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(yarn.beta_slow)), arch.dim - 1)
+    low, high = dimension_of(yarn.beta_fast), dimension_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, arch.dim - 1)
     ramp = ((torch.arange(arch.dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
     # Fast dimensions are left alone, slow ones are stretched by the factor, those between are blended.
     return plain / yarn.factor * ramp + plain * (1 - ramp)
@@ -55,8 +57,10 @@ def rope_gain(arch: RopeArch) -> float:
 class Rope(nn.Module):
     """Tables for all positions."""
 
-    def __init__(self, arch: RopeArch, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, arch: RopeArch, length: int, dtype: torch.dtype, windowed: RopeArch | None = None) -> None:
+        """`windowed`: of layers with a window, where it is another."""
         super().__init__()
+        self.windowed = None if windowed is None else Rope(windowed, length, dtype)
         self.interleaved, self.dim = arch.interleaved, arch.dim
         angles = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), inverse_frequencies(arch))
         gain = rope_gain(arch)
@@ -90,6 +94,11 @@ class Rotation:
     def __init__(self, rope: Rope, positions: Tensor) -> None:
         self.positions, self.interleaved, self._rope = positions, rope.interleaved, rope
 
+    @cached_property
+    def in_window(self) -> Rotation:
+        """Of layers with a window."""
+        return self if self._rope.windowed is None else Rotation(self._rope.windowed, self.positions)
+
     @property
     def cos(self) -> Tensor:
         """[length, dim / 2] float32, of all positions"""
@@ -100,9 +109,22 @@ class Rotation:
         return self._rope.sin
 
     @cached_property
+    def _halves(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, dim / 2] float32"""
+        return self.cos[self.positions].unsqueeze(1), self.sin[self.positions].unsqueeze(1)
+
+    @cached_property
     def _rows(self) -> Tensor:
         rows = self._rope.table[self.positions]
         return torch.view_as_complex(rows).unsqueeze(1) if self.interleaved else rows.unsqueeze(2)
+
+    def rotate_halves(self, x: Tensor) -> Tensor:
+        """As `rotate` with the halves of the first dim numbers side by side, however the tables are interleaved."""
+        cos, sin = self._halves
+        half = cos.shape[-1]
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1)
 
     def rotate(self, x: Tensor) -> Tensor:
         """x [T, heads, dim or more], in plain torch; numbers after the first dim stay as they are."""

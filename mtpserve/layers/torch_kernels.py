@@ -13,16 +13,17 @@ from mtpserve_kernels.quant import reference as quant
 from torch import Tensor
 
 from mtpserve.cache.pool import store
-from mtpserve.core.arch import MoEArch
+from mtpserve.core.arch import ClampedGate, MoEArch
 from mtpserve.core.protocols import Context
 from mtpserve.layers import onednn
-from mtpserve.layers.kernels import HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import Gate, HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
+from mtpserve.quant.stored import QuantisedMatrix, widen
 
 # A few small experts over a few rows: multiplying all of them is one call and cheaper than finding out which ones are hit.
 ALL_EXPERTS, ALL_ROWS = 16, 64
-STRIP = 8  # rows of blocks of float8 that are widened at a time
+STRIP = 8  # times 128 rows of stored weights that are widened at a time
 
 
 def torch_kernels() -> Kernels:
@@ -37,7 +38,7 @@ def torch_kernels() -> Kernels:
         pack_layers,
         onednn.pack,
         Int8Matrix,
-        linear_fp8,
+        linear_stored,
     )
 
 
@@ -79,6 +80,16 @@ def rope_store(
     return rotated[:, :heads]
 
 
+def rope_store_apart(
+    qk: Tensor, v: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, heads: int
+) -> Tensor:  # fmt: skip
+    """`rope_store` where values are not as wide as keys, on every device: qk [T, heads + kv_heads, D], v [T, kv_heads, E]."""
+    rotated = rotation.rotate(qk)
+    store(keys, slots, rotated[:, heads:])
+    store(values, slots, v)
+    return rotated[:, :heads]
+
+
 def latent_store(
     q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
 ) -> Tensor:  # fmt: skip
@@ -90,8 +101,9 @@ def latent_store(
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
-    if bias is None:
-        return reference.route_softmax(x, weight, arch.top_k, arch.renormalise, arch.scale)
+    if arch.scores == "softmax" and bias is not None:
+        of_choice, of_logits = (bias, None) if arch.router_bias == "choice" else (None, bias)
+        return reference.route_softmax(x, weight, of_choice, of_logits, arch.top_k, arch.renormalise, arch.scale)
     return reference.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
 
 
@@ -135,16 +147,29 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
     return run
 
 
-def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_experts
     out = routed(x, weights, chosen, experts)
-    return out if shared is None else out + shared(x)
+    return out if shared is None else out + beside(shared, gate, x)
 
 
-def experts_row_by_row(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts_row_by_row(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     routed = all_experts if few(x, experts) else hit_row_by_row
     out = routed(x, weights, chosen, experts)
-    return out if shared is None else out + shared(x)
+    return out if shared is None else out + beside(shared, gate, x)
+
+
+def beside(shared: SharedExpert, gate: Gate | None, x: Tensor) -> Tensor:
+    out = shared(x)
+    return out if gate is None else out * gate(x).sigmoid()
+
+
+def activated(gate_up: Tensor, gate: ClampedGate | None) -> Tensor:
+    return silu_mul(gate_up) if gate is None else reference.clamped_gate(gate_up, gate.alpha, gate.limit)
 
 
 def few(x: Tensor, experts: RoutedExperts) -> bool:
@@ -155,19 +180,26 @@ def all_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExper
     """Every expert over every row; what was not chosen is multiplied with zero."""
     dense = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)  # [T, experts]
     numbers = range(len(experts.gate_up))
-    # float8 is widened for this product alone; what needs no widening is not copied either.
+    # Stored weights are widened for this product alone; what needs no widening is not copied either.
     gate_up = experts.gate_up if experts.gate_up_scale_inv is None else torch.stack([gate_up_of(experts, i, x.dtype) for i in numbers])
     down = experts.down if experts.down_scale_inv is None else torch.stack([down_of(experts, i, x.dtype) for i in numbers])
-    inner = silu_mul(torch.matmul(x, gate_up.mT)) * dense.T.unsqueeze(-1)  # [experts, T, size]
-    return torch.bmm(inner, down.mT).sum(0)
+    both = torch.matmul(x, gate_up.mT)  # [experts, T, 2 size]
+    if experts.gate_up_bias is not None and experts.down_bias is not None:
+        both += experts.gate_up_bias.unsqueeze(1)
+        biases = dense @ experts.down_bias
+    inner = activated(both, experts.gate) * dense.T.unsqueeze(-1)
+    out = torch.bmm(inner, down.mT).sum(0)
+    return out if experts.down_bias is None else out + biases
 
 
 def hit_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         rows, place = (chosen == expert).nonzero(as_tuple=True)
-        inner = silu_mul(F.linear(x[rows], gate_up_of(experts, expert, x.dtype)))
-        out.index_add_(0, rows, F.linear(inner, down_of(experts, expert, x.dtype)) * weights[rows, place, None].to(x.dtype))
+        biases = [None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)]
+        inner = activated(F.linear(x[rows], gate_up_of(experts, expert, x.dtype), biases[0]), experts.gate)
+        part = F.linear(inner, down_of(experts, expert, x.dtype), biases[1])
+        out.index_add_(0, rows, part * weights[rows, place, None].to(x.dtype))
     return out
 
 
@@ -179,22 +211,30 @@ def hit_row_by_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedEx
 
 
 def gate_up_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
-    """One expert's, widened where it is float8. Gate and up begin blocks of their own."""
+    """One expert's, widened where it has scales. Gate and up begin blocks of their own."""
     stored, scales = experts.gate_up[expert], experts.gate_up_scale_inv
     if scales is None:
         return stored
+    if scales.shape[1] == len(stored):
+        return wide(stored, scales[expert], None if experts.gate_up_zeros is None else experts.gate_up_zeros[expert], dtype)
     half = len(stored) // 2
     by_part = scales[expert].split(scale_shape(half, 1)[0])
     return torch.cat([dequantize_block(*pair) for pair in zip(stored.split(half), by_part, strict=True)]).to(dtype)
 
 
 def down_of(experts: RoutedExperts, expert: int, dtype: torch.dtype) -> Tensor:
-    stored, scales = experts.down[expert], experts.down_scale_inv
-    return stored if scales is None else dequantize_block(stored, scales[expert]).to(dtype)
+    stored, scales, zeros = experts.down[expert], experts.down_scale_inv, experts.down_zeros
+    return stored if scales is None else wide(stored, scales[expert], None if zeros is None else zeros[expert], dtype)
 
 
-def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Each product widens its weights anew, a strip at a time: slower than a widened copy, and no larger than the float8 weights."""
-    strips = zip(weight.split(STRIP * BLOCK[0]), scale.split(STRIP), strict=True)
-    out = torch.cat([F.linear(x, dequantize_block(*strip).to(x.dtype)) for strip in strips], -1)
+def wide(numbers: Tensor, scale: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    matrix = QuantisedMatrix(numbers, scale, zeros)
+    return widen(matrix, matrix.columns).to(dtype)
+
+
+def linear_stored(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Each product widens its weights anew, a strip at a time: slower than a widened copy, and no larger than the stored weights."""
+    matrix, strip = QuantisedMatrix(weight, scale, zeros), STRIP * BLOCK[0]
+    strips = (widen(matrix.rows(start, start + strip), x.shape[1]) for start in range(0, len(weight), strip))
+    out = torch.cat([F.linear(x, rows.to(x.dtype)) for rows in strips], -1)
     return out if bias is None else out + bias

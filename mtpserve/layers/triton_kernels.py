@@ -6,18 +6,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from mtpserve_kernels.fused import rope
+from mtpserve_kernels.fused.linear import MAX_ROWS
 from mtpserve_kernels.fused.norm import add_rms_norm
 from mtpserve_kernels.fused.silu import silu_mul
 from mtpserve_kernels.moe import experts as moe_experts, route as moe_route
+from mtpserve_kernels.moe.experts_rows import experts_rows
 from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 from torch import Tensor
 
 from mtpserve.core.arch import MoEArch
 from mtpserve.layers import torch_kernels
-from mtpserve.layers.kernels import HeadNorms, Kernels, RoutedExperts, SharedExpert
+from mtpserve.layers.kernels import Gate, HeadNorms, Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK
+from mtpserve.quant.stored import QuantisedMatrix
+
+STRIP = 8192  # rows of stored weights that are widened at a time, where many rows are multiplied
 
 
 def triton_kernels() -> Kernels:
@@ -30,7 +38,7 @@ def triton_kernels() -> Kernels:
         pack_router=partial(partial, route),
         pack_experts=partial(partial, experts),
         pack=lambda *_: None,
-        linear_fp8=linear_fp8,
+        linear_stored=linear_stored,
     )
 
 
@@ -54,19 +62,43 @@ def latent_store(
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
-    if bias is None:
-        return torch_kernels.route(weight, bias, arch, x)
-    return moe_route.route(x, weight, bias, arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale)
+    of_choice, of_logits = (bias, None) if arch.router_bias == "choice" else (None, bias)
+    routing = arch.top_k, arch.groups, arch.top_groups, arch.renormalise, arch.scale
+    return moe_route.route(x, weight, of_choice, *routing, arch.scores == "softmax", of_logits)
 
 
-def experts(experts: RoutedExperts, shared: SharedExpert | None, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def experts(
+    experts: RoutedExperts, shared: SharedExpert | None, gate: Gate | None, x: Tensor, weights: Tensor, chosen: Tensor
+) -> Tensor:  # fmt: skip
     matrices, scales = (experts.gate_up, experts.down), (experts.gate_up_scale_inv, experts.down_scale_inv)
-    if shared is None:
-        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales)
+    biases, clamp = (experts.gate_up_bias, experts.down_bias), experts.gate
+    plain, clamped = clamp is None and biases[0] is None, None if clamp is None else (clamp.alpha, clamp.limit)
+    by_row = [scale is not None and scale.shape[1] == matrix.shape[1] for matrix, scale in zip(matrices, scales, strict=True)]
+    if any(by_row):
+        if not all(scale is None or each for scale, each in zip(scales, by_row, strict=True)):
+            return torch_kernels.experts(experts, shared, gate, x, weights, chosen)  # one of them in blocks: nobody publishes that
+        gate_up, down = (matrices[0], scales[0], experts.gate_up_zeros), (matrices[1], scales[1], experts.down_zeros)
+        mixed = experts_rows(x, weights, chosen, *gate_up, *down, *biases, clamped)
+        return mixed if shared is None else mixed + torch_kernels.beside(shared, gate, x)
+    if shared is None or not plain:
+        out = moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales, None, None, *biases, clamped)
+        return out if shared is None else out + torch_kernels.beside(shared, gate, x)
     beside = (shared.gate_up.weight, shared.down.weight)
     beside_scales = (shared.gate_up.weight_scale_inv, shared.down.weight_scale_inv)
-    # The kernel takes the shared expert for as many more experts as it is wide: it must be stored like one, in whole blocks.
+    # The kernel takes the shared expert for as many more experts as it is wide: it must be stored like one, in whole blocks. Its weight
+    # is 1: one with a gate is computed by itself.
     alike = all((mine is None) == (other is None) for mine, other in zip(scales, beside_scales, strict=True))
-    if not alike or (any(scale is not None for scale in scales) and experts.down.shape[2] % BLOCK[0]):
-        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales) + shared(x)
+    if gate is not None or not alike or (any(scale is not None for scale in scales) and experts.down.shape[2] % BLOCK[0]):
+        return moe_experts.experts(x, weights, chosen, *matrices, None, None, *scales) + torch_kernels.beside(shared, gate, x)
     return moe_experts.experts(x, weights, chosen, *matrices, *beside, *scales, *beside_scales)
+
+
+def linear_stored(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
+    if QuantisedMatrix(weight, scale, zeros).in_blocks:
+        return linear_fp8(x, weight, scale, bias)
+    if len(x) <= MAX_ROWS:
+        return linear_rows(x, weight, scale, zeros, bias)
+    strips = (slice(start, start + STRIP) for start in range(0, len(weight), STRIP))
+    wide = (widen_rows(weight[rows], scale[rows], None if zeros is None else zeros[rows], x.dtype) for rows in strips)
+    out = torch.cat([F.linear(x, part) for part in wide], -1)
+    return out if bias is None else out + bias

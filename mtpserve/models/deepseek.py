@@ -13,6 +13,7 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mla import MLA
 from mtpserve.layers.rope import yarn_mscale
+from mtpserve.layers.sparse import SparseMLA
 from mtpserve.models.family import Family, Names, ends, experts as routed, feed_forward, gated, one_layer, trunk_layers
 from mtpserve.weights import hf
 from mtpserve.weights.hf import HFConfig
@@ -102,8 +103,9 @@ def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
 
 def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels) -> DecoderModel:
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
-        method = methods.of(drafts=layer >= arch.num_layers)
-        return MLA(arch, method, kernels), feed_forward(arch, layer, method, kernels)
+        method, kind = methods.of(drafts=layer >= arch.num_layers), arch.attention(layer)
+        attention = MLA(arch, method, kernels) if kind.selected is None else SparseMLA(arch, kind, method, kernels)
+        return attention, feed_forward(arch, layer, method, kernels)
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)
 
@@ -156,5 +158,5 @@ def mtp_layer(prefix: str, names: Names) -> list[Rule]:
     )
 
 
-# 85 to 90 %: DeepSeek-V3, https://arxiv.org/abs/2412.19437 §5.4.3
-DEEPSEEK = Family(arch, build, trunk_rules, mtp_rules, floor=0.4)
+# 85 to 90 %: DeepSeek-V3, https://arxiv.org/abs/2412.19437 §5.4.3. R1 and V3.1 reason, V3 does not.
+DEEPSEEK = Family(arch, build, trunk_rules, mtp_rules, floor=0.4, tool_call_parser="deepseek_v3")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,23 @@ class Family:
     None for a family that is published without an MTP layer.
 
     `floor`: share of the first drafts that an MTP layer of this family has accepted at least, on its model's own greedy text. About half of
-    what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches."""
+    what was published: less is a layer that was read or computed wrongly, or hardly trained. The default: what any trained one reaches.
+
+    `modules`: how many MTP layers it is published with, where each depth has one of its own; 0: one is for all depths.
+    `uncounted`: how many it has where its config does not count them.
+
+    `tool_call_parser`, `reasoning_parser`: the formats that its models write, by the names of text/parsers/registry. Where they differ, a
+    checkpoint's chat template says more than its family (server/formats); None: it alone says."""
 
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]
     trunk_rules: Callable[[ModelArch], list[Rule]]
     mtp_rules: Callable[[ModelArch, str], list[Rule]] | None = None
     floor: float = 0.2
+    modules: int = 0
+    uncounted: int = 0
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Kernels) -> nn.Module:
@@ -43,9 +53,9 @@ def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Ker
     return MoE(arch.hidden, arch.moe, method, kernels)
 
 
-def trunk_layers(arch: ModelArch, names: Names) -> list[Rule]:
-    """`names` for every layer of the trunk and no other: the next number may be an MTP layer."""
-    numbers = "|".join(str(i) for i in range(arch.num_layers))
+def trunk_layers(arch: ModelArch, names: Names, layers: Iterable[int] | None = None) -> list[Rule]:
+    """`names` for these layers of the trunk, by default for all, and no other: the next number may be an MTP layer."""
+    numbers = "|".join(str(i) for i in (range(arch.num_layers) if layers is None else layers))
     start = rf"model\.layers\.(?P<layer>{numbers})\."
     return [made(start + name, f"layers.{{layer}}.{target}", how) for name, target, how in names]
 
@@ -75,8 +85,9 @@ def gated(name: str, target: str) -> Names:
     ]
 
 
-def experts(arch: MoEArch) -> Names:
-    """Routed experts, their router and the shared expert, whose names are the same in most families."""
+def experts(arch: MoEArch, correction: bool = True) -> Names:
+    """Routed experts, their router and the shared expert, whose names are the same in most families. `correction`: the name of the
+    router's bias is, too."""
     names: Names = [
         (r"mlp\.gate\.weight", "mlp.router.weight", Copy()),
         (r"mlp\.experts\.(?P<expert>\d+)\.gate_proj\.weight", "mlp.experts.gate_up", Expert(0)),
@@ -84,7 +95,9 @@ def experts(arch: MoEArch) -> Names:
         (r"mlp\.experts\.(?P<expert>\d+)\.down_proj\.weight", "mlp.experts.down", Expert(0)),
         *gated(r"mlp\.shared_experts", "mlp.shared"),
     ]
-    return names if arch.scores == "softmax" else [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
+    if arch.router_bias is None or not correction:
+        return names
+    return [*names, (r"mlp\.gate\.e_score_correction_bias", "mlp.router.bias", Copy())]
 
 
 def dropped(prefix: str, reason: str) -> Rule:

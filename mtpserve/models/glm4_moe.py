@@ -25,5 +25,7 @@ def lite_arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     return deepseek.arch(config, mtp_layers, "glm4_moe_lite", dense=1)
 
 
-GLM4_MOE = Family(arch, gqa.build, gqa.trunk_rules, mtp_rules)
-GLM4_MOE_LITE = Family(lite_arch, deepseek.build, deepseek.trunk_rules, deepseek.mtp_rules)
+GLM4_MOE = Family(arch, gqa.build, gqa.trunk_rules, mtp_rules, tool_call_parser="glm45", reasoning_parser="glm45")
+GLM4_MOE_LITE = Family(
+    lite_arch, deepseek.build, deepseek.trunk_rules, deepseek.mtp_rules, tool_call_parser="glm47", reasoning_parser="glm45"
+)

@@ -17,4 +17,4 @@ def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     return gqa.arch(config, "llama", positions=2048, qkv_bias=bias, out_bias=bias)
 
 
-LLAMA = Family(arch, gqa.build, gqa.trunk_rules)
+LLAMA = Family(arch, gqa.build, gqa.trunk_rules, tool_call_parser="llama3_json")

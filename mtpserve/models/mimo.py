@@ -17,7 +17,7 @@ from mtpserve.weights.rules import Copy, Rule
 
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     mtp = MTPArch(mtp_layers, "hidden-embedding", hidden_in="pre", recycle="pre") if mtp_layers else None
-    return gqa.arch(config, "mimo", positions=32768, qkv_bias=config.get_bool("attention_bias", True), windows=True, mtp=mtp)
+    return gqa.arch(config, "mimo", positions=32768, qkv_bias=config.get_bool("attention_bias", True), trunk=gqa.windowed, mtp=mtp)
 
 
 def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
@@ -34,4 +34,4 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
 
 
 # About 90 %: MiMo, https://arxiv.org/abs/2505.07608
-MIMO = Family(arch, gqa.build, gqa.trunk_rules, mtp_rules, floor=0.4)
+MIMO = Family(arch, gqa.build, gqa.trunk_rules, mtp_rules, floor=0.4, tool_call_parser="hermes", reasoning_parser="mimo")

@@ -11,14 +11,14 @@ from mtpserve.weights.rules import Copy, Rule
 
 
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
-    return gqa.arch(config, "qwen2", positions=32768, qkv_bias=True, windows=True)
+    return gqa.arch(config, "qwen2", positions=32768, qkv_bias=True, trunk=gqa.windowed)
 
 
 def moe_arch(config: HFConfig, mtp_layers: int) -> ModelArch:
     if config.get_bool("use_sliding_window", False) and not config.has("layer_types"):
         raise config.unsupported("use_sliding_window", "false, or true with layer_types")
     moe = experts(config, config.get_int("shared_expert_intermediate_size", 5632, at_least=1))
-    return gqa.arch(config, "qwen2_moe", positions=32768, qkv_bias=config.get_bool("qkv_bias", True), windows=True, moe=moe)
+    return gqa.arch(config, "qwen2_moe", positions=32768, qkv_bias=config.get_bool("qkv_bias", True), trunk=gqa.windowed, moe=moe)
 
 
 def experts(config: HFConfig, shared: int = 0) -> MoEArch:
@@ -41,6 +41,7 @@ def experts(config: HFConfig, shared: int = 0) -> MoEArch:
         scale=1.0,
         renormalise=config.get_bool("norm_topk_prob", False),
         scores="softmax",
+        router_bias=None,
         shared_gate=shared > 0,
     )
 
@@ -50,5 +51,5 @@ def moe_rules(arch: ModelArch) -> list[Rule]:
     return gqa.trunk_rules(arch) + trunk_layers(arch, names)
 
 
-QWEN2 = Family(arch, gqa.build, gqa.trunk_rules)
-QWEN2_MOE = Family(moe_arch, gqa.build, moe_rules)
+QWEN2 = Family(arch, gqa.build, gqa.trunk_rules, tool_call_parser="hermes")
+QWEN2_MOE = Family(moe_arch, gqa.build, moe_rules, tool_call_parser="hermes")

@@ -19,8 +19,8 @@ def moe_arch(config: HFConfig, mtp_layers: int) -> ModelArch:
 
 def common(config: HFConfig, moe: MoEArch | None) -> ModelArch:
     bias = config.get_bool("attention_bias", False)
-    return gqa.arch(config, "qwen3", positions=32768, qkv_bias=bias, out_bias=bias, head_norms=True, windows=True, moe=moe)
+    return gqa.arch(config, "qwen3", positions=32768, qkv_bias=bias, out_bias=bias, head_norms=True, trunk=gqa.windowed, moe=moe)
 
 
-QWEN3 = Family(arch, gqa.build, gqa.trunk_rules)
-QWEN3_MOE = Family(moe_arch, gqa.build, gqa.trunk_rules)
+QWEN3 = Family(arch, gqa.build, gqa.trunk_rules, tool_call_parser="hermes", reasoning_parser="qwen3")
+QWEN3_MOE = Family(moe_arch, gqa.build, gqa.trunk_rules, tool_call_parser="hermes", reasoning_parser="qwen3")

@@ -1,6 +1,6 @@
 """DeepSeek-V3's storage of a matrix: float8 (e4m3) with one float32 scale per block of 128 x 128 (https://arxiv.org/abs/2412.19437 §3.3).
 
-Not a linear method (see blockwise.py): the conversions, used when a checkpoint is loaded and by tools that write one.
+Not a linear method (see kept.py): the conversions, used when a checkpoint is loaded and by tools that write one.
 
                columns: 128   128   44
     rows 128  |  s00  |  s01  | s02 |     weight[i, j] = float8[i, j] * scale_inv[i // 128, j // 128]
@@ -50,8 +50,8 @@ def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tens
 
 
 def make_room(module: nn.Module, name: str, parts: tuple[int, ...]) -> None:
-    """Before loading: the parameter `name` [..., rows, columns] becomes float8, and `name`_scale_inv is added. `parts`: the row counts of
-    the matrices that are fused in it; each begins a new block."""
+    """Before loading: the parameter `name` [..., rows, columns] becomes float8 in blocks, and `name`_scale_inv is added. `parts`: the row
+    counts of the matrices that are fused in it; each begins a new block."""
     old = module.get_parameter(name)
     *experts, _, columns = old.shape
     shape = *experts, sum(scale_shape(rows, columns)[0] for rows in parts), scale_shape(1, columns)[1]

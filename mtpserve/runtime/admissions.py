@@ -10,7 +10,8 @@ from collections.abc import Collection, Sequence as Seq
 import torch
 from torch import Tensor
 
-from mtpserve.core.plan import NewPages
+from mtpserve.cache.states import States
+from mtpserve.core.plan import Admission, NewPages
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import LogitRules, biases
@@ -66,6 +67,13 @@ def seat(records: Seq[Record], pages: Seq[NewPages], seats: SeatTensors, samplin
             sampling.rules.count(record.seat, tokens, record.prompt_len)
     for record in records:
         seats.predict(record.seat, next(parts))
+
+
+def start_states(admissions: Seq[Admission], states: States) -> None:
+    found = [each for each in admissions if each.state >= 0]
+    lists = [[each.seat for each in admissions], [each.computed for each in admissions]]
+    lists += [[each.state for each in found], [each.seat for each in found]]
+    states.start(*staged(lists, states.computed.device))
 
 
 def integers(record: Record, eos_ids: Collection[int]) -> list[int]:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.contexts import slots_of
+from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
-from mtpserve.core.batch import Batch, Hidden, Verdict, Want
+from mtpserve.core.batch import Batch, Hidden, Keep, Verdict, Want
 from mtpserve.core.plan import SpanPlan
 from mtpserve.core.protocols import Sampler
 from mtpserve.runtime.records import Record
@@ -82,6 +83,7 @@ class Rows:
     resumed: Tensor | None = None  # [N] spans that start right after pages of another request
     unstored: Tensor | None = None  # [N] spans whose first token is in such a page: it is computed again, and not stored
     predictions: tuple[Tensor, Tensor] | None = None  # see Batch
+    keep: Keep | None = None  # see Batch
 
 
 def is_first(plan: SpanPlan, record: Record, lag: int | None) -> bool:
@@ -102,7 +104,7 @@ def after_others(plans: Seq[SpanPlan], records: Seq[Record], lag: int | None) ->
 def build(given: Rows, seats: SeatTensors) -> Batch:
     rows = given.layout
     batch = place(rows, seats, given.seat_ids, given.sampler, given.draft_spans)
-    batch = replace(batch, resumed=given.resumed, predictions=given.predictions)
+    batch = replace(batch, resumed=given.resumed, predictions=given.predictions, keep=given.keep)
     batch = without_stores(batch, given.unstored)
     if not given.trees or rows.widest == 0:
         return batch
@@ -146,8 +148,11 @@ def place(
     )
 
 
-def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, seats: SeatTensors, stores: Stores) -> tuple[Batch, Hidden]:
-    """Move what survived of every tree together, so that what follows sees chains: the trunk's KV and hidden states.
+def compact(
+    rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, seats: SeatTensors, stores: Stores, states: States | None
+) -> tuple[Batch, Hidden]:
+    """Move what survived of every tree together, so that what follows sees chains: the trunk's KV, what waits for its states, and hidden
+    states.
 
         rows      x 1 2 3 4 5 6      path 0 2 5      →      x 2 5       their KV is now in the slots after x
 
@@ -171,4 +176,6 @@ def compact(rows: RowLayout, batch: Batch, hidden: Hidden, verdict: Verdict, sea
     for group in stores.groups:
         slots = slots_of(batch, group)
         stores.move(group, slots[source], slots[target])
+    if states is not None:
+        states.move(batch.seat_ids, verdict.path[:, 1:])
     return chained, hidden.at(old)

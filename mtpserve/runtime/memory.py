@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from mtpserve_kernels.tiling import MAX_SCORES
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import ModelArch, page_groups
-from mtpserve.core.errors import ConfigError
+from mtpserve.core.arch import ModelArch, attention_kinds, page_groups, recurrent_kinds
+from mtpserve.core.errors import NoRoom
 from mtpserve.spec.sizes import draft_sizes
 
 CPU_FRACTION, GPU_FRACTION = 0.1, 0.85
+STATES_EACH, STATES_PART = 4, 4  # as many states are kept as requests have, or as fit into a part of the pool's memory
 SHARE_OF_CONTEXT = 8  # a typical request fills this part of the context: concurrency is the pool over that
 ESTIMATE = " (estimate)"  # after the names of rows that cannot be counted in advance
 
@@ -22,6 +24,7 @@ ESTIMATE = " (estimate)"  # after the names of rows that cannot be counted in ad
 class MemoryPlan:
     rows: list[tuple[str, int]]  # what, bytes
     pages: tuple[int, ...]  # of each group, see core.arch.page_groups
+    states: int  # of recurrent layers, that are kept for requests with the same prefix
     max_running: int
     context_length: int
 
@@ -44,8 +47,21 @@ class Fixed:
     reduced: int  # the copy of the head's rows that drafting multiplies
     itemsize: int  # of what the model computes with
 
+    @property
+    def rows(self) -> list[tuple[str, int]]:
+        return [("weights", self.trunk), ("weights, MTP layer", self.mtp), ("draft head, reduced", self.reduced)]
+
 
 Sizes = Callable[[int], int]  # of running requests, in bytes
+
+
+def state_sizes(arch: ModelArch, itemsize: int, ring: int) -> tuple[int, int]:
+    """Bytes of one request in all recurrent layers: its state, and what waits with `ring` rows in addition."""
+    state = waiting = 0
+    for kind in recurrent_kinds(arch.layers):
+        state += 4 * kind.numbers + itemsize * (kind.taps - 1) * kind.channels
+        waiting += ring * (itemsize * kind.channels + 4 * 2 * kind.value_heads)
+    return state, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +77,7 @@ def page_shares(arch: ModelArch, stored: torch.dtype, page_size: int, beyond: in
     """`beyond`: tokens of a request that are held beside its window."""
     shares = []
     for window in page_groups(arch.layers):
-        numbers = sum(kind.kv.numbers for kind in arch.layers if kind.window == window)
+        numbers = sum(kind.numbers for kind in attention_kinds(arch.layers) if kind.window == window)
         most = None if window is None else (columns(window + beyond, page_size) + 1) * page_size
         shares.append(PageShare(window, numbers * stored.itemsize, most))
     return shares
@@ -101,26 +117,27 @@ def plan_memory(
     tables: Sizes,
 ) -> MemoryPlan:
     """`stored`: what keys and values are stored in. `state` is what every seat has, `tables` what seats get once a request has a
-    penalty or a bias. Raises ConfigError where nothing is left for the pool."""
+    penalty or a bias. Raises NoRoom where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    boundary = 0 if arch.mtp is None else arch.hidden * fixed.itemsize  # one row per page, see cache/boundary
+    boundary = 0 if arch.mtp is None else arch.mtp.layers * arch.hidden * fixed.itemsize  # a row per page, see cache/boundary
     shares = page_shares(arch, stored, page_size, scheduler.chunked_prefill_size + lookahead)
     shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
     token, ahead = sum(share.token for share in shares), lookahead
     # More requests than fit into one step would take turns.
     most = scheduler.max_running_requests or max(1, scheduler.chunked_prefill_size // (spec.nodes + 1))
-    weights, total = fixed.trunk + fixed.mtp + fixed.reduced, config.cache.max_total_tokens
+    weights, total = sum(size for _, size in fixed.rows), config.cache.max_total_tokens
+    state_bytes, waiting_bytes = state_sizes(arch, fixed.itemsize, spec.nodes)
 
     def working(running: int) -> list[tuple[str, int]]:
-        rows = workspace(config, arch, fixed.itemsize, running)
-        # Layers with a window defer nothing: see engine/assemble.
-        deferred = draft_sizes(spec, scheduler.chunked_prefill_size).deferred if page_groups(arch.layers) == (None,) else 0
+        rows = workspace(config, arch, fixed.itemsize, running) + selection(arch, scheduler.chunked_prefill_size, context)
         captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
         return [
             ("request state", state(running)),
             ("tables of penalties and biases, once asked for", tables(running)),
-            ("hidden rows that the draft model absorbs later", running * boundary * deferred),
+            ("hidden rows that the draft model absorbs later", running * boundary * deferred_rows(config, arch)),
+            ("states of recurrent layers", (running + 1) * state_bytes),
+            ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
             (f"one step's numbers{ESTIMATE}", rows),
             (f"captured steps{ESTIMATE}", captured),
         ]
@@ -129,27 +146,49 @@ def plan_memory(
         fraction = config.cache.mem_fraction_static or (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
         budget = int(usable_memory(device) * fraction) - weights
         typical = max(context // SHARE_OF_CONTEXT, 1)
-        each = sum(share.token * tokens_in(share, typical, 1) for share in shares)
+        # Half of the states are kept ones, at least.
+        each = sum(share.token * tokens_in(share, typical, 1) for share in shares) + 2 * state_bytes + waiting_bytes
         running = scheduler.max_running_requests or concurrency(max(budget, 0) * typical // each, context, most)
         budget -= sum(size for _, size in working(running)) + page_size * token
+        states = kept_states(config, state_bytes, running, budget)
+        budget -= states * state_bytes
         total = largest(shares, budget, running, running * (context + ahead + page_size))
     else:
         running = scheduler.max_running_requests or concurrency(total, context, most)
-    pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
-    if min(pages) < 1:
-        raise ConfigError(
-            f"no memory is left for the KV pool: weights take {weights:,} bytes; raise --mem-fraction-static or set --max-total-tokens"
-        )
+        states = kept_states(config, state_bytes, running, None)
+    pages = divided(shares, total, running, page_size, weights)
     rows = [
-        ("weights", fixed.trunk),
-        ("weights, MTP layer", fixed.mtp),
-        ("draft head, reduced", fixed.reduced),
+        *fixed.rows,
         *working(running),
         *kv_rows(arch, stored, page_size, pages, running, ahead),
-        ("KV, the page that pads batches", page_size * sum(kind.kv.numbers * stored.itemsize for kind in arch.layers)),
+        ("KV, the page that pads batches", page_size * sum(kind.numbers * stored.itemsize for kind in attention_kinds(arch.layers))),
+        (f"{states} states for requests with the same prefix", states * state_bytes),
         ("the hidden row at the end of each page", (pages[0] + 1) * boundary),
     ]
-    return MemoryPlan([row for row in rows if row[1]], pages, running, context)
+    return MemoryPlan([row for row in rows if row[1]], pages, states, running, context)
+
+
+def divided(shares: list[PageShare], total: int, running: int, page_size: int, weights: int) -> tuple[int, ...]:
+    """Pages of each group, for `total` tokens. Raises NoRoom."""
+    pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
+    if min(pages) < 1:
+        raise NoRoom(
+            f"no memory is left for the KV pool: weights take {weights:,} bytes; raise --mem-fraction-static or set --max-total-tokens"
+        )
+    return pages
+
+
+def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
+    """Of each request. Layers with a window defer nothing: see engine/assemble."""
+    every = page_groups(arch.layers) == (None,)
+    return draft_sizes(config.spec, config.scheduler.chunked_prefill_size).deferred if every else 0
+
+
+def kept_states(config: EngineConfig, size: int, running: int, budget: int | None) -> int:
+    """States of `size` bytes that are kept besides those of requests. `budget`: of the pool, in bytes."""
+    if not size or config.cache.disable_radix_cache:
+        return 0
+    return max(1, min(STATES_EACH * running, STATES_EACH * running if budget is None else budget // STATES_PART // size))
 
 
 def kv_rows(
@@ -158,9 +197,9 @@ def kv_rows(
     """By store. What is kept ahead of the requests' tokens has a row of its own where layers keep all tokens; windows count it in."""
     rows, all_ahead = [], 0
     windows = page_groups(arch.layers)
-    for kind in dict.fromkeys(arch.layers):
+    for kind in dict.fromkeys(attention_kinds(arch.layers)):
         tokens, layers = pages[windows.index(kind.window)] * page_size, arch.layers.count(kind)
-        size = layers * kind.kv.numbers * stored.itemsize
+        size = layers * kind.numbers * stored.itemsize
         kept = min(running * ahead, tokens) if kind.window is None else 0
         rows.append((f"KV, {tokens - kept:,} tokens in {layers} layers ({kind})", (tokens - kept) * size))
         all_ahead += kept * size
@@ -175,9 +214,16 @@ def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int
     """The widest layer's numbers, of a step that fills its budget, and the logits in float32 with three copies on their way to tokens."""
     rows = config.scheduler.chunked_prefill_size
     inner = arch.intermediate if arch.moe is None else max(arch.intermediate, arch.moe.size * arch.moe.top_k + arch.moe.shared)
-    layer = 4 * arch.hidden + 3 * inner + 2 * arch.heads * max(kind.kv.key_dim for kind in arch.layers)
+    layer = 4 * arch.hidden + 3 * inner + 2 * arch.heads * max(kind.kv.key_dim for kind in attention_kinds(arch.layers))
+    layer = max(layer, 4 * arch.hidden + max((3 * kind.channels for kind in recurrent_kinds(arch.layers)), default=0))
     sampled = min(rows, running * (config.spec.nodes + 1))
     return rows * layer * itemsize + sampled * arch.vocab * 4 * 4
+
+
+def selection(arch: ModelArch, rows: int, context: int) -> int:
+    """Of layers that attend to selected tokens: the slots of these for each row of a step, and the scores of as many rows as fit."""
+    best = max((kind.selected.best for kind in attention_kinds(arch.layers) if kind.selected is not None), default=0)
+    return rows * best * 8 + min(rows * context, max(MAX_SCORES, context)) * 4 if best else 0
 
 
 def usable_memory(device: torch.device) -> int:

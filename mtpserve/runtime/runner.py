@@ -14,13 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mtpserve.core.batch import Logprobs, Want
+from mtpserve.core.batch import Keep, Logprobs, Want
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.grammars import GrammarCompiler
-from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.plan import KeptState, SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols import Drafter
-from mtpserve.runtime.admissions import seat
+from mtpserve.runtime.admissions import seat, start_states
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
 from mtpserve.runtime.paging import Transfers
@@ -93,6 +93,7 @@ class Runner:
         self.drafter, self.seats = step.drafter, step.seats
         self.records: dict[int, Record] = {}  # by seat
         self.last: tuple[Seq[Record], Asked] = (), Asked()
+        self.keeping: dict[int, KeptState] = {}  # of the step that is launched, by seat
         self.captured: dict[Drafter, StepGraphs] = {}  # with `reshape`: of each drafter that was used
 
     def reshape(self, shape: DraftShape) -> None:
@@ -122,6 +123,7 @@ class Runner:
             assert self.transfers is not None
             self.transfers.start(plan.transfers)
         self.admit(plan)
+        self.keeping = {kept.seat: kept for kept in plan.keeps}
         spans = [(place, span, self.records[span.seat]) for place, span in enumerate(plan.spans)]
         for _, _, record in spans:
             if record.grammar is not None:
@@ -162,7 +164,10 @@ class Runner:
             except Exception as error:
                 log.exception("request %s could not be seated", record.id)
                 record.refuse(error)
-        seat([record for record in records if record.error is None], plan.pages, self.seats, self.sampling)
+        seated = [record for record in records if record.error is None]
+        seat(seated, plan.pages, self.seats, self.sampling)
+        if self.step.states is not None and seated:
+            start_states([record.admission for record in seated], self.step.states)
 
     def follow(self, record: Record) -> None:
         try:
@@ -174,7 +179,8 @@ class Runner:
     def replayable(self, span: Span) -> bool:
         _, plan, record = span
         plain = record.plain and record.sampling.logprobs is None and not record.has_rules and not self.processors
-        return plan.samples and plan.length == 1 and plain and not is_first(plan, record, self.drafter.lag)
+        ordinary = plan.length == 1 and plan.seat not in self.keeping
+        return plan.samples and ordinary and plain and not is_first(plan, record, self.drafter.lag)
 
     def run(self, spans: Seq[Span], want: int) -> Part:
         _, plans, records = zip(*spans, strict=True)
@@ -211,7 +217,14 @@ class Runner:
             resumed_spans if resumed else None,
             unstored_spans if unstored else None,
             self.seats.predicted(hosts),
+            self.keep_of(plans),
         )
+
+    def keep_of(self, plans: Seq[SpanPlan]) -> Keep | None:
+        if self.keeping.keys().isdisjoint(plan.seat for plan in plans):
+            return None
+        kept = [self.keeping.get(plan.seat, KeptState(plan.seat, 0, 0)) for plan in plans]
+        return Keep(*staged([[each.after for each in kept], [each.state for each in kept]], self.seats.device))
 
     def asked(self, records: Seq[Record]) -> Asked:
         """The same object as in the last step where the requests are the same, as in steady decoding."""

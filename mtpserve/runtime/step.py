@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
 from mtpserve.core.protocols import AttentionBackend, Drafter, Sampler, Trunk
@@ -36,14 +37,16 @@ def unmarked(part: str) -> None:
 
 
 class Step:
-    """The parts that a step is made of. `decide` is the kernel that decides where all is lossless.
+    """The parts that a step is made of. `states`: of the trunk's recurrent layers, where it has any. `decide` is the kernel that decides
+    where all is lossless.
 
     `mark` is called after each part, with its name, for measurements: runtime/parts."""
 
     def __init__(
         self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, seats: SeatTensors, *,
-        thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False, decide: Decide | None = None,
+        states: States | None = None, thresholds: Thresholds = LOSSLESS, processed_logprobs: bool = False, decide: Decide | None = None,
     ) -> None:  # fmt: skip
+        self.states = states
         self.model, self.attention, self.stores, self.drafter, self.seats = model, attention, stores, drafter, seats
         self.thresholds, self.processed_logprobs, self.decide = thresholds, processed_logprobs, decide
         self.mark: Callable[[str], None] = unmarked
@@ -76,7 +79,7 @@ class Step:
         self.seats.advance(batch, verdict)
         if verdict.path is not None:
             assert rows.layout.compacted is not None
-            batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.stores)
+            batch, hidden = compact(rows.layout.compacted, batch, hidden, verdict, self.seats, self.stores, self.states)
         self.mark("accept")
         drafts = self.drafter.draft(batch, hidden, verdict, rows.want)
         self.mark("draft")

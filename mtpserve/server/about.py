@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
+from mtpserve.config.server import NONE
 from mtpserve.core.request import DraftState
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Served, Service
@@ -187,9 +188,10 @@ async def model_info(service: Served) -> Response:
 
 
 async def server_info(service: Served) -> Response:
-    """The launch options, those that are secret left out, and how the engine has been doing since it started."""
+    """The launch options, those that are secret left out, with the parsers that `auto` has chosen; and how the engine has been doing."""
     card, stats = service.client.card, service.client.stats()
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
+    launched |= {"tool_call_parser": service.formats.tool_calls or NONE, "reasoning_parser": service.formats.reasoning or NONE}
     counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[1:]}
     state = {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
     return JSON(ServerInfo(**launched, **state, internal_states=[InternalState(stats.accept_length(), **counted)]))

@@ -16,6 +16,7 @@ from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.protocols import EngineClient
 from mtpserve.server import about
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
+from mtpserve.server.formats import formats_of
 from mtpserve.server.http.access import Keys, RequestLog
 from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers
 from mtpserve.server.http.limits import BodyLimit
@@ -107,8 +108,8 @@ def create_app(
     app = Server(title="mtpserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     config = server_config or ServerConfig()
     metrics = Metrics(client, config.dialects)
-    defaults = default_variables(config, tokenizer)
-    app.state.service = Service(client, tokenizer, metrics, int(time()), engine_config or EngineConfig(), config, defaults)
+    defaults, formats = default_variables(config, tokenizer), formats_of(config, client.card, tokenizer)
+    app.state.service = Service(client, tokenizer, metrics, int(time()), engine_config or EngineConfig(), config, defaults, formats)
     app.state.responses = ResponseStore()
     # The last one is the outermost: even a refusal has an id, and a browser may read it.
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)

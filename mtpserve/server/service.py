@@ -18,11 +18,11 @@ from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServ
 from mtpserve.core.protocols import EngineClient
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.server.formats import Formats
 from mtpserve.server.http.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
 from mtpserve.server.observe.metrics import Metrics
 from mtpserve.server.observe.observed import RequestClock
 from mtpserve.server.template_needs import Needs, needs_of
-from mtpserve.server.tools import Formats
 from mtpserve.text.control import RenderedChat
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import Spelling, check_text, spelling_of
@@ -65,6 +65,7 @@ class Service:
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     server_config: ServerConfig = field(default_factory=ServerConfig)
     template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the chat template where a request has none
+    formats: Formats = field(default_factory=Formats)
     draining: bool = False
     _live: set[str] = field(default_factory=set)  # the engine's ids of what runs or waits
     _aborted: set[str] = field(default_factory=set)  # of these, those that a client ended by their id
@@ -78,10 +79,6 @@ class Service:
     def names(self) -> tuple[str, ...]:
         """Those that a request may call the model by: the first is its own."""
         return (self.model, *self.engine_config.model.served_model_name[1:])
-
-    @property
-    def formats(self) -> Formats:
-        return Formats(self.server_config.tool_call_parser, self.server_config.reasoning_parser)
 
     @property
     def template_needs(self) -> Needs:

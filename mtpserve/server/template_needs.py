@@ -95,6 +95,7 @@ TOOL = {
 USER = {"role": "user", "content": "question"}
 ANSWER = {"role": "assistant", "content": "answer"}
 RESULT = "qyv"
+KINDS = tuple(Needs(short_ids=ids, json_text=text) for ids, text in product((False, True), repeat=2))  # of templates that render calls
 WRONG = ("None", "{'", '{\\"')  # a null, a Python object and JSON within JSON, printed into the text
 
 
@@ -126,7 +127,6 @@ def needs_of(render: Render) -> Needs:
         whole = all(text.count(f"{RESULT} of {value}") == 1 and text.count(value) == 2 for value in values for text in (newest, older))
         return same and whole
 
-    kinds = [Needs(short_ids=ids, json_text=text) for ids, text in product((False, True), repeat=2)]
-    suits = next((kind for kind in [*kinds, Needs(in_text=True)] if shows(kind, VALUES[0])), Needs())
+    suits = next((kind for kind in [*KINDS, Needs(in_text=True)] if shows(kind, VALUES[0])), Needs())
     one_call = not shows(suits, *VALUES) and shows(replace(suits, one_call=True), *VALUES)
     return replace(suits, one_call=one_call, tools_told=not plain or NAME in plain)

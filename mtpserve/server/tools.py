@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest
 from mtpserve.core.sampling import MAX_GRAMMAR_BYTES, GrammarSpec, SamplingParams
+from mtpserve.server.formats import Formats
 from mtpserve.server.http.errors import SHORT
 from mtpserve.server.schemas import check_enforceable, check_parameters
 from mtpserve.text.parsers.grammar import spelled_by
@@ -29,14 +30,6 @@ MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}\Z")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
-
-
-@dataclass(frozen=True, slots=True)
-class Formats:
-    """How the served model writes tool calls and reasoning, by the names of text/parsers/registry; None: not configured."""
-
-    tool_calls: str | None = None
-    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +69,8 @@ def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats) -
         raise InvalidRequest(f"tool_choice names {only[:100]!r}, which is none of the tools", "tool_choice")
     if kind == "auto" and formats.tool_calls is None:
         raise InvalidRequest(
-            "tool_choice 'auto' needs to know how this model writes calls: start the server with --tool-call-parser "
-            f"({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for one tool by name", "tool_choice",
+            "tool_choice 'auto' needs to know how this model writes calls, which its chat template does not show: start the server with "
+            f"--tool-call-parser ({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for one tool by name", "tool_choice",
         )  # fmt: skip
     return ToolUse(given, offered, kind, only, kind != "named" and parallel is not False)
 

@@ -26,6 +26,7 @@ class ChainDrafter:
         self.features, self.lag = passes.model.features, passes.model.lag
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
+        hidden = self.passes.joined(batch, hidden, verdict)
         steps = min(want.deepest, self.sizes.steps)
         if steps == 0:
             self.passes.skip(batch, hidden, want)
@@ -38,7 +39,7 @@ class ChainDrafter:
             if step:
                 index = length + (step - 1 - self.passes.model.lag)
                 rows = self.passes.rows(batch, seat_ids, tokens[-1], index, index)
-                state = self.passes.step(rows, state.features)
+                state = self.passes.step(rows, state.features, step)
                 if sampler.has_rules:
                     path, drafted = torch.stack(tokens, 1), drafted + 1
             logits, columns = self.passes.logits(state.head, batch, seat_ids, path, drafted)

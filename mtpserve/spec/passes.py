@@ -28,6 +28,7 @@ from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.deferred import DeferredRows
 from mtpserve.core.batch import Batch, Hidden, Verdict, Want
 from mtpserve.core.protocols import AttentionBackend, DraftModel
+from mtpserve.spec.history import FeatureHistory
 from mtpserve.spec.propose import Propose, propose
 
 # From so many rows on, and so many for each request, a pass for their keys and values and another one for the outputs that are used are
@@ -51,16 +52,44 @@ class ReducedHead:
         return logits.new_full((len(logits), self.vocab), -torch.inf).index_copy(1, self.tokens, logits)
 
 
+def behind(rows: Batch, number: int) -> Batch:
+    """What module `number` sees: rows that stand as many positions earlier, in the same slots. Rotation needs no such difference."""
+    bits, start = rows.tree_bits, rows.tree_start
+    if bits is not None and start is not None:
+        # Nodes that would stand before the module's first row are none of its rows: the first ones of each path.
+        missing = (number - start).clamp(min=0)
+        bits = bits.view(len(start), -1)
+        for i in range(number):
+            bits = torch.where(missing.unsqueeze(1) > i, bits & (bits - 1), bits)
+        bits, start = (bits >> missing.unsqueeze(1)).flatten(), start - number + missing
+    return replace(
+        rows,
+        positions=rows.positions - number,
+        index=rows.index - number,
+        kv_len=rows.kv_len - number,
+        tree_bits=bits,
+        tree_start=start,
+        shift=rows.shift + number,
+    )
+
+
 class DraftPasses:
     """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk, and so is
-    `deferred`, or if no row is ever deferred."""
+    `deferred`, or if no row is ever deferred; `history`, if it gets those of one row."""
 
     def __init__(
         self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None,
-        propose: Propose = propose, deferred: DeferredRows | None = None,
+        propose: Propose = propose, deferred: DeferredRows | None = None, history: FeatureHistory | None = None,
     ) -> None:  # fmt: skip
+        self.history = history
         self.model, self.attention, self.boundary, self.reduced, self.propose = model, attention, boundary, reduced, propose
         self.deferred = deferred
+
+    def joined(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> Hidden:
+        """The trunk's output with the features that the draft model wants: in every step, before anything else."""
+        if self.history is None or self.boundary is None or hidden.features is None:
+            return hidden
+        return hidden._replace(features=self.history.joined(batch, hidden.features, verdict.accepted, self.boundary))
 
     def absorb(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
         """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
@@ -146,8 +175,10 @@ class DraftPasses:
             unstored=None,
         )
 
-    def step(self, rows: Batch, state: Tensor | None) -> Hidden:
-        return self.model.step(rows.ids, rows.positions, state, self.attention.plan(rows))
+    def step(self, rows: Batch, state: Tensor | None, depth: int) -> Hidden:
+        """`depth`: of the drafts whose rows these are."""
+        seen = rows if self.history is None else behind(rows, depth)
+        return self.model.step(rows.ids, rows.positions, state, self.attention.plan(seen))
 
     def logits(self, head: Tensor, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor) -> tuple[Tensor, Tensor | None]:
         """head [rows, hidden], path [rows, D] the drafts so far → the logits after the request's rules, and the token of each column (None:

@@ -52,6 +52,7 @@ class TreeDrafter:
         self.features, self.lag = passes.model.features, passes.model.lag
 
     def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
+        hidden = self.passes.joined(batch, hidden, verdict)
         steps = min(want.deepest, self.sizes.steps)
         if steps == 0:
             self.passes.skip(batch, hidden, want)
@@ -88,7 +89,7 @@ class TreeDrafter:
         bits = frontier.bits | (1 << place)
         rows = self.passes.rows(batch, seat_ids, frontier.tokens.flatten(), index, positions)
         rows = replace(rows, tree_bits=bits.flatten(), tree_start=start)
-        state = self.passes.step(rows, None if frontier.state is None else frontier.state.flatten(0, 1))
+        state = self.passes.step(rows, None if frontier.state is None else frontier.state.flatten(0, 1), step)
         return replace(frontier, bits=bits), state
 
     def grow(

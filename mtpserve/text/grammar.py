@@ -24,7 +24,9 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mtpserve.core.errors import EngineBusy, InvalidRequest, LoadError
+from mtpserve.core.gguf import SUFFIX
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.text.gguf import fast_tokenizer
 from mtpserve.text.grammar_source import source
 
 FIELDS = {
@@ -47,15 +49,19 @@ Row = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class LLGuidanceCompiler:
-    """core.protocols.GrammarCompiler. `vocab` is the model's: tokens that the tokenizer does not know are never allowed.
+    """core.protocols.GrammarCompiler. `tokenizer` is a directory or a GGUF file. `vocab` is the model's: tokens that the tokenizer does
+    not know are never allowed.
 
     Raises LoadError for a tokenizer that llguidance cannot use.
     """
 
     def __init__(self, tokenizer: str | Path, vocab: int, eos_ids: Sequence[int]) -> None:
-        path = Path(tokenizer) / "tokenizer.json"
+        path = Path(tokenizer)
+        if path.suffix != SUFFIX:
+            path /= "tokenizer.json"
         try:
-            self._tokenizer = LLTokenizer(str(path), n_vocab=vocab, eos_token=list(eos_ids) or None)
+            source = fast_tokenizer(path).to_str() if path.suffix == SUFFIX else str(path)
+            self._tokenizer = LLTokenizer(source, n_vocab=vocab, eos_token=list(eos_ids) or None)
         except Exception as error:
             raise LoadError(f"{path}: not usable for grammars: {error}") from error
         self._vocab, self._eos = vocab, tuple(eos_ids)

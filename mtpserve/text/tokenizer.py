@@ -23,6 +23,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError
+from mtpserve.core.gguf import SUFFIX
+from mtpserve.text import gguf
 from mtpserve.text.control import ControlTokens, RenderedChat, marked
 
 # Parameters of the renderer, with which a request could choose the template itself or call the tokenizer; the variables that the
@@ -37,11 +39,11 @@ Arranged = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], list[di
 
 
 class Tokenizer:
-    """`defaults` are the sampling parameters that the model's makers recommend, from its generation_config.json."""
+    """`defaults` are the sampling parameters that the model's makers recommend, from its generation_config.json or its GGUF file."""
 
     def __init__(self, directory: str | Path, numbers: bool = False, *, chat_template: str | None = None, recommends: bool = True) -> None:
-        """`numbers`: the directory has no tokenizer, and text is token ids separated by blanks. `chat_template`: a file that replaces the
-        model's own. `recommends` False: `defaults` is empty."""
+        """`directory`, or a GGUF file. `numbers`: the directory has no tokenizer, and text is token ids separated by blanks.
+        `chat_template`: a file that replaces the model's own. `recommends` False: `defaults` is empty."""
         self.directory = Path(directory)
         self._tokenizer: Any = (number_tokenizer if numbers else loaded)(self.directory)
         if chat_template is not None:
@@ -72,9 +74,15 @@ class Tokenizer:
         """Whether the template mentions this variable and neither the renderer nor the tokenizer sets it."""
         if name in RESERVED or name.endswith("_token") or name in self._tokenizer.special_tokens_map:
             return False
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates)
+
+    def template_mentions(self, text: str) -> bool:
+        return any(text in template for template in self._templates)
+
+    @property
+    def _templates(self) -> list[str]:
         template = self._tokenizer.chat_template
-        texts = template.values() if isinstance(template, dict) else [template or ""]
-        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+        return list(template.values()) if isinstance(template, dict) else [template or ""]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special` adds what the model expects around a prompt; a rendered chat has it already."""
@@ -184,6 +192,9 @@ def number_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def loaded(directory: Path) -> PreTrainedTokenizerFast:
+    if directory.suffix == SUFFIX:
+        made = gguf.fast_tokenizer(directory)
+        return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=gguf.chat_template(directory), **gguf.named_tokens(directory))
     file = directory / "tokenizer.json"
     if not directory.is_dir():
         raise LoadError(f"{directory}: no such directory")
@@ -197,6 +208,8 @@ def loaded(directory: Path) -> PreTrainedTokenizerFast:
 
 def sampling_defaults(directory: Path) -> dict[str, float | int]:
     """`do_sample` is ignored: a server samples at the given temperature, and temperature 0 is greedy."""
+    if directory.suffix == SUFFIX:
+        return gguf.recommended(directory)
     file = directory / "generation_config.json"
     if not file.is_file():
         return {}

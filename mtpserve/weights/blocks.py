@@ -1,42 +1,72 @@
-"""Which parameters stay in float8: those for which every matrix has scales in the checkpoint, whatever the config says.
+"""Which parameters stay as they are stored, whatever the config says: those of whose matrices all have scales in the checkpoint, of one
+format that a product reads.
 
-Decided for each parameter: a checkpoint may have some layers in float8 and others not.
+Decided for each parameter: a checkpoint may have some layers quantised and others not.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from mtpserve.quant.fp8 import BLOCK, make_room
+from mtpserve.quant.stored import make_room_by_row
+from mtpserve.weights.formats import StoredFormat
 from mtpserve.weights.plan import Placement, parts_of
 
 log = logging.getLogger(__name__)
+STEP = 32  # columns: a kernel's step over the inputs stays in a group
 
 
-def hold_blocks(module: nn.Module, placements: Iterable[Placement]) -> None:
-    """Allocates float8 weights and scales in the modules that support them (`may_hold_blocks`). All others are expanded while loading.
-
-    A fused matrix is multiplied in one product, so its parts must begin at block boundaries; experts' parts have separate scales.
-    """
+def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Collection[str]) -> None:
+    """Allocates room for stored weights and scales in the modules that support them (`may_hold_blocks`), for formats of these `kinds`
+    (fp8, int4). All others are widened while loading."""
     by_target: dict[str, list[Placement]] = defaultdict(list)
     for placement in placements:
         by_target[placement.target].append(placement)
     for target, members in by_target.items():
         path, _, name = target.rpartition(".")
         owner: Any = module.get_submodule(path)
-        scaled = sum(placement.scale is not None for placement in members)
-        if not scaled:
+        formats = [placement.format for placement in members if placement.format is not None]
+        if not formats:
             continue
-        if name not in getattr(owner, "may_hold_blocks", ()):
-            log.debug("%s is expanded: its module cannot multiply float8", target)
-        elif scaled < len(members):
-            log.debug("%s is expanded: only %d of its %d matrices have block scales", target, scaled, len(members))
-        elif any(placement.region.expert is None and placement.region.start % BLOCK[0] for placement in members):
-            log.debug("%s is expanded: its parts of %s rows do not begin at multiples of %d", target, parts_of(owner, name), BLOCK[0])
-        else:
+        if (why := why_wide(owner, name, members, formats, kinds)) is not None:
+            log.debug("%s is expanded: %s", target, why)
+        elif formats[0].groups is None:
             make_room(owner, name, parts_of(owner, name))
+        else:
+            scales = torch.float32 if formats[0].bits == 8 else torch.float8_e8m0fnu if formats[0].floats else scale_dtype(members)
+            make_room_by_row(owner, name, formats[0].bits, formats[0].groups, any(each.zeros for each in formats), scales)
+
+
+def why_wide(owner: Any, name: str, members: list[Placement], formats: list[StoredFormat], kinds: Collection[str]) -> str | None:
+    """None: the parameter can be kept. A fused matrix is multiplied in one product, so that its parts must be alike; those in blocks must
+    begin at block boundaries, experts' parts have separate scales."""
+    first = formats[0]
+    if name not in getattr(owner, "may_hold_blocks", ()):
+        return "its module cannot multiply quantised weights"
+    if len(formats) < len(members):
+        return f"only {len(formats)} of its {len(members)} matrices have scales"
+    if any((each.bits, each.groups, each.floats) != (first.bits, first.groups, first.floats) for each in formats):
+        return f"its matrices have different formats: {', '.join(dict.fromkeys(each.label for each in formats))}"
+    if (wide := next((each.wide for each in formats if each.wide is not None), None)) is not None:
+        return wide
+    if first.kind not in kinds:
+        return f"{first.label} is not to be kept here"
+    if first.groups is None:
+        if any(placement.region.expert is None and placement.region.start % BLOCK[0] for placement in members):
+            return f"its parts of {parts_of(owner, name)} rows do not begin at multiples of {BLOCK[0]}"
+    elif first.groups > 1 and owner.get_parameter(name).shape[-1] // first.groups % STEP:
+        return f"no product reads {first.label}"
+    return None
+
+
+def scale_dtype(members: list[Placement]) -> torch.dtype:
+    """As in the checkpoint: with 32 numbers of four bits each, scales of 32 bits would be a fifth of a matrix."""
+    stored = {placement.checkpoint.tensors[placement.group.tensors["scale"]].dtype for placement in members}
+    return {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored.pop(), torch.float32) if len(stored) == 1 else torch.float32

@@ -1,7 +1,7 @@
-"""A directory of safetensors files: all headers are read when it is opened, each tensor when it is asked for.
+"""A directory of safetensors files, or one GGUF file: all headers are read when it is opened, each tensor when it is asked for.
 
 Independent of models. Format: https://github.com/huggingface/safetensors#format, checked here by hand, so that a truncated or
-half-downloaded file is reported within milliseconds and in plain words.
+half-downloaded file is reported within milliseconds and in plain words. GGUF is read by gguf.py.
 
     | header length: 8 bytes | header: JSON, name → dtype, shape, data_offsets | data ... |
 """
@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpserve.core.errors import LoadError
+from mtpserve.core.gguf import SUFFIX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_HEADER = 100_000_000  # the format's own limit
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
 BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "C64": 64}
@@ -28,13 +30,18 @@ BITS |= {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """`dtype` as safetensors writes it: BF16, F8_E4M3; `start` is the tensor's offset in the file's data section, in bytes."""
+    """`dtype` as the format writes it: BF16, F8_E4M3, Q4_K; `start` is the tensor's first byte in the file, `size` in bytes."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
     size: int
+
+    @property
+    def is_real(self) -> bool:
+        """Numbers that a parameter of any floating-point dtype can take."""
+        return self.dtype in FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +54,36 @@ class Checkpoint:
     def open(cls, directory: str | Path) -> Checkpoint:
         """Reads the index, if there is one, and every file's header. Raises LoadError naming the file and the tensor."""
         directory = Path(directory)
+        if directory.suffix == SUFFIX:
+            from mtpserve.weights.gguf import gguf_entries
+
+            return cls(directory, dict(gguf_entries(directory)))
         if not directory.is_dir():
             raise LoadError(f"{directory}: no such directory; a checkpoint is a directory with config.json and *.safetensors")
         index = directory / INDEX
         return cls(directory, _indexed(index) if index.is_file() else _all_files(directory))
 
     def tensor(self, name: str) -> Tensor:
-        """On the CPU, memory-mapped from the file and read on first access. Do not write to it; copy it."""
-        from safetensors import SafetensorError, safe_open
+        """On the CPU, memory-mapped from the file and read on first access. Do not write to it; copy it. What GGUF quantises is float32."""
+        from safetensors import SafetensorError
 
         file = self.tensors[name].file
         try:
             if file not in self.handles:
-                self.handles[file] = safe_open(str(file), framework="pt")
+                self.handles[file] = self._opened(file)
             tensor: Tensor = self.handles[file].get_tensor(name)
             return tensor
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{file}: {name} cannot be read: {error}") from error
+
+    def _opened(self, file: Path) -> Any:
+        if file.suffix == SUFFIX:
+            from mtpserve.weights.gguf import GGUFFile
+
+            return GGUFFile(file, self.tensors)
+        from safetensors import safe_open
+
+        return safe_open(str(file), framework="pt")
 
     def close(self) -> None:
         """Closes the files; a later `tensor` opens them again."""
@@ -129,7 +149,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise LoadError(f"{path}: is not a safetensors file: its header is not a JSON object")
     entries = {name: _entry(path, name, value) for name, value in header.items() if name != "__metadata__"}
     _check_layout(path, entries.items(), size - 8 - length)
-    return entries
+    return {name: replace(entry, start=8 + length + entry.start) for name, entry in entries.items()}
 
 
 def _entry(path: Path, name: str, value: Any) -> TensorEntry:

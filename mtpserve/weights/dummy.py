@@ -22,7 +22,7 @@ def fill(module: nn.Module, device: torch.device) -> None:
     with torch.no_grad():
         for name, parameter in parameters(module).items():
             if parameter.dim() == 1:
-                parameter.fill_(1.0 if "norm" in name else 0.0)
+                parameter.fill_(1.0 if "norm" in name and not name.endswith("bias") else 0.0)
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
     Finisher(module).rest()

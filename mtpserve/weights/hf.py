@@ -1,4 +1,5 @@
-"""config.json and generation_config.json as Hugging Face writes them, read with plain json: transformers takes seconds to import.
+"""config.json and generation_config.json as Hugging Face writes them, read with plain json: transformers takes seconds to import. A GGUF
+file's metadata is read as the config.json that the file was made from.
 
 Not a schema: a family reads the keys that it uses, and every error names the file, the key, its value and what is accepted.
 """
@@ -10,10 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from mtpserve.core.arch import FP8_BLOCK, LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
+from mtpserve.core.arch import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
 from mtpserve.core.errors import LoadError, UnsupportedModel
+from mtpserve.core.gguf import SUFFIX
+from mtpserve.weights import schemes
 
 T = TypeVar("T")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -49,6 +52,10 @@ class HFConfig:
     def get_bool(self, name: str, default: T = REQUIRED) -> bool | T:
         return self._get(name, default, "true or false", lambda v: type(v) is bool)
 
+    def with_default(self, name: str, value: Any) -> HFConfig:
+        """With this value where the key is absent."""
+        return self if self.has(name) else HFConfig(self.path, self.values | {name: value}, self.prefix)
+
     def section(self, name: str) -> HFConfig:
         """The nested object of that name; an empty one if there is none."""
         values: dict[str, Any] = self._get(name, {}, "an object", lambda v: type(v) is dict)
@@ -79,12 +86,18 @@ class HFConfig:
 
 def read_config(directory: str | Path) -> HFConfig:
     directory = Path(directory)
+    if directory.suffix == SUFFIX:
+        from mtpserve.weights.gguf_config import gguf_config
+
+        return gguf_config(directory)
     if not directory.is_dir():
         raise LoadError(f"{directory}: no such directory; a checkpoint is a directory with config.json and *.safetensors")
     path = directory / "config.json"
     if not path.is_file():
         raise LoadError(f"{directory}: no config.json in this directory")
-    return _read_object(path)
+    config = _read_object(path)
+    # What sees pictures has the text model's keys in a section of their own.
+    return HFConfig(path, config.values | config.section("text_config").values)
 
 
 def _read_object(path: Path) -> HFConfig:
@@ -110,7 +123,7 @@ def dtype(config: HFConfig) -> str:
 def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
     """The ids that end a text: generation_config.json's, else config.json's. Raises LoadError if there are none, or one ≥ `vocab`."""
     generation = config.path.parent / "generation_config.json"
-    for source in [_read_object(generation)] if generation.is_file() else []:
+    for source in [_read_object(generation)] if generation.is_file() and config.path.suffix != SUFFIX else []:
         if source.has("eos_token_id"):
             return _ids(source, vocab)
     if not config.has("eos_token_id"):
@@ -126,18 +139,23 @@ def _ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def quantization(config: HFConfig) -> Literal["none", "fp8"]:
-    """How the config says that weights are stored. Whether a matrix is float8 is decided by its scale tensor, not by this."""
-    if not config.has("quantization_config"):
+def quantization(config: HFConfig) -> str:
+    """The method by which the config says that weights are quantised, or none; checked, see schemes.py. Which matrices are is said by
+    their tensors, not by this."""
+    section = quantization_section(config)
+    if not section.values:
         return "none"
-    section, block = config.section("quantization_config"), list(FP8_BLOCK)
-    if section.get_str("quant_method", None) != "fp8":
-        raise section.unsupported("quant_method", f"none, and fp8 with blocks of {block}")
-    if section.raw("weight_block_size") != block:
-        raise section.unsupported("weight_block_size", str(block))
-    if section.get_str("fmt", "e4m3") != "e4m3":
-        raise section.unsupported("fmt", "e4m3")
-    return "fp8"
+    schemes.check(section)
+    return section.get_str("quant_method")
+
+
+def quantization_section(config: HFConfig) -> HFConfig:
+    """Of config.json, or of the file beside it in which ModelOpt writes it."""
+    beside = config.path.parent / "hf_quant_config.json"
+    if config.has("quantization_config") or not beside.is_file():
+        return config.section("quantization_config")
+    section = _read_object(beside).section("quantization")
+    return HFConfig(section.path, {"quant_method": "modelopt"} | section.values, section.prefix)
 
 
 def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> RopeArch:
@@ -148,6 +166,9 @@ def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> Ro
     """
     name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
     section = config.section(name)
+    if section.get_bool("mrope_interleaved", False):
+        # Of text alone the three parts of a position are equal.
+        section = HFConfig(section.path, {k: v for k, v in section.values.items() if not k.startswith("mrope")}, section.prefix)
     if any(isinstance(value, dict) for value in section.values.values()):
         raise config.unsupported(name, "one set of numbers for all layers")
     theta = section.get_float("rope_theta", None, above=0)
@@ -178,8 +199,6 @@ def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
     factor = section.get_float("factor", above=0)
     mscale, all_dim = section.get_float("mscale", 1.0), section.get_float("mscale_all_dim", 0.0)
     gain = section.get_float("attention_factor", None, above=0)
-    if not section.get_bool("truncate", True):
-        raise section.unsupported("truncate", "true")
     if gain is not None:
         # The gain itself instead of the mscale from which it is computed: gain = 0.1 mscale ln(factor) + 1.
         if all_dim or factor <= 1:
@@ -193,6 +212,7 @@ def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
         beta_slow=section.get_float("beta_slow", 1.0, above=0),
         mscale=mscale,
         mscale_all_dim=all_dim,
+        truncate=section.get_bool("truncate", True),
     )
 
 

@@ -1,4 +1,5 @@
-"""Models by their id on Hugging Face's hub: `org/name` becomes the directory to which huggingface_hub has downloaded it.
+"""Models by name: `org/name`, an id on Hugging Face's hub, becomes the directory to which huggingface_hub has downloaded it; what means a
+GGUF file becomes its path.
 
 huggingface_hub's environment variables apply: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE. Files in its cache are not downloaded
 again. Only safetensors, JSON and templates are downloaded; no pickles, no code.
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import LoadError
+from mtpserve.weights.gguf_names import gguf_file
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 TOKENIZER = ("*.json", "*.jinja")
@@ -20,18 +22,21 @@ BELOW = "*/*"  # subdirectories hold other formats, or the same weights again
 
 
 def fetched(config: EngineConfig, download: bool = True) -> EngineConfig:
-    """`config` with directories in place of ids; the API's name of the model stays as given. Not `download`: only from the cache.
+    """`config` with directories and files in place of names; the API's name of the model stays as given. Not `download`: only from the
+    cache.
 
     Raises LoadError naming the id.
     """
     model, spec = config.model, config.spec
     where = (model.revision, model.download_dir, download)
+    found = gguf_file(model.model)
     if is_id(model.model):
-        files = TOKENIZER if model.load_format == "dummy" else WEIGHTS
-        directory = directory_of(model.model, files, *where)
-        model = replace(model, model=directory, served_model_name=model.served_model_name or (model.model,))
-    if model.tokenizer is not None and is_id(model.tokenizer):
-        model = replace(model, tokenizer=directory_of(model.tokenizer, TOKENIZER, None, *where[1:]))
+        found = directory_of(model.model, TOKENIZER if model.load_format == "dummy" else WEIGHTS, *where)
+    if found is not None:
+        model = replace(model, model=found, served_model_name=model.names)
+    if model.tokenizer is not None:
+        text = directory_of(model.tokenizer, TOKENIZER, None, *where[1:]) if is_id(model.tokenizer) else gguf_file(model.tokenizer)
+        model = replace(model, tokenizer=text or model.tokenizer)
     if spec.checkpoint is not None and is_id(spec.checkpoint):
         spec = spec.with_checkpoint(directory_of(spec.checkpoint, WEIGHTS, None, *where[1:]))
     return replace(config, model=model, spec=spec)

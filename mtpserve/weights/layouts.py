@@ -1,6 +1,8 @@
 """The names of a checkpoint's MTP layers, from its tensors and not its config: the config may count layers that are missing, or none.
 
-DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`.
+DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`, MiMo-V2:
+`model.mtp.layers.{i}.`. Ernie numbers its parts, not its layers: `model.mtp_block.{i}.`, `model.mtp_emb_norm.{i}.` and so on. Qwen3-Next
+and later ones: `mtp.`, with a decoder layer `mtp.layers.{i}.` for each.
 A trunk layer and DeepSeek's MTP layer share most names; only the tensors of the fusion (FUSING) differ.
 """
 
@@ -9,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from mtpserve.core.errors import LoadError
 from mtpserve.weights.hf import HFConfig
@@ -17,14 +18,20 @@ from mtpserve.weights.hf import HFConfig
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
 NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
-MIMO = re.compile(r"model\.mtp_layers\.(\d+)\..+")
+# A layer's tensors, with its number, and the prefix of all that belongs to it.
+LAYOUTS = {
+    "mimo": (r"model\.mtp_layers\.(\d+)\..+", "model.mtp_layers.{}."),
+    "mimo_v2": (r"model\.mtp\.layers\.(\d+)\..+", "model.mtp.layers.{}."),
+    "ernie": (r"model\.mtp_block\.(\d+)\..+", "model.mtp_"),
+    "qwen": (r"mtp\.layers\.(\d+)\..+", "mtp."),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class MTPLayout:
     """`prefixes`: one per MTP layer, in order, each with its final dot."""
 
-    kind: Literal["deepseek", "mimo", "dummy"]
+    kind: str  # deepseek, dummy, or of LAYOUTS
     prefixes: tuple[str, ...]
 
     @property
@@ -38,17 +45,17 @@ class MTPLayout:
 
 def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
     """The layers whose tensors exist, whatever the config says. None if there are none: see `why_no_mtp` for the error."""
-    numbered: set[int] = set()
-    mimo: set[int] = set()
-    for name in names:
-        if hit := NUMBERED.fullmatch(name):
-            numbered.add(int(hit[1]))
-        elif hit := MIMO.fullmatch(name):
-            mimo.add(int(hit[1]))
-    if mimo:
-        return MTPLayout("mimo", tuple(f"model.mtp_layers.{i}." for i in sorted(mimo)))
-    after_trunk = sorted(i for i in numbered if i >= num_layers)
+    names = list(names)
+    for kind, (pattern, prefix) in LAYOUTS.items():
+        if numbers := numbers_in(re.compile(pattern), names):
+            return MTPLayout(kind, tuple(prefix.format(i) for i in numbers))
+    after_trunk = [i for i in numbers_in(NUMBERED, names) if i >= num_layers]
     return MTPLayout("deepseek", tuple(f"model.layers.{i}." for i in after_trunk)) if after_trunk else None
+
+
+def numbers_in(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
+    """Of layers, ascending."""
+    return sorted({int(hit[1]) for name in names if (hit := pattern.fullmatch(name))})
 
 
 def configured_layers(config: HFConfig) -> tuple[str, int] | None:
@@ -60,15 +67,16 @@ def configured_layers(config: HFConfig) -> tuple[str, int] | None:
     return None
 
 
-def dummy_layers(config: HFConfig) -> MTPLayout | None:
-    """The config's count of MTP layers, for a model without tensors; the prefixes are the module's own."""
+def dummy_layers(config: HFConfig, published: int) -> MTPLayout | None:
+    """The config's count of MTP layers, for a model without tensors; the prefixes are the module's own. `published`: if it has none."""
     configured = configured_layers(config)
-    return MTPLayout("dummy", ("mtp_head.",) * configured[1]) if configured is not None and configured[1] > 0 else None
+    count = published if configured is None else configured[1]
+    return MTPLayout("dummy", ("mtp_head.",) * count) if count > 0 else None
 
 
 def why_no_mtp(config: HFConfig, num_layers: int) -> str:
     """One clause for the error of a launch with MTP when `mtp_layers` gives None."""
-    expected = f"model.layers.{num_layers}.eh_proj.weight and model.mtp_layers.0.*"
+    expected = f"model.layers.{num_layers}.eh_proj.weight, model.mtp_layers.0.* and mtp.*"
     configured = configured_layers(config)
     if configured is None or configured[1] == 0:
         return f"the checkpoint has no MTP layer: neither its config nor its tensors ({expected}) name one"

@@ -6,7 +6,7 @@ and infinite numbers are raised by plan.py, before the first weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import torch
@@ -15,7 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
-from mtpserve.quant.fp8 import FP8, SCALE, dequantize_block, is_finite
+from mtpserve.quant.fp8 import SCALE
+from mtpserve.quant.stored import MIDDLE, ZEROS
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
@@ -36,7 +37,7 @@ def load(
     progress: bool = False,
     check_finite: bool = True,
     also: Sequence[WeightSource] = (),
-    keep_blocks: bool = False,
+    keep: Collection[str] = (),
 ) -> None:
     """Fills every parameter and persistent buffer exactly once; every tensor must match exactly one rule. Raises LoadError otherwise.
 
@@ -44,13 +45,13 @@ def load(
     their own rules, such as a separately published layer. Each submodule's `finish_loading()` is called as soon as all of it is filled,
     a part's before the whole's.
 
-    Matrices in float8 are expanded to the parameter's dtype; with `keep_blocks` they stay float8 if the module can multiply them: see
-    blocks.py.
+    Quantised matrices are widened to the parameter's dtype; those of the kinds in `keep` (fp8, int4) stay as they are stored if the
+    module can multiply them: see blocks.py.
     """
     placements = plan(module, [WeightSource(checkpoint, rules), *also])
     _check_dtypes(module, dtype)
-    if keep_blocks:
-        hold_blocks(module, placements)
+    if keep:
+        hold_blocks(module, placements, keep)
     targets = parameters(module.to(device))
     finisher = Finisher(module, [placement.target for placement in placements])
     columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -62,14 +63,14 @@ def load(
                 if mapped > MAPPED:
                     placement.checkpoint.close()
                     mapped = 0
-                mapped += placement.entry.size
+                mapped += placement.size
                 parameter = targets[placement.target]
-                if parameter.dtype == FP8:
-                    _keep(placement, parameter, targets[placement.target + SCALE], check_finite)
+                if (scales := targets.get(placement.target + SCALE)) is not None:
+                    _keep(placement, parameter, scales, targets.get(placement.target + ZEROS), check_finite)
                 else:
                     _fill(placement, parameter, check_finite)
                 bar.advance(task, placement.size)
-                del parameter
+                del parameter, scales
                 for done in finisher.filled(placement.target):  # their memory may be given back now
                     targets = {name: tensor for name, tensor in targets.items() if not inside(name, done)}
             placement.checkpoint.close()
@@ -78,24 +79,33 @@ def load(
 
 def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
     place = placement.region.of(parameter.detach())
-    tensor = placement.checkpoint.tensor(placement.name)
-    if placement.scale is not None:
-        scale = placement.checkpoint.tensor(placement.scale)
-        tensor = dequantize_block(tensor.to(place.device), scale.to(place.device))
-    place.copy_(tensor)
+    stored, arranged = placement.stored(place.device), placement.arranged
+    if stored is None:
+        tensor = placement.checkpoint.tensor(placement.name)
+        ordered = tensor if arranged is None else arranged.arrange(tensor)
+        place.view(ordered.shape).copy_(ordered.float() + placement.plus if placement.plus else ordered)
+    else:
+        stored.widen_to(place)
     # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
     if check_finite and not all_finite(place):
-        what = f"numbers too large for {place.dtype}" if all_finite(tensor) else "NaN or infinite numbers"
+        finite = all_finite(tensor) if stored is None else stored.is_finite()
+        what = f"numbers too large for {place.dtype}" if finite else "NaN or infinite numbers"
         raise LoadError(f"{placement.entry.file}: {placement.name} holds {what}")
 
 
-def _keep(placement: Placement, parameter: Tensor, scales: Tensor, check_finite: bool) -> None:
-    """Copies float8 weights and their scales unchanged."""
-    assert placement.scale is not None
-    place, scale = placement.region.of(parameter.detach()), placement.region.blocks.of(scales.detach())
-    place.copy_(placement.checkpoint.tensor(placement.name))
-    scale.copy_(placement.checkpoint.tensor(placement.scale))
-    if check_finite and not is_finite(place, scale):
+def _keep(placement: Placement, parameter: Tensor, scales: Tensor, zeros: Tensor | None, check_finite: bool) -> None:
+    """Copies stored weights, their scales and zeros."""
+    region, stored = placement.region, placement.stored(parameter.device)
+    assert stored is not None
+    if stored.group_of is not None:
+        why = "although the config's desc_act is not true; --quantization none widens it"
+        raise LoadError(f"{placement.entry.file}: {placement.name} has its columns in groups out of order, {why}")
+    region.of(parameter.detach()).copy_(stored.numbers)
+    (region.blocks if stored.in_blocks else region).of(scales.detach()).copy_(stored.scale)
+    if zeros is not None:
+        place = region.of(zeros.detach())
+        place.copy_(stored.zeros if stored.zeros is not None else torch.full_like(place, MIDDLE))
+    if check_finite and not stored.is_finite():
         raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
 
 

@@ -5,8 +5,10 @@ So a wrong checkpoint fails before a single weight is read. loader.py carries th
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -14,13 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
-from mtpserve.quant.fp8 import BLOCK, SCALE, scale_shape
+from mtpserve.quant.fp8 import BLOCK
+from mtpserve.quant.stored import QuantisedMatrix
+from mtpserve.weights import formats, hf, schemes
 from mtpserve.weights.audit import Audit, Fill, parameters, row_count
 from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
-from mtpserve.weights.rules import Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
+from mtpserve.weights.formats import Group, StoredFormat
+from mtpserve.weights.rules import Arranged, Copy, Drop, Expert, Groups, How, Matcher, Rule, Stack, source_name
 
+log = logging.getLogger(__name__)
 SHOWN = 3  # names in the message about a missing tensor
-FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
@@ -63,18 +68,37 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One tensor and its place in the module. `scale` is the name of its block scales, if it has any; `size` is that of both, in bytes."""
+    """One matrix, norm or bias of a checkpoint and its place in the module. `arranged`: it is in another order than the parameter; `plus`
+    is added to it."""
 
     checkpoint: Checkpoint
-    name: str
-    scale: str | None
+    group: Group
+    format: StoredFormat | None  # None: one tensor, not quantised
     target: str
     region: Region
-    size: int
+    plus: float = 0.0
+    arranged: Arranged | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its tensor; of a quantised matrix the one with the numbers."""
+        return self.group.main
 
     @property
     def entry(self) -> TensorEntry:
         return self.checkpoint.tensors[self.name]
+
+    @property
+    def size(self) -> int:
+        """Of all of its tensors, in bytes."""
+        return sum(self.checkpoint.tensors[name].size for name in self.group.tensors.values())
+
+    def stored(self, device: torch.device) -> QuantisedMatrix | None:
+        """Reads the tensors of a quantised matrix, its rows in the parameter's order. None for others."""
+        if self.format is None:
+            return None
+        matrix = self.format.read({role: self.checkpoint.tensor(name).to(device) for role, name in self.group.tensors.items()})
+        return matrix if self.arranged is None else matrix.in_order(self.arranged.arrange)
 
 
 def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
@@ -82,27 +106,38 @@ def plan(module: nn.Module, sources: Sequence[WeightSource]) -> list[Placement]:
     audit = Audit(parameters(module))
     placements: list[Placement] = []
     for source in sources:
-        matcher = Matcher(source.rules)
-        for name in source.checkpoint.tensors:
-            placement = _place(module, source.checkpoint, matcher, name, audit)
+        matcher, told, left_out = Matcher(source.rules), told_of(source.checkpoint), Counter[str]()
+        for group in formats.groups(source.checkpoint.tensors):
+            placement = _place(module, source.checkpoint, matcher, group, audit, told, left_out)
             if placement is not None:
                 placements.append(placement)
+        for reason, number in left_out.items():
+            log.info("%s: tensors left out: %d (%s)", source.checkpoint.directory, number, reason)
     if gaps := list(audit.gaps()):
         raise LoadError(_missing(module, sources, audit.parameters, gaps))
     return sorted(placements, key=lambda p: (p.entry.file, p.entry.start))
 
 
-def _place(module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, name: str, audit: Audit) -> Placement | None:
-    """None for a tensor that is dropped, and for scales, which are placed with their weight."""
-    entry, tensors = checkpoint.tensors[name], checkpoint.tensors
-    if name.endswith(SCALE):
-        if name.removesuffix(SCALE) not in tensors:
-            raise LoadError(f"{entry.file}: {name} is the scale of {name.removesuffix(SCALE)}, which is not in the checkpoint")
-        return None
+def told_of(checkpoint: Checkpoint) -> schemes.Told:
+    """What its config says of formats; the defaults where it has none."""
+    there = (checkpoint.directory / "config.json").is_file()
+    return schemes.told(hf.quantization_section(hf.read_config(checkpoint.directory))) if there else schemes.Told()
+
+
+def _place(
+    module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, group: Group, audit: Audit, told: schemes.Told, left_out: Counter[str]
+) -> Placement | None:
+    """None for tensors that are dropped; those that no rule knows are counted in `left_out`."""
+    name, entry = group.name, checkpoint.tensors[group.main]
     try:
         rule, groups = matcher.match(name)
     except LoadError as error:
-        raise LoadError(f"{entry.file}: {error}") from None
+        if (reason := formats.unused(name, checkpoint)) is not None:
+            left_out[reason] += 1
+            return None
+        whole, role = formats.belongs(name)
+        missing = f"{name} is the {role} of {whole}, which is not in the checkpoint"
+        raise LoadError(f"{entry.file}: {error if role == 'plain' else missing}") from None
     if isinstance(rule.how, Drop):
         return None
     target = rule.resolve(groups)
@@ -112,10 +147,15 @@ def _place(module: nn.Module, checkpoint: Checkpoint, matcher: Matcher, name: st
     region = _region(module, parameter, target, rule.how, groups)
     if region is None:
         raise LoadError(f"{entry.file}: {name} is one expert too many, {target} has {parameter.shape[0]}")
-    scale = name + SCALE if name + SCALE in tensors else None
-    _check(name, entry, target, region.of(parameter), tensors[scale] if scale else None)
+    place, arranged = region.of(parameter), rule.how if isinstance(rule.how, Arranged) else None
+    format = formats.format_of(group, checkpoint.tensors, tuple(place.shape), told)
+    if format is None:
+        _check(name, entry, target, place, tuple(place.shape) if arranged is None else arranged.shape(tuple(place.shape)))
+    elif arranged is not None:
+        # The rows of a quantised matrix are its outputs, whatever those of others are.
+        arranged = replace(arranged, turned=False)
     audit.record(target, region.fill(parameter, name))
-    return Placement(checkpoint, name, scale, target, region, entry.size + (tensors[scale].size if scale else 0))
+    return Placement(checkpoint, group, format, target, region, rule.how.plus if isinstance(rule.how, Copy) else 0.0, arranged)
 
 
 def _region(module: nn.Module, parameter: Tensor, target: str, how: How, groups: Groups) -> Region | None:
@@ -137,20 +177,14 @@ def parts_of(owner: Any, name: str) -> tuple[int, ...]:
     return parts
 
 
-def _check(name: str, entry: TensorEntry, target: str, place: Tensor, scale: TensorEntry | None) -> None:
-    """Checks shape and dtype of one tensor against its place in the model."""
-    if entry.shape != tuple(place.shape):
-        raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(place.shape)} (for {target})")
-    if scale is not None:
-        if entry.dtype != "F8_E4M3" or len(entry.shape) != 2:
-            stored = f"{entry.dtype} {list(entry.shape)}"
-            raise LoadError(f"{entry.file}: {name} has block scales, so it must be an F8_E4M3 matrix, got {stored}")
-        wanted = scale_shape(entry.shape[0], entry.shape[1])
-        if scale.shape != wanted:
-            raise LoadError(f"{scale.file}: {name}{SCALE} has shape {list(scale.shape)}, {name} needs {list(wanted)}")
-    elif entry.dtype.startswith("F8_"):
-        raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, but its scales {name}{SCALE} are not in the checkpoint")
-    elif not (place.is_floating_point() if entry.dtype in FLOATS else INTEGERS.get(entry.dtype) == place.dtype):
+def _check(name: str, entry: TensorEntry, target: str, place: Tensor, shape: tuple[int, ...]) -> None:
+    """Checks shape and dtype of a tensor that is not quantised against its place in the model, whose `shape` it has in the checkpoint."""
+    if entry.shape != shape:
+        raise LoadError(f"{entry.file}: {name} has shape {list(entry.shape)}, the model needs {list(shape)} (for {target})")
+    if entry.dtype.startswith("F8_"):
+        scales = f"its scales {name}_scale_inv or {name}_scale"
+        raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, but {scales} are not in the checkpoint")
+    if not (place.is_floating_point() if entry.is_real else INTEGERS.get(entry.dtype) == place.dtype):
         raise LoadError(f"{entry.file}: {name} is stored as {entry.dtype}, which {target} of {place.dtype} cannot take")
 
 

@@ -17,19 +17,23 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtpserve.core.errors import MTPServeError
+from mtpserve.core.errors import LoadError, MTPServeError
+from mtpserve.core.gguf import SUFFIX
 from mtpserve.quant.fp8 import BLOCK, SCALE, quantize_block
 from mtpserve.weights.checkpoint import INDEX, Checkpoint
 from mtpserve.weights.hf import read_config
 from mtpserve.weights.layouts import mtp_layers
 
-MATRIX = re.compile(r".*\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
+# Of an indexer what is published in float8: the weights of its heads are not.
+MATRIX = re.compile(r".*\.(self_attn|mlp)\.(?!indexer\.weights_proj)(.*_proj(_with_mqa)?|indexer\.(wq_b|wk))\.weight")
 FLOATS = ("BF16", "F16", "F32")
 CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(BLOCK)}
 
 
 def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
     """→ the number of converted matrices. `keep_mtp` leaves the MTP layers unchanged. Raises LoadError and FileExistsError."""
+    if source.suffix == SUFFIX:
+        raise LoadError(f"{source}: is a GGUF file; float8 is made of a directory with safetensors files")
     checkpoint, config = Checkpoint.open(source), read_config(source)
     layout = mtp_layers(checkpoint.tensors, config.get_int("num_hidden_layers", at_least=1))
     unchanged = layout.prefixes if keep_mtp and layout else ()

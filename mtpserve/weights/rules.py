@@ -5,6 +5,7 @@ One rule of each kind:
     Rule(r"norm\.weight", "norm.weight")
     Rule(r"layers\.(?P<layer>\d+)\.self_attn\.k_proj\.weight", "layers.{layer}.attention.qkv.weight", Stack(1))
     Rule(r"layers\.(?P<layer>\d+)\.experts\.(?P<expert>\d+)\.up_proj\.weight", "layers.{layer}.experts.gate_up", Expert(1))
+    Rule(r"experts\.gate_up_proj", "experts.gate_up", Arranged(turned=True))
     Rule(r".*\.rotary_emb\.inv_freq", None, Drop("computed"))
 """
 
@@ -14,13 +15,19 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from string import Formatter
+from typing import TYPE_CHECKING
 
 from mtpserve.core.errors import LoadError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The whole parameter."""
+    """The whole parameter. `plus` is added to what the checkpoint has: some norms multiply by one more than their weight."""
+
+    plus: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +45,35 @@ class Expert:
 
 
 @dataclass(frozen=True, slots=True)
+class Arranged:
+    """The whole parameter, which the checkpoint has in another order."""
+
+    turned: bool = False  # matrices as [inputs, outputs]
+    in_turns: bool = False  # a row of gate, a row of up, and so on: of all experts' matrices, or of their biases
+    wrapped: bool = False  # in one more dimension, of 1
+
+    def shape(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the checkpoint's tensor, where the parameter's is `wanted`."""
+        shape = (*wanted[:-2], wanted[-1], wanted[-2]) if self.turned else wanted
+        return (1, *shape) if self.wrapped else shape
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        """A view of the checkpoint's tensor whose numbers are in the parameter's order; it may have more dimensions."""
+        if self.wrapped:
+            tensor = tensor[0]
+        if self.turned:
+            tensor = tensor.mT
+        return tensor.unflatten(1, (-1, 2)).transpose(1, 2) if self.in_turns else tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """The tensor is known and is not loaded."""
 
     reason: str
 
 
-How = Copy | Stack | Expert | Drop
+How = Copy | Stack | Expert | Arranged | Drop
 Groups = dict[str, str]
 COPY = Copy()
 GROUP = re.compile(r"\(\?P<(\w+)>(?:[^()]|\([^()]*\))*\)")  # a named group in a pattern, which may hold groups that hold none

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtpserve.cache.pool import KVPool, store
 from mtpserve.cache.stores import Stores
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
-from mtpserve.core.arch import Attention, KVLayout
+from mtpserve.core.arch import Attention, KVLayout, Selected
 from mtpserve.engine import assemble, build
 
 FP8 = torch.float8_e4m3fn
@@ -86,6 +86,24 @@ def test_the_plan_and_the_stores_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         build.build_engine(config)
         assert made[-1] == sizes[dtype]
     assert sizes["auto"] == 2 * sizes["bfloat16"] == 4 * sizes["fp8"] == 4 * sizes["fp8_e4m3"]
+
+
+def test_index_keys_are_stored_beside_the_keys() -> None:
+    """They move with the keys, are counted, and are the layers' own that have them."""
+    own, other = (Attention(LATENT, selected=Selected(5, dim)) for dim in (12, 0))
+    assert (own.numbers, other.numbers) == (LATENT.numbers + 12, LATENT.numbers)
+    assert (str(own), str(other)) == ("latent, 24, index key 12, best 5", "latent, 24, best 5")
+    stores = Stores([own, other, own], (3,), 4, torch.float32, torch.device("cpu"), poison=True)
+    assert stores.nbytes == 4 * 12 * (2 * own.numbers + other.numbers)
+    pool = stores.stores[0].pool
+    for layer in range(2):
+        store(pool.index_keys(layer), torch.arange(4), torch.full((4, 1, 12), layer + 1.0).cumsum(0))
+    stores.move(0, torch.tensor([[2, 3]]), torch.tensor([[1, 2]]))
+    for layer in range(2):
+        assert (pool.index_keys(layer)[:4, 0, 0] / (layer + 1)).tolist() == [1, 3, 4, 4]
+    assert pool.index_keys(0)[4:].isnan().all() and stores.stores[1].pool.index is None
+    stores.clear_last()
+    assert not pool.index_keys(1)[8:].any()
 
 
 def test_layers_of_one_kind_share_a_store() -> None:

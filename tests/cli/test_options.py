@@ -120,7 +120,9 @@ def test_unique_beginnings_count() -> None:
         (["--enable-cache-report"], ["cached tokens counted", "leave it out"]),
         (["--max-num-partial-prefills", "2"], ["--max-long-partial-prefills"]),
         (["--no-enable-chunked-prefill"], ["--enable-chunked-prefill must be true"]),
-        (["--enable-auto-tool-choice"], ["--enable-auto-tool-choice", "--tool-call-parser"]),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "none"], ["--enable-auto-tool-choice", "--tool-call-parser none"]),
+        (["--tool-call-parser", "mine"], ["--tool-call-parser must be one of auto, none, deepseek_v3", "'mine'"]),
+        (["--reasoning-parser", "mine"], ["--reasoning-parser must be one of auto, none, deepseek-r1", "'mine'"]),
         (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs must be a JSON object, got '[1]'"]),
         (["--default-chat-template-kwargs", "{"], ["--default-chat-template-kwargs must be a JSON object, got '{'"]),
     ],
@@ -225,7 +227,6 @@ def test_every_option_reaches_the_settings(one: Option) -> None:
         with pytest.raises(ConfigError, match=f"--{one.spellings[0]} must be"):
             settings({one.name: 2 if one.kind is int else False})
         return
-    values |= {"tool_call_parser": "hermes"} if one.name == "enable_auto_tool_choice" else {}
     values |= {"kv_offload_dir": "pages"} if one.name == "kv_offload_dir_gib" else {}
     value = ("a",) if one.many else value
     if one.name.startswith("ssl_"):  # those belong together

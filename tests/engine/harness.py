@@ -7,7 +7,7 @@ from typing import Any
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SchedulerConfig
-from mtpserve.core.protocols import CacheObserver
+from mtpserve.core.observers import CacheObserver
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine.engine import Engine

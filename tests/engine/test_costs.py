@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, RopeArch
+from mtpserve.core.arch import Attention, IndexerArch, KVLayout, MLAArch, ModelArch, MoEArch, RopeArch, Selected
 from mtpserve.engine.costs import PROFILES, DeviceProfile, ModelShape, StepCost
 
 LLAMA_8B = ModelArch(
@@ -34,6 +36,19 @@ def test_a_mixture_of_experts_reads_all_and_computes_with_some() -> None:
     assert shape.weight_bytes == pytest.approx(671e9 - embedding, rel=0.002)
     assert shape.parameters == pytest.approx(37e9 - embedding / 2, rel=0.03)  # 37 billion active, as published
     assert shape.kv_bytes == 61 * 576 * 2
+
+
+def test_selected_tokens_cost_what_is_scored_and_what_is_taken() -> None:
+    """However long a context is, a row attends to as many tokens; each is scored by the layers with an indexer."""
+    kv = DEEPSEEK_V3.layers[0].kv
+    kinds = [Attention(kv, selected=Selected(2048, dim)) for dim in (128, 0)]
+    sparse = replace(DEEPSEEK_V3, layers=(kinds[0], *[kinds[1]] * 2) * 20, indexer=IndexerArch(64, False))
+    dense = replace(DEEPSEEK_V3, layers=DEEPSEEK_V3.layers[:60])
+    shape, without = ModelShape.of(sparse, 1, 2), ModelShape.of(dense, 1, 2)
+    indexer = 20 * (1536 * 64 * 128 + 7168 * (128 + 64))
+    assert shape.weight_bytes - without.weight_bytes == indexer and shape.kv_bytes == (60 * 576 + 20 * 128) * 2
+    assert shape.parameters - without.parameters == indexer + 60 * 2048 * 128 * (576 + 512)
+    assert shape.pair_flops == 20 * 2 * 64 * 128
 
 
 def test_decoding_is_bound_by_weights_and_long_prompts_by_products() -> None:

@@ -41,7 +41,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 def spans(
     heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype, tree: bool, splits: int, page: int, latent: bool = False,
-    stored: torch.dtype | None = None, window: int = 0, shift: int = 0,
+    stored: torch.dtype | None = None, window: int = 0, shift: int = 0, sinks: bool = False,
 ) -> None:  # fmt: skip
     """`stored`: what the cache holds, where it is not `dtype`."""
     from mtpserve_kernels.attention.span import span_gqa, span_mla
@@ -51,7 +51,7 @@ def spans(
     cache = torch.zeros(page, kv_heads, dim, dtype=stored or dtype)
     where = (ints(4, 16), ints(requests), ints(requests + 1), ints(requests), ints(rows), ints(rows) if tree else None,
              ints(requests) if tree else None, page, 0.1)  # fmt: skip
-    options = {"window": window, "shift": shift, "width": width, "splits": splits}
+    options = {"window": window, "shift": shift, "width": width, "splits": splits, "sinks": torch.zeros(heads) if sinks else None}
     if latent:
         span_mla(q, cache, *where, 512, **options)
     else:
@@ -66,6 +66,8 @@ def attention(fp8: bool) -> None:
     spans(32, 8, 128, 1, bf16, False, 8, 64, shift=1)
     spans(32, 8, 128, 32, torch.float16, True, 1, 64)
     spans(16, 1, 64, 8, bf16, True, 4, 128)
+    spans(64, 8, 64, 1, bf16, False, 8, 64, window=128, sinks=True)
+    spans(64, 8, 64, 4, bf16, True, 1, 64, sinks=True)
     spans(16, 1, 576, 1, bf16, False, 8, 64, latent=True)
     spans(16, 1, 576, 1, bf16, False, 1, 64, latent=True, shift=1)
     # Every tile that is ever chosen, with everything that costs registers: launches that are alike are compiled once.
@@ -78,6 +80,20 @@ def attention(fp8: bool) -> None:
                     spans(1, 1, dim, width, dtype, tree, 8, 64, latent=dim == 576, stored=stored, window=window, shift=int(window > 0))
 
 
+def selection(fp8: bool) -> None:
+    from mtpserve_kernels.attention.select import select, selected_mla
+
+    for dtype, stored in ((torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn if fp8 else None)):
+        for heads, tree, shift in ((64, False, 0), (64, True, 1), (32, True, 0)):
+            q, keys = torch.zeros(2, heads, 128, dtype=dtype), torch.zeros(64, 1, 128, dtype=stored or dtype)
+            bits = ints(2) if tree else None
+            select(q, torch.zeros(2, heads), keys, ints(4, 4096), ints(2), ints(2), bits, bits, 64, 2048, shift=shift)
+        latent = torch.zeros(64, 1, 576, dtype=stored or dtype)
+        for heads in (1, 16, 64, 128):
+            for splits in (1, 8):
+                selected_mla(torch.zeros(2, heads, 576, dtype=dtype), latent, ints(2, 2048), ints(2), 0.1, 512, splits=splits)
+
+
 def around(fp8: bool) -> None:
     from mtpserve_kernels.cache.compact import compact
     from mtpserve_kernels.cache.slots import slots, store_boundary
@@ -86,6 +102,7 @@ def around(fp8: bool) -> None:
     from mtpserve_kernels.fused.rope import latent_store, rope_store
     from mtpserve_kernels.fused.silu import silu_mul
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+    from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 
     bf16 = torch.bfloat16
     x = torch.zeros(4, 4096, dtype=bf16)
@@ -115,16 +132,37 @@ def around(fp8: bool) -> None:
         if fp8:
             for rows in (*range(1, 65), 100, 200):
                 linear_fp8(weight[:rows], weight.to(torch.float8_e4m3fn), torch.zeros(4, 32))
+        for stored in by_row((512, 4096), fp8):
+            for rows in range(1, 65):
+                linear_rows(weight[:rows], *stored, splits=1)
+            linear_rows(weight[:4], *stored, weight[0, :512], splits=4)
+            widen_rows(*stored, dtype)
+
+
+def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Weights [..., N, K] with scales of each row: one or many, in every form."""
+    one, narrow, wide = ((*shape[:-1], groups) for groups in (1, shape[-1] // 32, shape[-1] // 128))
+    if fp8:
+        yield torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.zeros(one), None
+    halves = torch.zeros((*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+    yield halves, torch.zeros(narrow, dtype=torch.bfloat16), None
+    yield halves, torch.zeros(wide, dtype=torch.float16), torch.zeros(wide, dtype=torch.uint8)
+    yield halves, torch.zeros(narrow, dtype=torch.float8_e8m0fnu), None
 
 
 def mixtures_and_verdicts(fp8: bool) -> None:
     from mtpserve_kernels.moe.experts import experts
+    from mtpserve_kernels.moe.experts_rows import experts_rows
     from mtpserve_kernels.moe.route import route
     from mtpserve_kernels.spec.accept import accept
 
     x = torch.zeros(64, 2048, dtype=torch.bfloat16)
     route(x, torch.zeros(256, 2048), torch.zeros(256), 8, 8, 4, True, 2.5)
+    route(x, torch.zeros(32, 2048), None, 4, 1, 1, True, 1.0, True, torch.zeros(32))
+    route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, True, 1.0, True)
     route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, False, 1.0)
+    route(x, torch.zeros(128, 2048), None, 8, 1, 1, True, 1.0)
+    route(x, torch.zeros(60, 2048), None, 4, 1, 1, False, 1.0)
     scales = [torch.zeros(shape) for shape in ((2, 22, 16), (2, 16, 11), (44, 16), (16, 22))]
     for dtype in (torch.bfloat16, torch.float32):
         matrices = [torch.zeros(shape, dtype=dtype) for shape in ((2, 2816, 2048), (2, 2048, 1408), (2 * 2816, 2048), (2048, 2816))]
@@ -132,8 +170,13 @@ def mixtures_and_verdicts(fp8: bool) -> None:
         for rows in range(1, 65):
             routed = x[:rows].to(dtype), torch.zeros(rows, 6), ints(rows, 6)
             experts(*routed, *matrices)
+            biases = torch.zeros(2, 2816, dtype=dtype), torch.zeros(2, 2048, dtype=dtype)
+            experts(*routed, *matrices[:2], *[None] * 6, *biases, (1.702, 7.0))
             if fp8:
                 experts(*routed, *stored, *scales)
+            for gate_up, down in zip(by_row((2, 2816, 2048), fp8), by_row((2, 2048, 1408), fp8), strict=True):
+                experts_rows(*routed, *gate_up, *down)
+                experts_rows(*routed, *gate_up, *down, *biases, (1.702, 7.0))
     seats = [torch.zeros(4) if real else ints(4) for real in (True, False, True, True, False)]
     for nodes, tree in ((4, False), (32, True)):
         parents, depths = (ints(2, nodes - 1), ints(2, nodes)) if tree else (None, None)
@@ -142,7 +185,29 @@ def mixtures_and_verdicts(fp8: bool) -> None:
         accept(torch.zeros(2, nodes, 32000), ints(2, nodes - 1), ints(2), parents, depths, ints(2), ints(4), *seats, coupled, q, 3)
 
 
-GROUPS = {"attention": attention, "around": around, "mixtures and verdicts": mixtures_and_verdicts}
+def states(fp8: bool) -> None:
+    from mtpserve_kernels.recurrent.delta import recur
+    from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
+
+    rule = Rule(16, 32, 128, 128, 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        # Decoding, the widest tree, and chunks of prompts of which a state is kept.
+        for rows, drafts, tree, keeps in ((1, 3, False, False), (1, 63, True, False), (200, 3, False, True)):
+            x, gates = torch.zeros(2 * rows, rule.channels, dtype=dtype), torch.zeros(2 * rows, 2, rule.value_heads)
+            before, ring = x.new_zeros(3, 3, rule.channels), x.new_zeros(2, drafts, rule.channels)
+            layer = LayerState(torch.zeros(3, 32, 128, 128), before, ring, torch.zeros(2, drafts, 2, 32))
+            kept = (ints(2), ints(2)) if keeps else (None, None)
+            spans = StateSpans(ints(2), ints(3), ints(2), ints(2), ints(2), ints(2, drafts) if tree else None, *kept, drafts)
+            recur(x, gates, torch.zeros(4, rule.channels), layer, spans, rule)
+
+
+GROUPS = {
+    "attention": attention,
+    "selection": selection,
+    "around": around,
+    "mixtures and verdicts": mixtures_and_verdicts,
+    "states": states,
+}
 
 
 @contextmanager

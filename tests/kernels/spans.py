@@ -24,6 +24,7 @@ class SpanCase:
     tree: bool = False
     window: int = 0
     shift: int = 0
+    sinks: bool = False
 
     def make(self, spans: list[Span], heads: int, device: torch.device, seed: int = 0) -> dict[str, Any]:
         dice = torch.Generator().manual_seed(seed)
@@ -66,7 +67,9 @@ class SpanCase:
             on(table), on(seats), on(ends), on(lengths), on(index), on(bits) if self.tree else None, on(starts) if self.tree else None,
             page, self.key_dim**-0.5,
         )  # fmt: skip
-        return {"q": q, "caches": caches, "common": common, "width": max(rows for _, rows in spans)}
+        # From one that hardly counts to one that hardly leaves anything to the keys.
+        sinks = torch.linspace(-4, 8, heads, device=device) if self.sinks else None
+        return {"q": q, "caches": caches, "common": common, "sinks": sinks, "width": max(rows for _, rows in spans)}
 
 
 def check(actual: Tensor, expected: Tensor) -> None:

@@ -29,7 +29,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA gr
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("family", ["deepseek", "mimo", "glm", "qwen"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo", "glm", "qwen"])
 def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig, device: torch.device) -> None:
     asked = prompts(4, longest=8)
     params = [
@@ -127,6 +127,28 @@ def test_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: b
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("layout", ["float8 per channel", "AWQ"])
+def test_weights_with_scales_by_row(tmp_path: Path, layout: str) -> None:
+    """Kept, with drafts and kernels, against widened, without drafts in plain torch. Prompts longer than the rows that a kernel takes."""
+    from tests.models.checkpoints import deepseek
+    from tests.weights.published import LAYOUTS, converted, write
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    tiny = deepseek(tmp_path / "source", **sizes)
+    config, writer = LAYOUTS[layout]
+    quantised, _ = converted(tiny.tensors, lambda name: "_proj" in name and "eh_proj" not in name, writer)
+    directory = str(write(tmp_path / "quantised", tiny.config | {"quantization_config": config}, quantised))
+    texts = []
+    kept = "fp8" if layout.startswith("float8") else "int4"
+    for backend, quantization, spec in (("reference", "none", SpecConfig()), ("triton", kept, CHAIN)):
+        model = ModelConfig(model=directory, dtype="float32", attention_backend=backend, quantization=quantization, context_length=90)
+        engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec), poison=True)
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        texts.append(run(engine, [[4, 11, 7], [i % 24 for i in range(70)]], params))
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
 def test_float8_cache(family: str, device: torch.device) -> None:
     """Against itself without drafts: devices and the interpreter round to float8 each in its own way."""
@@ -143,3 +165,19 @@ def test_without_gpu_or_interpreter_the_kernels_are_refused(monkeypatch: pytest.
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="--attention-backend triton needs a GPU"):
         build_engine(EngineConfig(model=ModelConfig(attention_backend="triton")))
+
+
+def test_gpt_oss_experts_stay_four_bits(tmp_path: Path) -> None:
+    """In an order of their own, with biases and clamped gates: kept by plain torch and by the kernels, against widened."""
+    from tests.models.harness import Harness
+    from tests.models.own_layouts import gpt_oss
+
+    gpt_oss(tmp_path, mxfp4=True, hidden_size=96, swiglu_limit=0.7)
+    ids = [[3, 7, 1, 20, 4, 4, 11], [5]]
+    wanted = Harness(tmp_path, ids, 16).all_logits((4, 1))
+    for backend in ("reference", "triton"):
+        kept = Harness(tmp_path, ids, 16, keep_blocks=True, backend=backend)
+        experts = [part for name, part in kept.model.named_parameters() if name.endswith(("experts.gate_up", "experts.down"))]
+        assert experts and all(part.dtype == torch.uint8 for part in experts)
+        for ours, other in zip(kept.all_logits((4, 1)), wanted, strict=True):
+            torch.testing.assert_close(ours, other, atol=1e-4, rtol=1e-4)

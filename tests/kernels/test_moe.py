@@ -9,8 +9,11 @@ import pytest
 import torch
 from mtpserve_kernels.moe import experts as module, reference
 from mtpserve_kernels.moe.experts import experts
+from mtpserve_kernels.moe.experts_rows import experts_rows
 from mtpserve_kernels.moe.route import route
 from torch import Tensor
+
+from tests.kernels.test_quant import stored_by_row
 
 
 def numbers(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
@@ -19,11 +22,25 @@ def numbers(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(
-    ("number", "top", "groups", "top_groups"), [(8, 2, 4, 2), (8, 2, 1, 1), (64, 6, 8, 3), (160, 6, 8, 3), (20, 20, 1, 1), (33, 3, 11, 1)]
+    ("number", "top", "groups", "top_groups"),
+    [
+        (8, 2, 4, 2),
+        (8, 2, 1, 1),
+        (64, 6, 8, 3),
+        (160, 6, 8, 3),
+        (20, 20, 1, 1),
+        (33, 3, 11, 1),
+        (60, 4, 0, 0),
+        (129, 8, 0, 0),
+        (5, 5, 0, 0),
+    ],
 )
 @pytest.mark.parametrize("rows", [1, 5, 37])
 def test_route(device: torch.device, rows: int, number: int, top: int, groups: int, top_groups: int, renormalise: bool) -> None:
-    x, weight, bias = numbers(device, rows, 100), numbers(device, number, 100) / 10, numbers(device, number, seed=1) / 5
+    """No groups: by a softmax."""
+    x, weight = torch.full((rows, 108), torch.nan, device=device), numbers(device, number, 100) / 10
+    x[:, :100] = numbers(device, rows, 100)
+    x, bias, groups, top_groups = x[:, :100], numbers(device, number, seed=1) / 5 if groups else None, groups or 1, top_groups or 1
     arguments = (x, weight, bias, top, groups, top_groups, renormalise, 2.5)
     for _ in range(2):  # the counters are as the second launch wants them
         (actual, chosen), (expected, best) = route(*arguments), reference.route(*arguments)
@@ -31,10 +48,22 @@ def test_route(device: torch.device, rows: int, number: int, top: int, groups: i
         torch.testing.assert_close(actual.gather(1, chosen.argsort(1)), expected.gather(1, best.argsort(1)), rtol=1e-4, atol=1e-5)
 
 
-def test_nan_leads_nowhere(device: torch.device) -> None:
+@pytest.mark.parametrize("kind", ["choice", "logits"])
+@pytest.mark.parametrize(("rows", "number", "top"), [(1, 8, 2), (5, 33, 3), (37, 64, 6)])
+def test_a_softmax_with_a_bias(device: torch.device, rows: int, number: int, top: int, kind: str) -> None:
+    x, weight, bias = numbers(device, rows, 100), numbers(device, number, 100) / 10, numbers(device, number, seed=1) / 5
+    of_choice, of_logits = (bias / 10, None) if kind == "choice" else (None, bias)
+    actual, chosen = route(x, weight, of_choice, top, 1, 1, True, 2.5, True, of_logits)
+    expected, best = reference.route_softmax(x, weight, of_choice, of_logits, top, True, 2.5)
+    assert torch.equal(chosen.sort(1).values, best.sort(1).values)
+    torch.testing.assert_close(actual.gather(1, chosen.argsort(1)), expected.gather(1, best.argsort(1)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_nan_leads_nowhere(device: torch.device, softmax: bool) -> None:
     x = numbers(device, 3, 64)
     x[1] = torch.nan
-    weight, bias = numbers(device, 16, 64), torch.zeros(16, device=device)
+    weight, bias = numbers(device, 16, 64), None if softmax else torch.zeros(16, device=device)
     weights, chosen = route(x, weight, bias, 4, 1, 1, True, 1.0)
     assert ((chosen >= 0) & (chosen < 16)).all() and weights[[0, 2]].isfinite().all()
     assert torch.equal(chosen[[0, 2]].sort(1).values, reference.route(x[[0, 2]], weight, bias, 4, 1, 1, True, 1.0)[1].sort(1).values)
@@ -62,6 +91,27 @@ def test_experts(device: torch.device, rows: int, hidden: int, size: int, number
         )
         tolerance = 1e-2 if dtype == torch.float16 else 1e-4
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("clamped", [None, (1.702, 0.8)], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("rows", "hidden", "size", "number", "top"), [(1, 64, 96, 8, 2), (5, 100, 40, 7, 3), (70, 64, 16, 5, 2)])
+def test_experts_with_biases(
+    device: torch.device, rows: int, hidden: int, size: int, number: int, top: int, clamped: tuple[float, float] | None
+) -> None:
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)]).to(device)
+    weights = torch.rand(rows, top, generator=dice).to(device)
+    gate_up, down = numbers(device, number, 2 * size, hidden) / 8, numbers(device, number, hidden, size) / 8
+    biases = numbers(device, number, 2 * size), numbers(device, number, hidden)
+    for part in (gate_up, down, *biases):
+        part[[expert for expert in range(number) if not (chosen == expert).any()]] = torch.nan
+    x = numbers(device, rows, hidden)
+    arguments = x, weights, chosen, gate_up, down, None, None, None, None, None, None, *biases, clamped
+    actual, expected = experts(*arguments), reference.experts(*arguments)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    if clamped is not None:
+        gate_up[chosen[0, 0], [0, size]] = torch.nan  # a gate and an up that are NaN are not clamped
+        assert experts(*arguments)[(chosen == chosen[0, 0]).any(1)].isnan().all()
 
 
 def test_an_experts_weights_are_read_by_one_program_after_the_other(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +177,30 @@ def test_float8_experts(device: torch.device, rows: int, hidden: int, size: int,
     torch.testing.assert_close(
         mixed, reference.experts(x, weights, chosen, gate_up[0], down[0].to(dtype), None, None, gate_up[1]), rtol=1e-2, atol=1e-2
     )
+
+
+@pytest.mark.parametrize("forms", [("float8", "float8"), ("int4", "int4"), ("zeros", "mxfp4"), ("mxfp4", None), (None, "float8")], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "hidden", "size", "number", "top", "groups"), [(1, 64, 96, 8, 2, 1), (5, 192, 64, 5, 3, 2), (20, 128, 128, 3, 1, 4)]
+)
+def test_experts_with_scales_by_row(
+    device: torch.device, rows: int, hidden: int, size: int, number: int, top: int, groups: int, forms: tuple[str | None, str | None]
+) -> None:  # fmt: skip
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no e4m3 before sm_89")
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)]).to(device)
+    weights = torch.rand(rows, top, generator=dice).to(device)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 1e-2)):
+        x = (numbers(device, rows, hidden) / 16).to(dtype)
+        matrices: list[Tensor | None] = []
+        for form, shape in zip(forms, ((number, 2 * size, hidden), (number, hidden, size)), strict=True):
+            whole = (numbers(device, *shape).to(dtype), None, None)
+            matrices += whole if form is None else stored_by_row(device, shape, groups, form)
+        biases = numbers(device, number, 2 * size).to(dtype), numbers(device, number, hidden).to(dtype)
+        for more in ((), (*biases, (1.7, 0.5))):
+            actual, expected = (mix(x, weights, chosen, *matrices, *more) for mix in (experts_rows, reference.experts_rows))
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:

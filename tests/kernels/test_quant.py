@@ -1,4 +1,4 @@
-"""float8 products against the widened weights."""
+"""Products with quantised weights against the widened ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from mtpserve_kernels.quant import reference
 from mtpserve_kernels.quant.linear_fp8 import linear_fp8, linear_fp8_both, quantize_rows
+from mtpserve_kernels.quant.rows import linear_rows, widen_rows
+from torch import Tensor
 
 
 def weights(device: torch.device, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,3 +55,49 @@ def test_many_rows(device: torch.device, rows: int, outputs: int, inputs: int) -
         expected = reference.linear_fp8_both(*rows8, weight, scale, None, x.dtype)
         assert linear_fp8(x, weight, scale).isfinite().all()
     torch.testing.assert_close(actual.float(), expected.float(), atol=5e-2, rtol=1e-2)
+
+
+def stored_by_row(device: torch.device, shape: tuple[int, ...], groups: int, form: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """[..., N, K] → weight, scale and zeros. Numbers of float8 have no more bits than the interpreter converts exactly."""
+    dice = torch.Generator().manual_seed(sum(shape))
+    scale = torch.rand((*shape[:-1], groups), generator=dice) * 0.02 + 0.01
+    if form == "float8":
+        numbers = torch.randint(-8, 9, shape, generator=dice).float().to(torch.float8_e4m3fn)
+        return numbers.to(device), scale.to(device), None
+    numbers = torch.randint(256, (*shape[:-1], shape[-1] // 2), generator=dice, dtype=torch.uint8)
+    if form == "mxfp4":
+        exponents = torch.randint(118, 124, scale.shape, generator=dice, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        return numbers.to(device), exponents.to(device), None
+    zeros = torch.randint(17, scale.shape, generator=dice, dtype=torch.uint8) if form == "zeros" else None
+    return numbers.to(device), scale.half().to(device), None if zeros is None else zeros.to(device)
+
+
+@pytest.mark.parametrize("form", ["float8", "int4", "zeros", "mxfp4"])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "groups", "splits"),
+    [(5, 70, 300, 1, None), (17, 33, 192, 6, 1), (3, 40, 480, 5, 4), (2, 1, 64, 2, 1)],
+)
+def test_scales_by_row(device: torch.device, rows: int, outputs: int, inputs: int, groups: int, splits: int | None, form: str) -> None:
+    """Beside the rows of x, its last columns and all of the memory around it there is NaN."""
+    stored = stored_by_row(device, (outputs, inputs), groups, form)
+    bias = torch.randn(outputs, device=device)
+    around = torch.full((rows + 1, inputs + 3), torch.nan, device=device)
+    around[:rows, :inputs] = torch.randn(rows, inputs, device=device)
+    for dtype, b, tolerance in ((torch.float32, None, 1e-4), (torch.float16, bias.half(), 1e-2)):
+        x = around.to(dtype)[:rows, :inputs]
+        actual, expected = linear_rows(x, *stored, b, splits=splits), reference.linear_rows(x, *stored, b)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("form", ["float8", "int4", "zeros", "mxfp4"])
+@pytest.mark.parametrize(("outputs", "inputs", "groups"), [(3, 1100, 1), (1, 64, 2), (5, 2048, 16)])
+def test_widened(device: torch.device, outputs: int, inputs: int, groups: int, form: str) -> None:
+    stored = stored_by_row(device, (outputs, inputs), groups, form)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(widen_rows(*stored, dtype), reference.widen_rows(*stored).to(dtype))
+
+
+def test_a_group_that_no_step_fits_into(device: torch.device) -> None:
+    with pytest.raises(AssertionError):
+        linear_rows(torch.zeros(1, 96, device=device), *stored_by_row(device, (64, 96), 4, "int4"))

@@ -19,7 +19,7 @@ class Case(SpanCase):
     def run(self, made: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """→ the kernel's and the reference's."""
         arguments = (made["q"], *made["caches"], *made["common"], *([self.value_dim] if self.latent else []))
-        seen = {"window": self.window, "shift": self.shift}
+        seen = {"window": self.window, "shift": self.shift, "sinks": made["sinks"]}
         kernel, plain = (span_mla, reference.span_mla) if self.latent else (span_gqa, reference.span_gqa)
         return kernel(*arguments, **seen, width=made["width"], **options), plain(*arguments, **seen)
 
@@ -101,6 +101,17 @@ def test_windows_and_shifts(device: torch.device, splits: int, tree: bool, windo
         spans = [*RAGGED, (257, 5)] if not case.latent else [(0, 3), (140, 4)]
         tile = None if case.latent else SpanTiling(16, 16, 4, 1)  # narrow, so that whole blocks are before the window
         check(*case.run(case.make(spans, 4, device, seed), splits=splits, tile=tile))
+
+
+@pytest.mark.parametrize(("tree", "window", "shift"), [(False, 0, 0), (False, 7, 1), (True, 0, 1), (True, 40, 0)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_sinks(device: torch.device, splits: int, tree: bool, window: int, shift: int) -> None:
+    """With splits of which some are empty, and rows that see nothing of the first."""
+    tile = SpanTiling(16, 16, 4, 1)
+    case = Case(2, 80, 48, 16, tree=tree, window=window, shift=shift, sinks=True)
+    check(*case.run(case.make([*RAGGED, (257, 5)], 6, device), splits=splits, tile=tile))
+    case = Case(1, 576, 512, 16, latent=True, tree=tree, window=window, shift=shift, sinks=True)
+    check(*case.run(case.make([(0, 3), (140, 4)], 5, device), splits=splits, tile=tile))
 
 
 @pytest.mark.parametrize("window", [5, 64])

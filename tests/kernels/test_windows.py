@@ -23,7 +23,7 @@ def test_logits_are_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "mimo", "oss"])
 def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig) -> None:
     asked, greedy = [prompts(1, longest=8)[0], list(range(25))], SamplingParams(max_tokens=5, temperature=0)
     wanted = run(tiny_engine(tiny_model(family, window=10), 0), asked, greedy)

@@ -23,6 +23,7 @@ COUNTS = (1, 2, 15, 16, 17, 31, 32, 48)
 
 def step(count: int) -> None:
     """Every kernel, for `count` requests or rows."""
+    from mtpserve_kernels.attention.select import select, selected_mla
     from mtpserve_kernels.attention.span import span_gqa, span_mla
     from mtpserve_kernels.cache.compact import compact
     from mtpserve_kernels.cache.slots import slots, store_boundary
@@ -31,8 +32,12 @@ def step(count: int) -> None:
     from mtpserve_kernels.fused.rope import latent_store, rope_store
     from mtpserve_kernels.fused.silu import silu_mul
     from mtpserve_kernels.moe.experts import experts
+    from mtpserve_kernels.moe.experts_rows import experts_rows
     from mtpserve_kernels.moe.route import route
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
+    from mtpserve_kernels.quant.rows import linear_rows, widen_rows
+    from mtpserve_kernels.recurrent.delta import recur
+    from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
     from mtpserve_kernels.spec.accept import accept
 
     where = ints(50, 16), ints(count), ints(count + 1), ints(count), ints(count), None, None, 16, 0.1
@@ -40,6 +45,12 @@ def step(count: int) -> None:
         cache = torch.zeros(64, 2, 128)
         span_gqa(torch.zeros(count, 8, 128), cache, cache.clone(), *where, splits=splits)
         span_mla(torch.zeros(count, 8, 576), torch.zeros(64, 1, 576), *where, 512, splits=splits)
+    rows = ints(count), ints(count), None, None
+    for scores in (64 * count, 1 << 26):
+        chosen = select(
+            torch.zeros(count, 4, 32), torch.zeros(count, 4), torch.zeros(64, 1, 32), ints(50, 16), *rows, 16, 20, scores=scores
+        )
+    selected_mla(torch.zeros(count, 8, 576), torch.zeros(64, 1, 576), *chosen, 0.1, 512, splits=1)
     x, cos = torch.zeros(count, 256), torch.zeros(64, 64)
     add_rms_norm(x, x, x[0], 1e-6)
     silu_mul(x)
@@ -54,6 +65,20 @@ def step(count: int) -> None:
     linear_fp8(x.new_zeros(64 + count, 256), torch.zeros(512, 256).to(torch.float8_e4m3fn), torch.zeros(4, 2))
     route(x, torch.zeros(16, 256), torch.zeros(16), 2, 1, 1, True, 1.0)
     experts(x, torch.zeros(count, 2), ints(count, 2), torch.zeros(4, 256, 256), torch.zeros(4, 256, 128), None, None)
+    halves, scale = torch.zeros(4, 256, 128, dtype=torch.uint8), torch.zeros(4, 256, 2)
+    for splits in (1, 2):
+        linear_rows(x, halves[0], scale[0], None, splits=splits)
+    widen_rows(halves[0], scale[0], None, x.dtype)
+    down = torch.zeros(4, 256, 64, dtype=torch.uint8), scale, None
+    experts_rows(x, torch.zeros(count, 2), ints(count, 2), halves, scale, None, *down)
+    rule = Rule(2, 4, 16, 16, 4)
+    layer = LayerState(
+        torch.zeros(50, 4, 16, 16), torch.zeros(50, 3, rule.channels), torch.zeros(50, 7, rule.channels), torch.zeros(50, 7, 2, 4)
+    )
+    own = ints(count), ints(count + 1), ints(count), ints(count), ints(count)
+    for parents in (None, ints(count, 7)):
+        spans = StateSpans(*own, parents, None, None, 7)
+        recur(torch.zeros(count, rule.channels), torch.zeros(count, 2, 4), torch.zeros(4, rule.channels), layer, spans, rule)
     sampling = torch.zeros(50), ints(50), torch.zeros(50), torch.zeros(50), ints(50), torch.zeros(50, dtype=torch.bool)
     for q in (None, torch.zeros(50, 3, 1000)):
         accept(torch.zeros(count, 4, 1000), ints(count, 3), ints(count), None, None, ints(count), ints(50), *sampling, q, 3)

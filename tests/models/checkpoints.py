@@ -112,8 +112,6 @@ MIMO: dict[str, Any] = LLAMA | {
     "rope_theta": 640000.0,
     "use_sliding_window": False,
 }
-
-
 QWEN3_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}
 GLM4_MOE: dict[str, Any] = LLAMA | {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -132,6 +130,10 @@ GLM4_MOE: dict[str, Any] = LLAMA | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+
+
+# Of published float8 checkpoints.
+FLOAT8, KEPT = ("_proj.weight", "_proj_with_mqa.weight", ".wq_b.weight", ".wk.weight"), ("eh_proj.weight", "weights_proj.weight")
 
 
 class MTP(nn.Module):
@@ -180,7 +182,8 @@ class Tiny:
         places = torch.arange(len(ids))[None]
         mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
         turned = self.trunk.model.rotary_emb(x, places)
-        out = self.mtp.layer(x, attention_mask=mask, position_ids=places, position_embeddings=turned)[0]
+        given = self.mtp.layer(x, attention_mask=mask, position_ids=places, position_embeddings=turned)
+        out = (given[0] if isinstance(given, tuple) else given)[0]
         normed = self.mtp.norm(out)
         return self.trunk.lm_head(normed), out if self.fed == "pre" else normed
 
@@ -221,6 +224,8 @@ def numbered(
     trunk = trunk_of(ours).float().eval()
     if getattr(ours, "mlp_layer_types", None) is not None:
         ours.mlp_layer_types = [*ours.mlp_layer_types, "sparse"]
+    if getattr(ours, "indexer_types", None) is not None:
+        ours.indexer_types = [*ours.indexer_types, "full"]
     mtp = MTP(layer_of(ours, layers), config["hidden_size"], config["rms_norm_eps"]).eval()
     randomise(trunk, mtp, seed=seed)
     prefix = f"model.layers.{layers}."
@@ -228,7 +233,7 @@ def numbered(
     tensors: dict[str, Tensor] = {}
     if fp8:
         config |= {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
-    for name, tensor in [*trunk.state_dict().items(), *renamed(mtp, prefix, names).items()]:
+    for name, tensor in [*trunk.state_dict().items(), *renamed(mtp.state_dict(), prefix, names).items()]:
         tensors |= stored(name, tensor, bool(fp8) and (fp8 is True or (fp8 == "mtp") == name.startswith(prefix)))
     tensors |= {prefix + "embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
     tensors |= {prefix + "shared_head.head.weight": tensors["lm_head.weight"].clone()}
@@ -290,7 +295,7 @@ def mimo(directory: Path, seed: int = 0, **options: Any) -> Tiny:
     randomise(trunk, mtp, seed=seed)
     prefix = "model.mtp_layers.0."
     names = {"embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "project": "input_proj", "norm": "final_layernorm"}
-    tensors = {name: tensor.clone() for name, tensor in (trunk.state_dict() | renamed(mtp, prefix, names)).items()}
+    tensors = {name: tensor.clone() for name, tensor in (trunk.state_dict() | renamed(mtp.state_dict(), prefix, names)).items()}
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
     write(directory, config, tensors)
@@ -307,12 +312,12 @@ def randomise(*modules: nn.Module, seed: int) -> None:
             tensor.normal_(1 if "norm" in name else 0, 0.2)
 
 
-def renamed(mtp: MTP, prefix: str, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The MTP layer's tensors as the checkpoint calls them."""
+def renamed(mtp: Mapping[str, Tensor], prefix: str, names: Mapping[str, str], block: str = "") -> dict[str, Tensor]:
+    """An MTP layer's tensors as the checkpoint calls them; `block` is before those of the decoder layer."""
     found = {}
-    for name, tensor in mtp.state_dict().items():
+    for name, tensor in mtp.items():
         part, rest = name.split(".", 1)
-        found[prefix + (rest if part == "layer" else f"{names[part]}.{rest}")] = tensor
+        found[prefix + (block + rest if part == "layer" else f"{names[part]}.{rest}")] = tensor
     return found
 
 
@@ -334,7 +339,7 @@ def stored(name: str, tensor: Tensor, fp8: bool) -> dict[str, Tensor]:
     for part_name, part_tensor in parts.items():
         if part_tensor.numel() == 0:
             continue  # the shared expert of a model that has none
-        if fp8 and part_name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in part_name:
+        if fp8 and part_name.endswith(FLOAT8) and not part_name.endswith(KEPT):
             weight, scale = quantize_block(part_tensor)
             part_tensor.copy_(dequantize_block(weight, scale))
             found |= {part_name: weight, part_name + "_scale_inv": scale}

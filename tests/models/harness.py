@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtpserve.attention.registry import BACKENDS
+from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.core.arch import Features, page_groups
+from mtpserve.core.arch import Features, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.batch import Want
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import Admission, NewPages
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.assemble import recur_of, trunk_attention
 from mtpserve.engine.planning import describe, load_model
 from mtpserve.engine.storage import Storage
 from mtpserve.layers.kernels import KERNELS
@@ -48,14 +49,16 @@ class Harness:
         self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, CPU, spare_pages=[0] * len(groups))
         self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), CPU), CPU)
         kernels = KERNELS.get({"reference": "torch"}.get(backend, backend))()
-        self.model = load_model(
-            found, torch.float32, CPU, longest + SIZES.lookahead(0), kernels, False, Storage(keep_blocks, torch.float32)
-        )
+        kept = Storage(keep_blocks, torch.float32, keep_int4=keep_blocks)
+        self.model = load_model(found, torch.float32, CPU, longest + SIZES.lookahead(0), kernels, False, kept)
         each = -(-(longest + SIZES.lookahead(0)) // page_size)
         generator = torch.Generator().manual_seed(3)
         orders = [torch.randperm(each * len(prompts), generator=generator).tolist() for _ in groups]
-        self.stores = Stores(arch.layers, [len(order) for order in orders], page_size, torch.float32, CPU, poison=True, stored=cache)
-        self.attention = BACKENDS.get(backend)(self.stores.part(slice(arch.num_layers)), arch.heads, arch.scale)
+        trunk, layers = arch.layers[: arch.num_layers], attention_kinds(arch.layers)
+        self.stores = Stores(layers, [len(order) for order in orders], page_size, torch.float32, CPU, poison=True, stored=cache)
+        kinds = recurrent_kinds(trunk)
+        states = States(kinds, len(prompts) + 1, SIZES.nodes, 1, torch.float32, CPU, poison=True) if kinds else None
+        self.attention = trunk_attention(backend, arch, self.stores, states, recur_of(backend))
         self.prompts, self.computed = prompts, [0] * len(prompts)
         params = SamplingParams(temperature=0)
         self.records = [Record(Admission(i, str(i), list(prompt), len(prompt), 0, longest, i, params)) for i, prompt in enumerate(prompts)]

@@ -15,7 +15,10 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import describe
-from tests.models.checkpoints import Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from tests.models.checkpoints import YARN, Tiny, glm4_moe, glm4_moe_lite, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from tests.models.hybrids import qwen3_5, qwen3_5_moe, qwen3_next
+from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
+from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.models.test_parity import compare
 from tests.tiny import run
 
@@ -29,6 +32,15 @@ TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "llama, linear rotation": (llama, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 4}),
     "llama, all biases, tied head": (llama, {"attention_bias": True, "tie_word_embeddings": True}),
     "llama, other heads": (llama, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}),
+    "ernie 4.5": (ernie, {}),
+    "ernie 4.5, some layers dense": (ernie, {"moe_layer_interval": 2, "moe_layer_end_index": 2, "num_hidden_layers": 5, "head_dim": 16}),
+    "ernie 4.5, all sparse, tied head": (ernie, {"moe_layer_start_index": 0, "moe_num_shared_experts": 0, "tie_word_embeddings": True}),
+    "gpt-oss": (gpt_oss, {}),
+    "gpt-oss, mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "swiglu_limit": 0.7}),
+    "gpt-oss, many experts, other heads": (gpt_oss, {"num_local_experts": 20, "head_dim": 20, "num_attention_heads": 6}),
+    "gpt-oss, other windows, no bias": (gpt_oss, {"layer_types": TYPES, "attention_bias": False, "rope_scaling": {"rope_type": "default"}}),
+    "mimo-v2": (mimo_v2, {}),
+    "mimo-v2, values as wide as keys, not scaled": (mimo_v2, {"v_head_dim": 12, "swa_v_head_dim": 12, "attention_value_scale": None}),
     "qwen2": (qwen2, {}),
     "qwen2, windows": (qwen2, WINDOWS),
     "qwen2 moe": (qwen2_moe, {}),
@@ -43,12 +55,27 @@ TRUNKS: dict[str, tuple[Make, dict[str, Any]]] = {
     "glm 4.6": (glm4_moe, {"attention_bias": False}),
     "glm, groups, fp8": (glm4_moe, {"fp8": True, "hidden_size": 160, "n_group": 4, "topk_group": 2, "head_dim": 16}),
     "glm, a quarter rotated": (glm4_moe, {"head_dim": 16, "partial_rotary_factor": 0.25, "first_k_dense_replace": 0}),
+    "qwen3-next": (qwen3_next, {}),
+    "qwen3-next, dense layers, other heads": (qwen3_next, {"mlp_only_layers": [1], "linear_num_key_heads": 1, "norm_topk_prob": False}),
+    "qwen3.5": (qwen3_5, {}),
+    "qwen3.5, tied head, in a model that sees pictures": (qwen3_5, {"pictures": True, "tie_word_embeddings": True, "seed": 1}),
+    "qwen3.5, most layers attend": (qwen3_5, {"layer_types": ["full_attention", "linear_attention", *["full_attention"] * 2]}),
+    "qwen3.5, short convolution": (qwen3_5, {"linear_conv_kernel_dim": 2, "attention_bias": True, "linear_key_head_dim": 12}),
+    "qwen3.5 moe": (qwen3_5_moe, {}),
+    "qwen3.5 moe, in a model that sees pictures": (qwen3_5_moe, {"pictures": True}),
+    "deepseek v3.2": (deepseek_v32, {}),
+    "deepseek v3.2, yarn, groups, fp8": (deepseek_v32, {"fp8": True, "hidden_size": 160, "rope_scaling": YARN, "n_group": 2}),
+    "deepseek v3.2, one token, all is rotated": (deepseek_v32, {"index_topk": 1, "index_head_dim": 8}),
     "glm 4.7 flash": (glm4_moe_lite, {}),
     "glm 4.7 flash, named layers dense": (glm4_moe_lite, {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None}),
+    "glm 5": (glm_dsa, {"indexer_types": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "glm 5.2": (glm_dsa, {}),
+    "glm 5.2, by a pattern": (glm_dsa, {"indexer_types": None, "index_topk_pattern": "FFSS", "num_hidden_layers": 4, "index_topk": 3}),
+    "glm 5.2, one in two": (glm_dsa, {"indexer_types": None, "index_topk_freq": 2, "num_hidden_layers": 5}),
 }
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "exact"])
 @pytest.mark.parametrize(("make", "options"), TRUNKS.values(), ids=TRUNKS.keys())
 def test_trunks(tmp_path: Path, make: Make, options: dict[str, Any], backend: str) -> None:
     if backend == "cpu":
@@ -64,7 +91,11 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("make", [llama, qwen2, qwen2_moe, qwen3, qwen3_moe, glm4_moe, glm4_moe_lite])
+WITHOUT_MTP = [llama, gpt_oss, qwen2, qwen2_moe, qwen3, qwen3_moe]
+WITH_MTP = [qwen3_next, qwen3_5, qwen3_5_moe, glm4_moe, glm4_moe_lite, deepseek_v32, glm_dsa, ernie, mimo_v2]
+
+
+@pytest.mark.parametrize("make", [*WITHOUT_MTP, *WITH_MTP])
 def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make) -> None:
     """Chunks, small pages and preemption, too; all requests at once against each one alone."""
     tiny = make(tmp_path)
@@ -73,13 +104,15 @@ def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make) -> None:
     sampling = [SamplingParams(max_tokens=24, temperature=0.6 * (i % 2), seed=i, ignore_eos=True) for i in range(len(asked))]
     plain = [run(engine_of(tiny, SpecConfig(), 400, 64), [ids], one)[0] for ids, one in zip(asked, sampling, strict=True)]
     for shape in SHAPES if tiny.mtp is not None else SHAPES[-1:]:
-        for tokens, budget in ((400, 64), (130, 14)):
+        for tokens, budget in ((400, 64), (110, 14)):
             engine = engine_of(tiny, shape, tokens, budget)
             texts = run(engine, asked, sampling)
             # With a fixed depth only the law of a sampled text is that of plain decoding.
             kept = [i for i in range(len(asked)) if i % 2 == 0 or shape.speculative_adaptive]
             assert [texts[i] for i in kept] == [plain[i] for i in kept]
-            assert (engine.stats.preemptions_total > 0) == (tokens == 130) and engine.stats.accepted_tokens_total > 0
+            assert (engine.stats.preemptions_total > 0) == (tokens == 110)
+            # Not every random model repeats itself.
+            assert engine.stats.accepted_tokens_total > 0 or (tiny.mtp is not None and shape is SHAPES[-1])
 
 
 def engine_of(tiny: Tiny, spec: SpecConfig, tokens: int, budget: int) -> Engine:
@@ -92,7 +125,7 @@ def engine_of(tiny: Tiny, spec: SpecConfig, tokens: int, budget: int) -> Engine:
     return build_engine(config, poison=True)
 
 
-@pytest.mark.parametrize("make", [llama, qwen2, qwen2_moe, qwen3, qwen3_moe])
+@pytest.mark.parametrize("make", [llama, gpt_oss, qwen2, qwen2_moe, qwen3, qwen3_moe])
 def test_a_family_without_an_mtp_layer_says_so(tmp_path: Path, make: Make) -> None:
     name = make(tmp_path).config["architectures"][0]
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=SpecConfig(speculative_algorithm="NEXTN"))
@@ -108,10 +141,24 @@ def test_a_family_without_an_mtp_layer_says_so(tmp_path: Path, make: Make) -> No
         (llama, {"sliding_window": 8}, "sliding_window = 8 is not supported; supported: null"),
         (llama, {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor must be more than low_freq_factor = 1, got 1.0"),
         (llama, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_type = "dynamic" is not supported'),
+        (ernie, {"use_bias": True}, "use_bias = true is not supported; supported: false"),
+        (ernie, {"moe_k": 9}, "moe_k must be at most moe_num_experts = 8, got 9"),
+        (gpt_oss, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_local_experts = 8, got 9"),
+        (gpt_oss, {"layer_types": ["full"] * 3}, "layer_types must be a list of num_hidden_layers = 3 names"),
+        (gpt_oss, {"swiglu_limit": 0}, "swiglu_limit must be a number above 0, got 0"),
         (qwen2_moe, {"use_sliding_window": True}, "use_sliding_window = true is not supported; supported: false, or true with layer_types"),
         (qwen3_moe, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts = 8, got 9"),
         (qwen3_moe, {"mlp_only_layers": ["0"]}, "mlp_only_layers must be a list of numbers of layers"),
         (glm4_moe, {"partial_rotary_factor": 0.1}, "partial_rotary_factor must be such that an even part of a head's 12 is rotated"),
+        (deepseek_v32, {"index_head_dim": 4}, "index_head_dim must be an integer of at least 8, got 4"),
+        (deepseek_v32, {"index_topk": 0}, "index_topk must be an integer of at least 1, got 0"),
+        (deepseek_v32, {"q_lora_rank": None}, "q_lora_rank is missing"),
+        (
+            glm_dsa,
+            {"indexer_types": ["shared", "full", "full"]},
+            "indexer_types must be a list of num_hidden_layers = 3 names",
+        ),
+        (glm_dsa, {"indexer_types": None, "index_topk_pattern": "FFX"}, "index_topk_pattern must be a list of num_hidden_layers = 3"),
         (glm4_moe_lite, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of num_hidden_layers = 3 names"),
     ],
 )

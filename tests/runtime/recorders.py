@@ -145,7 +145,7 @@ class BlindPlan:
     pool: KVPool
     slots: torch.Tensor
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
         return q[..., : self.pool.layout.value_dim].contiguous()
 
 

@@ -66,9 +66,10 @@ def test_the_guard_sees_every_way_to_read(read: Callable[[torch.Tensor], object]
 
 @KINDS
 @pytest.mark.parametrize("greedy", [True, False])
-def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["mimo", "modules"])
+def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: bool, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tier, as at start."""
-    engine = tiny_engine(tiny_model("mimo"), spec, recorder=Watched())
+    engine = tiny_engine(tiny_model(family), spec, recorder=Watched())
     runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
     asked = GREEDY if greedy else sampled(runner.drafter.coupled)
     graphs.record_all([asked], spec is TREE)

@@ -32,16 +32,17 @@ def asked(sampled: bool) -> list[SamplingParams]:
     ]
 
 
-def texts(spec: SpecConfig, sampled: bool, **options: Any) -> list[list[int]]:
-    engine = tiny_engine(tiny_model("mimo"), spec, eos=(11,), **options)
+def texts(spec: SpecConfig, sampled: bool, family: str = "mimo", **options: Any) -> list[list[int]]:
+    engine = tiny_engine(tiny_model(family), spec, eos=(11,), **options)
     return run(engine, prompts(6, seed=2), asked(sampled))
 
 
 @KINDS
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_a_late_engine_gives_the_same_text(spec: SpecConfig, sampled: bool, overlap: int) -> None:
-    assert texts(spec, sampled, overlap=overlap) == texts(spec, sampled)
+@pytest.mark.parametrize("family", ["mimo", "modules"])
+def test_a_late_engine_gives_the_same_text(spec: SpecConfig, sampled: bool, family: str, overlap: int) -> None:
+    assert texts(spec, sampled, family, overlap=overlap) == texts(spec, sampled, family)
 
 
 @pytest.mark.parametrize("spec", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])

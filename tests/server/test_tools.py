@@ -35,9 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Server:
-    def __init__(
-        self, tokenizer: Tokenizer, *texts: str, tools: str | None = "hermes", reasoning: str | None = None, step: int = 2
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *texts: str, tools: str = "hermes", reasoning: str = "none", step: int = 2) -> None:
         self.client = SpeakingClient(tokenizer, texts, step)
         self.app = create_app(self.client, tokenizer, server_config=ServerConfig(tool_call_parser=tools, reasoning_parser=reasoning))
 
@@ -124,9 +122,9 @@ def test_reasoning_before_a_call(tokenizer: Tokenizer, stream: bool) -> None:
     ("qwen3", "\n<think>a b</think>\n\nc <think>d</think>", "\n<think>a b</think>"),
     ("deepseek_r1", "a < b</think>c", "a < b</think>"),
     ("qwen3", "<thin>a</think>", ""),
-    (None, "<think>a</think>", ""),
+    ("none", "<think>a</think>", ""),
 ])  # fmt: skip
-def test_usage_counts_reasoning(tokenizer: Tokenizer, stream: bool, reasoning: str | None, text: str, reasoned: str) -> None:
+def test_usage_counts_reasoning(tokenizer: Tokenizer, stream: bool, reasoning: str, text: str, reasoned: str) -> None:
     server = Server(tokenizer, text, reasoning=reasoning, step=3)
     answer = server.post(**({"stream": True, "stream_options": {"include_usage": True}} if stream else {}), n=2)
     usage = events(answer)[-2]["usage"] if stream else answer.json()["usage"]
@@ -134,7 +132,7 @@ def test_usage_counts_reasoning(tokenizer: Tokenizer, stream: bool, reasoning: s
 
 
 def test_reasoning_switches(tokenizer: Tokenizer) -> None:
-    server = Server(tokenizer, "<think>a</think>b", tools=None, reasoning="qwen3")
+    server = Server(tokenizer, "<think>a</think>b", tools="none", reasoning="qwen3")
     assert server.choice(separate_reasoning=False)["message"]["content"] == "<think>a</think>b"
     assert server.choice(include_reasoning=False)["message"] == {"role": "assistant", "content": "b", "refusal": None}
     assert streamed(server.post(include_reasoning=False, stream=True))["reasoning_content"] == ""
@@ -183,7 +181,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
 
 
 def test_required_and_named_without_a_parser(tokenizer: Tokenizer) -> None:
-    server = Server(tokenizer, LIST, tools=None)
+    server = Server(tokenizer, LIST, tools="none")
     message = server.choice(tools=[WEATHER, NOW], tool_choice="required")["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "now"] and message["content"] is None
     grammar = server.client.submitted[0].sampling.grammar

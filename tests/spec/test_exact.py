@@ -32,7 +32,9 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("family", ["deepseek", "deepseek, experts one by one", "mimo", "mimo, windows"])
+@pytest.mark.parametrize(
+    "family", ["deepseek", "deepseek, experts one by one", "sparse", "mimo", "mimo, windows", "oss, windows", "modules", "hybrid"]
+)
 def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str, kernels: str) -> None:
     if "one by one" in family:
         monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
@@ -64,7 +66,7 @@ def test_a_rows_logits_do_not_depend_on_the_pass(kernels: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "mimo", "glm", "qwen", "oss"])
 def test_a_stack_in_one_call_is_its_layers_one_by_one(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And as many threads as there may be give the same bits as one."""
     if kernels != "cpu":
@@ -74,6 +76,7 @@ def test_a_stack_in_one_call_is_its_layers_one_by_one(family: str, kernels: str,
         if one_by_one:
             monkeypatch.setattr(cpu_kernels, "pack_layers", torch_kernels.pack_layers)
         model = tiny_model(family, dtype=torch.bfloat16, kernels=kernels)
+        assert isinstance(model.run_layers, cpu_kernels.LayerStack) is not one_by_one
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         engine = tiny_engine(model, 3, **EXACT[kernels])
         for i, prompt in enumerate(prompts(4, longest=40)):

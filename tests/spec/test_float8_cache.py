@@ -19,7 +19,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0)
 SHAPES: list[int | SpecConfig] = [0, 1, 3, 7, tree(3, 4, 12)]
 
 
-@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
 def test_greedy_text_does_not_depend_on_drafts_or_chunks(family: str) -> None:
     model, asked = tiny_model(family), prompts(8)
     expected = [run(tiny_engine(model, 0, stored=FP8), [prompt], GREEDY)[0] for prompt in asked]
@@ -28,7 +28,7 @@ def test_greedy_text_does_not_depend_on_drafts_or_chunks(family: str) -> None:
         assert run(tiny_engine(model, drafts, budget=33, stored=FP8), asked, GREEDY) == expected
 
 
-@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
 def test_exact_mode_stays_exact(family: str) -> None:
     model, asked = tiny_model(family, dtype=torch.bfloat16, kernels="exact"), prompts(4, longest=40)
     alone = [run(tiny_engine(model, 0, exact=True, stored=FP8), [prompt], GREEDY)[0] for prompt in asked]

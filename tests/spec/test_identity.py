@@ -14,7 +14,7 @@ from tests.tiny import prompts, run, tiny_engine, tiny_model
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
-@pytest.mark.parametrize("family", ["deepseek", "mimo", "glm", "qwen"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo", "glm", "qwen", "modules"])
 @pytest.mark.parametrize(("budget", "pages", "page_size"), [(64, 400, 4), (64, 44, 5), (9, 24, 16), (17, 90, 3)])
 def test_greedy_text_does_not_depend_on_drafts_chunks_or_pages(family: str, budget: int, pages: int, page_size: int) -> None:
     model, asked = tiny_model(family), prompts(12)

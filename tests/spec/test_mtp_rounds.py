@@ -27,6 +27,9 @@ from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
 from mtpserve.spec.sizes import DEFERRED
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
+from tests.models.hybrids import qwen3_5, qwen3_5_moe, qwen3_next
+from tests.models.own_layouts import ernie, mimo_v2
+from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
@@ -150,7 +153,7 @@ def check(tiny: Tiny, rounds: list[Round]) -> None:
     for each in rounds:
         wanted = tiny.draft_logits(each.ids, each.drafts)
         worst = (each.logits - wanted).abs().max().item()
-        assert worst < 1e-4, f"{worst} after {len(each.ids)} tokens"  # NaN fails too
+        assert worst < 1e-4 * max(1.0, wanted.abs().max().item()), f"{worst} after {len(each.ids)} tokens"  # NaN fails too
         if each.greedy:
             assert each.drafts == wanted.argmax(-1).tolist()
 
@@ -158,9 +161,15 @@ def check(tiny: Tiny, rounds: list[Round]) -> None:
 MODELS: dict[str, Callable[[Path], Tiny]] = {
     "deepseek": lambda directory: deepseek(directory, n_group=4, topk_group=2, routed_scaling_factor=1.5),
     "deepseek without q_lora, yarn": lambda directory: deepseek(directory, q_lora_rank=None, rope_scaling=YARN, n_shared_experts=2),
+    "deepseek v3.2": deepseek_v32,
     "mimo": mimo,
+    "ernie": ernie,
     "glm 4.6": glm4_moe,
     "glm 4.7 flash": glm4_moe_lite,
+    "qwen3-next": qwen3_next,
+    "qwen3.5": qwen3_5,
+    "qwen3.5 moe": qwen3_5_moe,
+    "glm 5.2": glm_dsa,
 }
 # Rows per step, tokens in the pool, tokens in a page. The second pool is so small that requests are preempted.
 PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and preemption": (9, 60, 5)}
@@ -168,7 +177,7 @@ PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and
 
 @pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "keys and values in a pass of their own"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("make", [*MODELS.values(), mimo_v2], ids=[*MODELS, "mimo-v2"])
 def test_drafts_are_those_of_a_computation_from_scratch(
     tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +209,8 @@ def test_drafts_after_steps_without_any(tmp_path: Path, make: Callable[[Path], T
     check(tiny, listener.rounds)
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+# Where layers are recurrent, pages of an output are not found at all: a state is kept after the prompt.
+@pytest.mark.parametrize("make", [make for make in MODELS.values() if make not in (qwen3_next, qwen3_5, qwen3_5_moe)])
 @pytest.mark.parametrize("tokens", range(20, 28))
 def test_pages_are_found_once_all_of_their_rows_are_absorbed(tmp_path: Path, make: Callable[[Path], Tiny], tokens: int) -> None:
     tiny, page_size = make(tmp_path), 4

@@ -17,7 +17,7 @@ from tests.tiny import VOCAB, tiny_engine, tiny_model
 
 PAGE = 4
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=3, speculative_num_draft_tokens=8)
-FAMILIES = ["deepseek", "mimo"]
+FAMILIES = ["deepseek", "sparse", "mimo"]
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -52,7 +52,7 @@ def conversation(engine: Engine, turns: int, **sampling: Any) -> tuple[list[list
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.1}], ids=["greedy", "drawn"]

@@ -37,7 +37,7 @@ def talk(engine: Engine, turns: int = 3, first: int = 0) -> list[list[object]]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo", "modules"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_conversations_that_do_not_fit_the_device(family: str, shape: str, backend: str) -> None:

@@ -37,7 +37,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_text_does_not_depend_on_the_tree(family: str, shape: SpecConfig) -> None:
     model, asked = tiny_model(family), prompts(10)

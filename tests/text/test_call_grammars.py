@@ -18,7 +18,7 @@ from mtpserve.text.parsers.registry import TOOL_CALLS
 from mtpserve.text.tokenizer import Tokenizer
 from tests.text import tiny
 from tests.text.calls import TOOLS
-from tests.text.test_parsers import CITY, CODER, ENTRY, GLM, HERMES, LLAMA, V3_CALL, V31_CALL
+from tests.text.test_parsers import CITY, CODER, ENTRY, GLM, HERMES, LLAMA, MIMO, V3_CALL, V31_CALL
 
 MARKERS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
@@ -59,6 +59,7 @@ WRITTEN = [
     ("glm45", GLM, f"{GLM}\n{GLM}"),
     ("glm47", GLM.replace("\n", ""), (GLM * 2).replace("\n", "")),
     ("qwen3_coder", CODER, f"{CODER}\n{CODER}"),
+    ("mimo", MIMO, f"{MIMO}\n{MIMO}"),
     ("deepseek_v3", f"{SECTION}{V3_CALL}{SECTION_END}", f"{SECTION}{V3_CALL}\n{V3_CALL}{SECTION_END}"),
     ("deepseek_v31", f"{SECTION}{V31_CALL}{SECTION_END}", f"{SECTION}{V31_CALL}{V31_CALL}{SECTION_END}"),
     ("llama3_json", LLAMA, f"{LLAMA}; {LLAMA}"),

@@ -33,10 +33,10 @@ def glm(name: str, arguments: Arguments, line: str = "\n") -> str:
     return f"<tool_call>{name}{line}{''.join(pairs)}</tool_call>"
 
 
-def coder(name: str, arguments: Arguments) -> str:
+def coder(name: str, arguments: Arguments, line: str = "\n") -> str:
     """Lists and objects are JSON; everything else is printed as Python prints it."""
     values = {key: dumped(value) if isinstance(value, list | dict) else str(value) for key, value in arguments.items()}
-    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    inside = "".join(f"<parameter={key}>{line}{value}{line}</parameter>\n" for key, value in values.items())
     return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
 
 
@@ -54,6 +54,7 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "GLM-4.5": ("glm45", lambda calls: "\n".join(glm(*call) for call in calls)),
     "GLM-4.7": ("glm47", lambda calls: "".join(glm(*call, line="") for call in calls)),
     "Qwen3-Coder": ("qwen3_coder", lambda calls: "\n".join(coder(*call) for call in calls)),
+    "MiMo-V2": ("mimo", lambda calls: "\n".join(coder(*call, line="") for call in calls)),
     "Llama 3": ("llama3_json", lambda calls: "; ".join(as_object(*call, key="parameters") for call in calls)),
     "Mistral-7B-v0.3": ("mistral", lambda calls: f"[TOOL_CALLS] [{', '.join(as_object(*call, id='abcdefgh9') for call in calls)}]"),
     "Mistral-Small-3.2": (

@@ -14,7 +14,8 @@ from tests.text.calls import parse, parser
 
 
 def test_the_options_list_what_there_is() -> None:
-    assert sorted(TOOL_CALL_PARSERS) == TOOL_CALLS.names() and sorted(REASONING_PARSERS) == REASONINGS.names()
+    for options, formats in ((TOOL_CALL_PARSERS, TOOL_CALLS), (REASONING_PARSERS, REASONINGS)):
+        assert options[:2] == ("auto", "none") and sorted(options[2:]) == formats.names()
 
 
 CITY = '{"city": "Ulm", "days": 2}'
@@ -27,6 +28,7 @@ GLM = (
 CODER = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
 )
+MIMO = CODER.replace(">\nUlm\n<", ">Ulm<").replace(">\n2\n<", ">2<")
 V3_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{CITY}\n```<｜tool▁call▁end｜>"
 V31_CALL = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜>"
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -34,6 +36,7 @@ LLAMA = f'{{"name": "get_weather", "parameters": {CITY}}}'
 ENTRY = f'{{"name": "get_weather", "arguments": {CITY}}}'
 
 ONE = [("get_weather", CITY)]
+SPACED = '{"text": "\\n a\\n"}'
 # format, output, content, calls
 GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", HERMES, "", ONE),
@@ -47,6 +50,8 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", f"{CODER}\n{CODER}", "", ONE * 2),
     ("qwen3_coder", CODER.removeprefix("<tool_call>\n"), "", ONE),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [("now", "{}")]),
+    ("mimo", f"{MIMO}\n{MIMO}", "", ONE * 2),
+    ("mimo", "<tool_call>\n<function=save>\n<parameter=text>\n a\n</parameter>\n</function>\n</tool_call>", "", [("save", SPACED)]),
     ("deepseek_v3", f"Hm.{BEGIN}{V3_CALL}\n{V3_CALL}{END}", "Hm.", ONE * 2),
     ("deepseek_v3", f"{BEGIN}{V31_CALL}{V31_CALL}{END}", "", ONE * 2),
     ("deepseek_v31", f"{BEGIN}{V31_CALL}{V31_CALL}{END}", "", ONE * 2),
@@ -93,6 +98,8 @@ VARIANTS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("qwen3_coder", f"{OPEN}Ulm\n</function>\n</tool_call>", "", ULM),
     ("qwen3_coder", f"{OPEN}Ulm</parameter></tool_call>", "", ULM),
     ("qwen3_coder", f"{OPEN}Ulm\n</parameter>\n</function>\n<function=now>\n</function>\n</tool_call>", "", [*ULM, ("now", "{}")]),
+    ("mimo", MIMO.replace("Ulm</parameter>", "Ulm"), "", ONE),
+    ("mimo", MIMO.replace("2</parameter>", "2"), "", ONE),
     ("glm45", GLM.replace("\n", ""), "", ONE),
     ("glm45", f"{GLM.removesuffix('</tool_call>')}<tool_call>now</tool_call>", "", BOTH),
     ("deepseek_v3", f"{BARE}get_weather\n{CITY}<｜tool▁call▁end｜>{END}", "", ONE),

@@ -17,6 +17,7 @@ SHARDS = {
     "hermes": TAGS,
     "glm45": [*TAGS, *KEYS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
     "qwen3_coder": [*TAGS, *KEYS, "<function=", "</function>", "<parameter=", "</parameter>", ">"],
+    "mimo": [*TAGS, *KEYS, "<function=", "</function>", "<parameter=", "</parameter>", ">"],
     "deepseek_v3": [SECTION, SECTION_END, CALL, CALL_END, SEPARATOR, "```json", "```"],
     "llama3_json": ["<|python_tag|>", ";"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],

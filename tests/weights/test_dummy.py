@@ -43,7 +43,7 @@ def configured(bare: Path, spec: SpecConfig = MTP) -> EngineConfig:
 def deep(family: str, dtype: torch.dtype, layers: int = 60) -> DecoderModel:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    build = deepseek.build if family == "deepseek" else gqa.build
+    build = deepseek.build if family in ("deepseek", "sparse") else gqa.build
     try:
         model = build(tiny_arch(family, layers), Methods.all(Unquantized(torch_kernels())), dtype, CONTEXT + 160, torch_kernels())
     finally:
@@ -52,7 +52,7 @@ def deep(family: str, dtype: torch.dtype, layers: int = 60) -> DecoderModel:
     return model.eval()
 
 
-@pytest.mark.parametrize("family", ["deepseek", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixty_layers_stay_finite(family: str, dtype: torch.dtype) -> None:
     model = deep(family, dtype)

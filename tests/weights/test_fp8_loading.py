@@ -60,7 +60,7 @@ def test_a_dropped_matrix_takes_its_scales_along(tmp_path: Path) -> None:
 def test_fp8_without_scales(tmp_path: Path) -> None:
     source = tensors()
     del source["gate.weight_scale_inv"]
-    refused(source, tmp_path, r"gate\.weight is stored as F8_E4M3, but its scales gate\.weight_scale_inv are not")
+    refused(source, tmp_path, r"gate\.weight is stored as F8_E4M3, but its scales gate\.weight_scale_inv or gate\.weight_scale are not")
 
 
 def test_scales_without_a_matrix(tmp_path: Path) -> None:
@@ -71,11 +71,15 @@ def test_scales_without_a_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2,), (3, 2)])
 def test_scales_of_another_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
     source = tensors() | {"gate.weight_scale_inv": torch.ones(shape)}
-    refused(source, tmp_path, r"gate\.weight_scale_inv has shape .*, gate\.weight needs \[2, 2\]")
+    refused(source, tmp_path, r"gate\.weight_scale_inv has shape .*, it needs \[2, 2\] \(blocks of 128 x 128\)")
 
 
 def test_scales_beside_a_matrix_that_is_not_fp8(tmp_path: Path) -> None:
-    refused(tensors() | {"up.weight_scale_inv": torch.ones(2, 2)}, tmp_path, r"up\.weight has block scales.*got BF16 \[200, 150\]")
+    refused(
+        tensors() | {"up.weight_scale_inv": torch.ones(2, 2)},
+        tmp_path,
+        r"up\.weight has shape .* and dtype BF16, it needs \[200, 150\] in F8_E4M3, I8",
+    )
 
 
 def test_a_scale_that_is_not_a_number(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from mtpserve.config import ModelConfig
 from mtpserve.weights import quantise
 from mtpserve.weights.checkpoint import Checkpoint
 from tests.models.checkpoints import deepseek, mimo
+from tests.models.sparse_checkpoints import deepseek_v32
 
 DEMO = ModelConfig().directory
 
@@ -32,6 +33,14 @@ def test_which_tensors_become_float8(tmp_path: Path, keep_mtp: bool) -> None:
         assert {"model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.up_proj.weight"} <= float8
         stated = json.loads((out / "config.json").read_text())
         assert stated.pop("quantization_config")["weight_block_size"] == [128, 128] and stated == made.config
+
+
+def test_an_indexer_is_stored_as_published(tmp_path: Path) -> None:
+    quantise.quantise(deepseek_v32(tmp_path / "tiny").directory, tmp_path / "out")
+    tensors = Checkpoint.open(tmp_path / "out").tensors
+    stored = {name.rpartition("indexer.")[2]: entry.dtype for name, entry in tensors.items() if "indexer" in name}
+    float8 = {name for name, dtype in stored.items() if dtype == "F8_E4M3"}
+    assert float8 == {"wq_b.weight", "wk.weight"} and "weights_proj.weight" in stored
 
 
 def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

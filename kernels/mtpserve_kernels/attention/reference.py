@@ -8,7 +8,8 @@ from torch import Tensor
 
 def span_gqa(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, sinks: Tensor | None = None, window: int = 0,
+    shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E]; see `span.py` for the rest.
 
@@ -32,15 +33,52 @@ def span_gqa(
         slots = page_table[seat, place // page_size] * page_size + place % page_size
         keys, values = (part[slots].float().repeat_interleave(group, 1) for part in (k, v))
         scores = torch.einsum("rhd,nhd->hrn", q[start:stop].float(), keys) * scale
-        weights = scores.masked_fill(~seen[:, needed], -torch.inf).softmax(-1)
+        scores.masked_fill_(~seen[:, needed], -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, stop - start, 1)], -1)
+        weights = scores.softmax(-1)[..., : len(slots)]
         out[start:stop] = torch.einsum("hrn,nhe->rhe", weights, values).to(q.dtype)
     return out
 
 
 def span_mla(
     q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, window: int = 0, shift: int = 0,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, sinks: Tensor | None = None,
+    window: int = 0, shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]"""
     where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
-    return span_gqa(q, latent, latent[..., :value_dim], *where, window=window, shift=shift)
+    return span_gqa(q, latent, latent[..., :value_dim], *where, sinks=sinks, window=window, shift=shift)
+
+
+def select(
+    q: Tensor, weights: Tensor, keys: Tensor, page_table: Tensor, seats: Tensor, ends: Tensor, bits: Tensor | None, starts: Tensor | None,
+    page_size: int, best: int, *, shift: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [T, heads, D], weights [T, heads] float32, index keys [slots, 1, D]; seats, ends, bits and starts [T]: of each row, see
+    `select.py`. → the slots of the `best` columns that the row sees, those with the largest scores, in the order of columns [T, best]
+    int64, and how many they are [T] int64; what follows is void. Of equal scores the earlier column's counts more, and NaN more than any
+    number."""
+    slots, counts = seats.new_zeros(len(q), best), torch.empty_like(ends)
+    for row, (seat, end) in enumerate(zip(seats.tolist(), ends.tolist(), strict=True)):
+        columns = torch.arange(end, device=q.device)
+        if bits is not None and starts is not None:
+            bit = columns - starts[row]
+            columns = columns[(bit < 0) | (bits[row] >> bit.clamp(0, 63) & 1).bool()]
+        place = columns + shift
+        seen = page_table[seat, place // page_size] * page_size + place % page_size
+        if len(seen) > best:
+            scores = weights[row] @ (q[row].float() @ keys[seen, 0].float().T).relu()
+            seen = seen[scores.sort(descending=True, stable=True).indices[:best].sort().values]
+        slots[row, : len(seen)], counts[row] = seen, len(seen)
+    return slots, counts
+
+
+def selected_mla(q: Tensor, latent: Tensor, slots: Tensor, counts: Tensor, scale: float, value_dim: int) -> Tensor:
+    """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value, what `select` gives → [T, heads, value_dim]"""
+    out = q.new_empty(*q.shape[:2], value_dim)
+    for row, count in enumerate(counts.tolist()):
+        seen = latent[slots[row, :count], 0].float()
+        weights = (scale * q[row].float() @ seen.T).softmax(-1)
+        out[row] = (weights @ seen[:, :value_dim]).to(q.dtype)
+    return out

@@ -19,6 +19,8 @@ A row sees column c (a place in its request) where all of these hold:
 Only the blocks of keys that some row of the tile sees are read, and the splits share those: pages before the window may have been freed.
 The key of column c is in the slot of token c + shift; index, kv_len, tree_bits and tree_start count columns, without the shift.
 
+A head's sink is a score without a value. The first split starts from it: it has keys of every tile, and the splits are summed up once.
+
 Split softmax: Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
 
@@ -31,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_BLOCKS = tl.constexpr(2)  # of keys in a split that is not empty: combining many tiny splits costs more than it saves
 
 
@@ -103,7 +105,8 @@ def _attend(
 
 @triton.jit(do_not_specialize=["requests"])
 def span_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_page_table, p_seats, p_cu_q, p_kv_len, p_index, p_bits, p_tree_start, requests, stride_pages, factor,
+    p_q, p_k, p_v, p_out, p_lse, p_page_table, p_seats, p_cu_q, p_kv_len, p_index, p_bits, p_tree_start, p_sinks, requests, stride_pages,
+    factor,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -149,6 +152,10 @@ def span_kernel(
             b_acc = tl.zeros([BM, BE], tl.float32)
             b_max = tl.full([BM], float("-inf"), tl.float32)
             b_sum = tl.zeros([BM], tl.float32)
+            if p_sinks is not None:
+                if i_split == 0:
+                    b_max = tl.load(p_sinks + i_head * GROUP + o_m % GROUP) * LOG2_E
+                    b_sum += 1.0
             p_v_head = None if LATENT else p_v + i_head * E
             # From 0: with a lower bound that is computed, Triton 3.9 loses the pointers' alignment and copies number by number.
             for i in range(high - low):
@@ -225,34 +232,34 @@ def splits_for(programs: int, processors: int, most: int = 64) -> int:
 def span_gqa(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
-    width: int = 1, splits: int | None = None, tile: SpanTiling | None = None,
+    width: int = 1, splits: int | None = None, tile: SpanTiling | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E].
 
     page_table [seats, pages], seats [R], cu_q [R+1], kv_len [R], index [T], tree_bits [T] or None, tree_start [R] or None: int64.
     `window`: how many columns a row sees, itself included; 0: all. With a tree it is larger than the tree is deep. `shift`: the key
-    of column c is in the slot of token c + shift. `width`: rows of the widest span, which only chooses the tiles.
+    of column c is in the slot of token c + shift. `width`: rows of the widest span, which only chooses the tiles. sinks [heads] float32.
     """
     assert v.shape[:2] == k.shape[:2] and v.is_contiguous(), (k.shape, v.shape, v.stride())
     where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
-    return _span(q, k, v, v.shape[2], *where, window, shift, width, splits, tile)
+    return _span(q, k, v, v.shape[2], *where, sinks, window, shift, width, splits, tile)
 
 
 def span_mla(
     q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
     tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, window: int = 0, shift: int = 0,
-    width: int = 1, splits: int | None = None, tile: SpanTiling | None = None,
+    width: int = 1, splits: int | None = None, tile: SpanTiling | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]; see `span_gqa`."""
     assert latent.shape[1] == 1 and value_dim < latent.shape[2], (latent.shape, value_dim)
     where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
-    return _span(q, latent, None, value_dim, *where, window, shift, width, splits, tile)
+    return _span(q, latent, None, value_dim, *where, sinks, window, shift, width, splits, tile)
 
 
 def _span(
     q: Tensor, k: Tensor, v: Tensor | None, value_dim: int, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, window: int, shift: int, width: int,
-    splits: int | None, tile: SpanTiling | None,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, sinks: Tensor | None, window: int, shift: int,
+    width: int, splits: int | None, tile: SpanTiling | None,
 ) -> Tensor:  # fmt: skip
     (rows, heads, dim), kv_heads, requests = q.shape, k.shape[1], len(seats)
     assert heads % kv_heads == 0 and k.shape[2] == dim and q.is_contiguous() and k.is_contiguous(), (
@@ -262,6 +269,7 @@ def _span(
         k.stride(),
     )
     assert page_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and window >= 0 and shift >= 0
+    assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     group = heads // kv_heads
     cut = tile or tiling(group * width, dim, v is None, q.element_size(), k.element_size(), torch.version.hip is not None)
     tiles = rows * group // cut.BM + requests
@@ -273,7 +281,8 @@ def _span(
         parts = torch.empty(rows, heads, splits, value_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
     span_kernel[(tiles, kv_heads, splits)](
-        q, k, v, parts, lse, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, requests, page_table.stride(0), scale * LOG2_E,
+        q, k, v, parts, lse, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, sinks, requests, page_table.stride(0),
+        scale * LOG2_E.value,
         HEADS=heads, GROUP=group, D=dim, E=value_dim, BM=cut.BM, BN=cut.BN, PAGE=page_size, WINDOW=window, SHIFT=shift,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip

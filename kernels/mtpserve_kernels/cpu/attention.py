@@ -29,7 +29,7 @@ class Spans(Structure):
     tensors: tuple[Tensor | None, ...]
 
 
-_attention = Op("mtp_attention", POINTER(Spans), POINTER(Heads), POINTER(Heads), c_void_p, c_void_p)
+_attention = Op("mtp_attention", POINTER(Spans), POINTER(Heads), POINTER(Heads), c_void_p, c_void_p, c_void_p)
 
 
 def layout_of(keys: Tensor, values: Tensor, heads: int, page_size: int, scale: float, window: int = 0) -> Spans:
@@ -63,29 +63,32 @@ def plan(
     return spans
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, spans: Spans) -> Tensor:
-    """q [T, heads, D] → [T, heads, E] of q's type: float32 or bfloat16. Keys and values as planned, of any layer."""
+def attend(q: Tensor, keys: Tensor, values: Tensor, spans: Spans, sinks: Tensor | None = None) -> Tensor:
+    """q [T, heads, D] → [T, heads, E] of q's type: float32 or bfloat16. Keys and values as planned, of any layer; sinks [heads] float32."""
+    assert sinks is None or (sinks.shape == (spans.heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
     assert q.shape[1:] == (spans.heads, spans.key_dim), (q.shape, spans.heads, spans.key_dim)
     out = torch.empty(len(q), spans.heads, spans.value_dim, dtype=q.dtype)
-    _attention(byref(spans), byref(heads_of(q)), byref(heads_of(out)), keys, values)
+    _attention(byref(spans), byref(heads_of(q)), byref(heads_of(out)), keys, values, sinks)
     return out
 
 
 def span_gqa(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, window: int = 0, shift: int = 0,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, *, sinks: Tensor | None = None, window: int = 0,
+    shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], k [slots, kv_heads, D], v [slots, kv_heads, E] → [T, heads, E]; see mtpserve_kernels.attention.span."""
     layout = layout_of(k, v, q.shape[1], page_size, scale, window)
-    return attend(q, k, v, plan(layout, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, shift))
+    return attend(q, k, v, plan(layout, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, shift), sinks)
 
 
 def span_mla(
     q: Tensor, latent: Tensor, page_table: Tensor, seats: Tensor, cu_q: Tensor, kv_len: Tensor, index: Tensor,
-    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, window: int = 0, shift: int = 0,
+    tree_bits: Tensor | None, tree_start: Tensor | None, page_size: int, scale: float, value_dim: int, *, sinks: Tensor | None = None,
+    window: int = 0, shift: int = 0,
 ) -> Tensor:  # fmt: skip
     """q [T, heads, D], latent [slots, 1, D] whose first `value_dim` numbers are the value → [T, heads, value_dim]"""
     where = page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, page_size, scale
-    return span_gqa(q, latent, latent[..., :value_dim], *where, window=window, shift=shift)
+    return span_gqa(q, latent, latent[..., :value_dim], *where, sinks=sinks, window=window, shift=shift)

@@ -15,11 +15,14 @@ from mtpserve_kernels.cpu.library import Op
 from mtpserve_kernels.cpu.linear import TYPES, Heads, heads_of
 
 
+class Norm(Structure):
+    _fields_ = [("weight", c_void_p), ("type", c_int32), ("eps", c_float)]
+
+
 class AddRmsNorm(Structure):
     _fields_ = [
-        ("x", c_void_p), ("residual", c_void_p), ("stride", c_int64), ("residual_stride", c_int64), ("weight", c_void_p),
-        ("normed", c_void_p), ("total", c_void_p), ("rows", c_int64), ("size", c_int64), ("type", c_int32), ("weight_type", c_int32),
-        ("eps", c_float),
+        ("x", c_void_p), ("residual", c_void_p), ("stride", c_int64), ("residual_stride", c_int64), ("norm", Norm), ("normed", c_void_p),
+        ("total", c_void_p), ("rows", c_int64), ("size", c_int64), ("type", c_int32),
     ]  # fmt: skip
 
 
@@ -34,15 +37,14 @@ class Pool(Structure):
 class RopeStore(Structure):
     _fields_ = [
         ("qkv", c_void_p), ("stride", c_int64), ("q", c_void_p), ("type", c_int32), ("rows", c_int64), ("heads", c_int64),
-        ("kv_heads", c_int64), ("dim", c_int64), ("slots", c_void_p), ("keys", Pool), ("values", Pool),
+        ("kv_heads", c_int64), ("dim", c_int64), ("slots", c_void_p), ("keys", Pool), ("values", Pool), ("q_norm", Norm), ("k_norm", Norm),
     ]  # fmt: skip
 
 
 class LatentStore(Structure):
     _fields_ = [
         ("q", Heads), ("turned", Heads), ("row", c_void_p), ("row_stride", c_int64), ("rows", c_int64), ("heads", c_int64),
-        ("nope", c_int64), ("rank", c_int64), ("slots", c_void_p), ("keys", Pool), ("norm", c_void_p), ("norm_type", c_int32),
-        ("eps", c_float),
+        ("nope", c_int64), ("rank", c_int64), ("slots", c_void_p), ("keys", Pool), ("norm", Norm),
     ]  # fmt: skip
 
 
@@ -50,6 +52,11 @@ _add_rms_norm = Op("mtp_add_rms_norm", POINTER(AddRmsNorm))
 _silu_mul = Op("mtp_silu_mul", c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32)
 _rope_store = Op("mtp_rope_store", POINTER(RopeStore), POINTER(Rotation))
 _latent_store = Op("mtp_latent_store", POINTER(LatentStore), POINTER(Rotation))
+
+
+def norm_of(weight: Tensor | None, eps: float) -> Norm:
+    """It does not keep the weight alive."""
+    return Norm() if weight is None else Norm(weight.data_ptr(), TYPES[weight.dtype], eps)
 
 
 def rotation_of(positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Rotation:
@@ -72,8 +79,8 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     total = x if residual is None else torch.empty(rows, size, dtype=x.dtype)
     step = 0 if residual is None else residual.stride(0)
     op = AddRmsNorm(
-        x.data_ptr(), None if residual is None else residual.data_ptr(), x.stride(0), step, weight.data_ptr(), normed.data_ptr(),
-        total.data_ptr(), rows, size, TYPES[x.dtype], TYPES[weight.dtype], eps,
+        x.data_ptr(), None if residual is None else residual.data_ptr(), x.stride(0), step, norm_of(weight, eps), normed.data_ptr(),
+        total.data_ptr(), rows, size, TYPES[x.dtype],
     )  # fmt: skip
     _add_rms_norm(byref(op))
     return normed, total
@@ -89,10 +96,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def rope_store(
-    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor, heads: int, interleaved: bool
-) -> Tensor:
-    """qkv [T, heads + 2 kv_heads, D] → q [T, heads, D], its first 2 * cos.shape[1] numbers rotated; k, rotated alike, and v are stored in
-    `slots` of keys and values [slots, kv_heads, D].
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor, heads: int,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """qkv [T, heads + 2 kv_heads, D] → q [T, heads, D], normed per head where there is a norm [D], its first 2 * cos.shape[1] numbers
+    rotated; k, treated alike, and v are stored in `slots` of keys and values [slots, kv_heads, D].
 
     positions, slots [T] int64; cos, sin [positions, rope / 2] float32.
     """
@@ -101,12 +109,13 @@ def rope_store(
     assert all_heads == heads + 2 * kv_heads and keys.shape == values.shape and keys.shape[2] == dim, (qkv.shape, keys.shape, values.shape)
     assert qkv.stride()[1:] == (dim, 1) and keys.stride()[1:] == values.stride()[1:] == (dim, 1) and keys.dtype == values.dtype
     assert rope <= dim
+    assert all(norm is None or (norm.shape == (dim,) and norm.is_contiguous()) for norm in (q_norm, k_norm))
     assert slots.dtype == torch.int64 and slots.is_contiguous()
     rotation = rotation_of(positions, cos, sin, interleaved)
     q = torch.empty(rows, heads, dim, dtype=qkv.dtype)
     op = RopeStore(
         qkv.data_ptr(), qkv.stride(0), q.data_ptr(), TYPES[qkv.dtype], rows, heads, kv_heads, dim, slots.data_ptr(), pool_of(keys),
-        pool_of(values),
+        pool_of(values), norm_of(q_norm, eps), norm_of(k_norm, eps),
     )  # fmt: skip
     _rope_store(byref(op), byref(rotation))
     return q
@@ -132,7 +141,7 @@ def latent_store(
     assert out.shape == (rows, heads, rope) and out.stride(2) == 1 and out.dtype == q.dtype, (out.shape, out.dtype)
     op = LatentStore(
         heads_of(q), heads_of(out), row.data_ptr(), row.stride(0), rows, heads, nope, rank, slots.data_ptr(), pool_of(keys),
-        norm.data_ptr(), TYPES[norm.dtype], eps,
+        norm_of(norm, eps),
     )  # fmt: skip
     _latent_store(byref(op), byref(rotation))
     return out

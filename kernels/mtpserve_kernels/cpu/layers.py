@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Array, Structure, addressof, byref, c_int32, c_int64, c_void_p, sizeof
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.attention import Spans
-from mtpserve_kernels.cpu.fused import Rotation
+from mtpserve_kernels.cpu.fused import Norm, Rotation
 from mtpserve_kernels.cpu.library import Op
 from mtpserve_kernels.cpu.linear import TYPES, Matrix
 from mtpserve_kernels.cpu.matrices import Matrices
 from mtpserve_kernels.cpu.moe import Experts, Router
-
-
-class Norm(Structure):
-    _fields_ = [("weight", c_void_p), ("type", c_int32), ("eps", c_float)]
 
 
 class AttentionLayer(Structure):
@@ -26,6 +22,7 @@ class AttentionLayer(Structure):
         ("in", Matrix), ("out", Matrix), ("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64),
         ("q_up", Matrix), ("q_norm", Norm), ("kv_norm", Norm), ("k_up", Matrices), ("v_up", Matrices),
         ("q_rank", c_int64), ("kv_rank", c_int64), ("nope", c_int64), ("rope", c_int64), ("value", c_int64),
+        ("sinks", c_void_p),
     ]  # fmt: skip
 
 
@@ -48,11 +45,6 @@ class Pass(Structure):
 
 
 _layers = Op("mtp_layers", c_void_p, c_void_p, c_int64, POINTER(Pass))
-
-
-def norm(weight: Tensor, eps: float) -> Norm:
-    """It does not keep the weight alive."""
-    return Norm(weight.data_ptr(), TYPES[weight.dtype], eps)
 
 
 class Contexts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, addressof, byref, c_bool, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_bool, c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -35,10 +35,16 @@ class Matrix(Structure):
     address: int
 
 
+class Clamp(Structure):
+    """src/linear.h"""
+
+    _fields_ = [("alpha", c_float), ("limit", c_float)]
+
+
 class Output(Structure):
     """src/linear.h"""
 
-    _fields_ = [("data", c_void_p), ("stride", c_int64), ("type", c_int32), ("gated", c_bool)]
+    _fields_ = [("data", c_void_p), ("stride", c_int64), ("type", c_int32), ("gated", c_bool), ("clamp", Clamp)]
 
 
 _linear = Op("mtp_linear", c_void_p, c_void_p, c_int32, c_int64, c_int64, POINTER(Output))

@@ -12,21 +12,23 @@ from mtpserve_kernels.cpu.linear import PANEL, TYPES, Heads, Matrix, heads_of, p
 
 
 class Matrices(Structure):
-    """src/linear.h. `data` keeps what it points to."""
+    """src/linear.h. `data` and `bias` keep what it points to."""
 
     _fields_ = [("first", Matrix), ("number", c_int64), ("stride", c_int64)]
     data: Tensor
+    bias: Tensor | None
 
 
 _heads_linear = Op("mtp_heads_linear", POINTER(Matrices), POINTER(Heads), c_int64, POINTER(Heads))
 
 
-def matrices(data: Tensor, outputs: int, inputs: int) -> Matrices:
-    """Of packed numbers: `data` [n, …], each one's whole panels at the beginning of its part."""
+def matrices(data: Tensor, outputs: int, inputs: int, bias: Tensor | None = None) -> Matrices:
+    """Of packed numbers: `data` [n, …], each one's whole panels at the beginning of its part; bias [n, outputs]."""
     assert data.dtype != torch.int8, "int8 matrices need a scale for each output, and these have none"
-    first = Matrix(data.data_ptr(), None, None, outputs, inputs, TYPES[data.dtype])
+    added = None if bias is None else padded(bias.detach().float(), 1)
+    first = Matrix(data.data_ptr(), None if added is None else added.data_ptr(), None, outputs, inputs, TYPES[data.dtype])
     made = Matrices(first, len(data), data.stride(0))
-    made.data = data
+    made.data, made.bias = data, added
     return made
 
 
@@ -37,11 +39,11 @@ def padded(weights: Tensor, dim: int) -> Tensor:
     return torch.cat([weights, weights.new_zeros(shape)], dim) if missing else weights.contiguous()
 
 
-def pack_matrices(weights: Tensor) -> Matrices:
-    """weights [n, N, K], K even; in place where they are contiguous and N is a multiple of 16."""
+def pack_matrices(weights: Tensor, bias: Tensor | None = None) -> Matrices:
+    """weights [n, N, K], K even, bias [n, N]; in place where they are contiguous and N is a multiple of 16."""
     data = padded(weights.detach(), 1)
     pack_panels(data)
-    return matrices(data, *weights.shape[1:])
+    return matrices(data, weights.shape[1], weights.shape[2], bias)
 
 
 def pack_heads(kv_up: Tensor, heads: int, nope: int) -> tuple[Matrices, Matrices]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.library import Op
-from mtpserve_kernels.cpu.linear import PANEL, TYPES, Matrix, Output, pack
+from mtpserve_kernels.cpu.linear import PANEL, TYPES, Clamp, Matrix, Output, pack
 from mtpserve_kernels.cpu.matrices import Matrices, pack_matrices, padded
 
 
@@ -21,7 +21,7 @@ class Router(Structure):
 
     _fields_ = [
         ("weight", Matrix), ("bias", c_void_p), ("top_k", c_int64), ("groups", c_int64), ("top_groups", c_int64), ("renormalise", c_int32),
-        ("scale", c_float),
+        ("softmax", c_int32), ("scale", c_float),
     ]  # fmt: skip
     keeps: tuple[Any, ...]
 
@@ -29,7 +29,10 @@ class Router(Structure):
 class Experts(Structure):
     """src/moe.h. `keeps` holds what it points to."""
 
-    _fields_ = [("gate_up", Matrices), ("down", Matrices), ("shared_gate_up", Matrix), ("shared_down", Matrix)]
+    _fields_ = [
+        ("gate_up", Matrices), ("down", Matrices), ("shared_gate_up", Matrix), ("shared_down", Matrix), ("shared_gate", Matrix),
+        ("clamp", Clamp),
+    ]  # fmt: skip
     keeps: tuple[Any, ...]
 
 
@@ -39,14 +42,20 @@ _mix_experts = Op(
 )
 
 
-def pack_router(weight: Tensor, bias: Tensor, top_k: int, groups: int, top_groups: int, renormalise: bool, scale: float) -> Router:
-    """weight [E, H] float32, H even, packed in place where E is a multiple of 16; bias [E] float32."""
+def pack_router(
+    weight: Tensor, bias: Tensor | None, top_k: int, groups: int, top_groups: int, renormalise: bool, scale: float, softmax: bool = False,
+    of_logits: Tensor | None = None,
+) -> Router:  # fmt: skip
+    """weight [E, H] float32, H even, packed in place where E is a multiple of 16; bias [E] float32, for the choice alone. Without one, or
+    with `softmax`, scores are a softmax and there are no groups. of_logits [E]: a bias of what is scored."""
     number = len(weight)
-    assert weight.dtype == bias.dtype == torch.float32 and bias.shape == (number,) and bias.is_contiguous()
+    assert weight.dtype == torch.float32
+    assert groups == 1 if bias is None else (bias.dtype == torch.float32 and bias.shape == (number,) and bias.is_contiguous())
     assert top_k <= number and number % groups == 0 and top_groups <= groups, (number, top_k, groups, top_groups)
     assert top_groups == groups or number // groups >= 2, (number, groups)
-    matrix = pack(weight)
-    router = Router(matrix, bias.data_ptr(), top_k, groups, top_groups, renormalise, scale)
+    assert groups == 1 or not softmax
+    matrix, by_softmax = pack(weight, of_logits), softmax or bias is None
+    router = Router(matrix, None if bias is None else bias.data_ptr(), top_k, groups, top_groups, renormalise, by_softmax, scale)
     router.keeps = matrix, bias
     return router
 
@@ -65,24 +74,34 @@ def route(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     return weights, experts
 
 
-def pack_expert_pair(gate_up: Tensor, down: Tensor) -> tuple[Matrices, Matrices]:
-    """gate_up [E, 2 S, H], down [E, H, S], H even; in place where S and H are multiples of 16. A shared expert is one with E = 1."""
+def pack_expert_pair(
+    gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+) -> tuple[Matrices, Matrices]:  # fmt: skip
+    """gate_up [E, 2 S, H], down [E, H, S], H even, their biases [E, 2 S] and [E, H]; in place where S and H are multiples of 16. A shared
+    expert is one with E = 1."""
     size = gate_up.shape[1] // 2
     if size % PANEL:  # zeros after each half
         gate_up = padded(gate_up.detach().unflatten(1, (2, size)), 2).flatten(1, 2)
-    return pack_matrices(gate_up), pack_matrices(padded(down.detach(), 2))
+        if gate_up_bias is not None:
+            gate_up_bias = padded(gate_up_bias.detach().unflatten(1, (2, size)), 2).flatten(1, 2)
+    return pack_matrices(gate_up, gate_up_bias), pack_matrices(padded(down.detach(), 2), down_bias)
 
 
-def experts_of(routed: tuple[Matrices, Matrices], shared: tuple[Matrix, Matrix] | None) -> Experts:
-    """`shared`: gate_up, each half of whole panels, and down, of as many inputs."""
+def experts_of(
+    routed: tuple[Matrices, Matrices], shared: tuple[Matrix, Matrix] | None, gate: Matrix | None = None,
+    clamped: tuple[float, float] | None = None,
+) -> Experts:  # fmt: skip
+    """`shared`: gate_up, each half of whole panels, and down, of as many inputs. Its output is multiplied with the sigmoid of `gate`'s
+    one output. `clamped`: alpha and limit of the routed experts' gates, see moe.reference.clamped_gate."""
     gate_up, down = routed
     beside = shared or (Matrix(), Matrix())
     assert gate_up.first.outputs == 2 * down.first.inputs and gate_up.number == down.number
     assert shared is None or (beside[0].outputs == 2 * beside[1].inputs and beside[1].inputs % PANEL == 0)
     assert shared is None or (beside[0].inputs, beside[1].outputs) == (gate_up.first.inputs, down.first.outputs)
     assert all(matrix.bias is None for matrix in beside)
-    made = Experts(gate_up, down, *beside)
-    made.keeps = routed, shared
+    assert gate is None or (shared is not None and (gate.outputs, gate.inputs) == (1, gate_up.first.inputs))
+    made = Experts(gate_up, down, *beside, gate or Matrix(), Clamp(*(clamped or (0.0, 0.0))))
+    made.keeps = routed, shared, gate
     return made
 
 

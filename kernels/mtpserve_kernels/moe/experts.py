@@ -4,7 +4,7 @@ A program has one expert, some of its output columns and a tile of rows. It look
 returns at once if none did, so that only the weights of experts that were chosen are read. Programs that differ in their rows alone
 follow one another, so that they find the weights in the cache. The shared expert counts as further experts that every row has chosen.
 
-    inner [T, K + shared, S]     silu(gate) * up of row t's k-th expert
+    inner [T, K + shared, S]     silu(gate) * up of row t's k-th expert, or gpt-oss's clamped gate; biases are added to what is multiplied
     parts [T, K + shared, H]     its output, float32, weighted; always summed over k in this order
 
 float8 weights (e4m3) have one float32 scale per 128 x 128 block and are widened in registers. Gate and up each begin a block of their own,
@@ -43,8 +43,9 @@ def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, K: tl.constexpr, BK: tl.
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
-    p_x, p_chosen, p_w, p_shared, p_scale, p_shared_scale, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
-    SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, FP8: tl.constexpr,
+    p_x, p_chosen, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr,
+    E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
+    FP8: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n, o_h = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BH)
@@ -79,15 +80,24 @@ def gate_up_kernel(
             else:
                 b_gate = tl.dot(b_gate_w, b_x, b_gate, input_precision="ieee")
                 b_up = tl.dot(b_up_w, b_x, b_up, input_precision="ieee")
-        b_inner = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+        if p_bias is not None:
+            p_b = p_bias + expert * 2 * S + o_n
+            b_gate += tl.load(p_b, mask=m_n, other=0.0).to(tl.float32)[:, None]
+            b_up += tl.load(p_b + S, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        if LIMIT is not None:
+            # Comparisons let NaN through.
+            b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
+            b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up)) + 1.0
+        b_inner = b_gate / (1.0 + tl.exp(-ALPHA * b_gate)) * b_up
         o_out = (o_t * (K + SHARED) + b_place).to(tl.int64)[None, :] * S + o_n[:, None]
         tl.store(p_inner + o_out, b_inner.to(p_inner.dtype.element_ty), mask=m_n[:, None] & b_hit[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def down_kernel(
-    p_inner, p_chosen, p_weights, p_w, p_shared, p_scale, p_shared_scale, p_parts, rows, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
-    SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, FP8: tl.constexpr,
+    p_inner, p_chosen, p_weights, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_parts, rows, H: tl.constexpr, S: tl.constexpr,
+    E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n, o_s = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BS)
@@ -117,6 +127,8 @@ def down_kernel(
                 b_acc += tl.dot(b_w.to(b_x.dtype), tl.trans(b_x), input_precision="ieee") * tl.load(p_down_scale + i * BS // 128)
             else:
                 b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
+        if p_bias is not None:
+            b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit & (b_place < K), other=1.0)
         tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
 
@@ -141,6 +153,7 @@ def experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
     shared_gate_up_scale: Tensor | None = None, shared_down_scale: Tensor | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: tuple[float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """See reference.experts. The shared expert's width is a multiple of an expert's; in float8 either both are or neither, and then an
     expert is as wide as whole blocks, unless the shared one is as wide as it is."""
@@ -158,6 +171,10 @@ def experts(
     check_scale(down_scale, (number, deep, blocks))
     check_scale(shared_gate_up_scale, (2 * shared * blocks, deep))
     check_scale(shared_down_scale, (deep, shared * blocks))
+    assert not shared or (gate_up_bias is None and down_bias is None and clamped is None)
+    assert gate_up_bias is None or (gate_up_bias.shape == (number, 2 * size) and gate_up_bias.is_contiguous()), gate_up_bias.shape
+    assert down_bias is None or (down_bias.shape == (number, hidden) and down_bias.is_contiguous()), down_bias.shape
+    alpha, limit = clamped or (1.0, None)
     parts = top + shared
     inner = torch.empty(rows, parts, size, dtype=x.dtype, device=x.device)
     weighted = torch.empty(rows, parts, hidden, dtype=torch.float32, device=x.device)
@@ -167,11 +184,12 @@ def experts(
     cut = tiling(rows, x.element_size(), torch.version.hip is not None)
     tiles, BK = triton.cdiv(rows, cut.BT), triton.next_power_of_2(top)
     gate_up_kernel[(tiles, number + shared, triton.cdiv(size, cut.BN))](
-        x, chosen, gate_up, shared_gate_up, gate_up_scale, shared_gate_up_scale, inner, rows, x.stride(0), H=hidden, S=size, E=number,
-        SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BH=cut.BK, FP8=gate_up_scale is not None, num_warps=4, num_stages=cut.stages,
+        x, chosen, gate_up, shared_gate_up, gate_up_scale, shared_gate_up_scale, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size,
+        E=number, SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BH=cut.BK, FP8=gate_up_scale is not None, ALPHA=alpha, LIMIT=limit,
+        num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     down_kernel[(tiles, number + shared, triton.cdiv(hidden, cut.BN))](
-        inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, weighted, rows, H=hidden, S=size, E=number,
+        inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, down_bias, weighted, rows, H=hidden, S=size, E=number,
         SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BS=cut.BK, FP8=down_scale is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     sum_kernel[(rows, triton.cdiv(hidden, 1024))](weighted, out, H=hidden, PARTS=parts, B=1024)

@@ -1,4 +1,4 @@
-"""What the float8 and int8 products compute, in plain torch."""
+"""What the products with quantised weights compute, in plain torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 BLOCK = 128
 LARGEST = 448.0  # of e4m3
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def widen(weight: Tensor, scale: Tensor) -> Tensor:
@@ -18,6 +19,26 @@ def widen(weight: Tensor, scale: Tensor) -> Tensor:
 def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """W8A16: x [T, K] as it is."""
     out = x.float() @ widen(weight, scale).T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def widen_rows(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
+    """weight [..., N, K] float8, or uint8 [..., N, K / 2]: numbers of four bits, two in a byte, the low half first; scale and zeros
+    [..., N, groups], zeros 8 where there are none. Scales in e8m0 are those of MXFP4, whose four bits are e2m1. → float32"""
+    if weight.dtype == torch.uint8:
+        whole = torch.stack([weight & 15, weight >> 4], -1).flatten(-2).float()
+        if scale.dtype == torch.float8_e8m0fnu:
+            whole, zeros = torch.tensor(E2M1, device=weight.device)[whole.long()], torch.zeros_like(scale, dtype=torch.uint8)
+        numbers = whole.unflatten(-1, (scale.shape[-1], -1)) - (8 if zeros is None else zeros.float().unsqueeze(-1))
+    else:
+        numbers = weight.float().unflatten(-1, (scale.shape[-1], -1))
+    out: Tensor = numbers * scale.float().unsqueeze(-1)
+    return out.flatten(-2)
+
+
+def linear_rows(x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] as it is."""
+    out = x.float() @ widen_rows(weight, scale, zeros).T
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 

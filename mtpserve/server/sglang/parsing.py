@@ -9,10 +9,11 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Strict
+from mtpserve.server.formats import Formats
 from mtpserve.server.http.errors import ContextLengthExceeded
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import MAX_BYTES_PER_TOKEN, Served, Service
-from mtpserve.server.tools import Formats, call_format, tool_use
+from mtpserve.server.tools import call_format, tool_use
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
 from mtpserve.text.parsers.output import OutputParser
 from mtpserve.text.parsers.reasoning import Opening

@@ -22,9 +22,10 @@ TOOL_CALLS: Registry[type[CallFormat]] = Registry(
             "mistral": f"{JSON}:Mistral",
             "deepseek_v3 deepseekv3": f"{DEEPSEEK}:DeepSeekV3",
             "deepseek_v31 deepseekv31": f"{DEEPSEEK}:DeepSeekV31",
-            "glm glm45": f"{TAGGED}:GLM45",
+            "glm45 glm": f"{TAGGED}:GLM45",
             "glm47": f"{TAGGED}:GLM47",
             "qwen3_coder qwen3_xml": f"{TAGGED}:Qwen3Coder",
+            "mimo": f"{TAGGED}:MiMo",
         }
     ),
 )

@@ -1,4 +1,4 @@
-"""Calls with each argument between tags of its own, as GLM-4.5 and Qwen3-Coder write them, converted to JSON.
+"""Calls with each argument between tags of its own, as GLM-4.5, Qwen3-Coder and MiMo-V2 write them, converted to JSON.
 
 A parameter whose schema allows only strings is passed on while it arrives; any other one when it is complete and its type is known.
 Sources: the chat templates of GLM-4.5 and of Qwen3-Coder.
@@ -148,14 +148,23 @@ class Qwen3Coder(Tagged):
         scan.end()
 
     def grammar(self, tools: Sequence[Tool], several: bool, spell: Spell) -> str:
+        line = "\n" if self.PADDED else ""
+
         def key_of(key: str) -> str:
-            return text(f"{self.KEY}{key}>\n")
+            return text(f"{self.KEY}{key}>{line}")
 
         each, rules = [], ""
         for number, tool in enumerate(tools):
-            parameters, *values = self.parameter_rules(tool, number, key_of, ("\n</parameter>\n",), spell)
+            parameters, *values = self.parameter_rules(tool, number, key_of, (f"{line}</parameter>\n",), spell)
             head = text(f"\n{self.FUNCTION}{tool.name}>\n")
             tail = text(self.FUNCTION_END + "\n")
             each.append(f"{spell(CALL)} {head} {parameters} {tail} {spell(CALL_END)}")
             rules += "".join(values)
         return calls_of(each, several, between=text("\n"), rules=rules)
+
+
+class MiMo(Qwen3Coder):
+    """MiMo-V2's: without line breaks around the values."""
+
+    PADDED = False
+    example = Qwen3Coder.example.replace("\nvalue\n", "value")

@@ -30,7 +30,7 @@ KINDS = [pytest.param(dtype, tree, id=f"{dtype}-{'tree' if tree else 'chain'}"[6
 
 def run(case: SpanCase, made: dict[str, Any], functions: Any = (span_gqa, span_mla)) -> Tensor:
     arguments = (made["q"], *made["caches"], *made["common"], *([case.value_dim] if case.latent else []))
-    out: Tensor = functions[case.latent](*arguments, window=case.window, shift=case.shift)
+    out: Tensor = functions[case.latent](*arguments, window=case.window, shift=case.shift, sinks=made["sinks"])
     return out
 
 
@@ -60,7 +60,7 @@ def decoding(case: SpanCase, made: dict[str, Any], r: int, row: int) -> Tensor:
         caches[-1][to] = cache[slots]
     last = torch.tensor([len(columns)])
     common = own, torch.tensor([0]), torch.tensor([0, 1]), last, last - 1, None, None, page, scale
-    return run(case, {"q": made["q"][row : row + 1], "caches": caches, "common": common})[0]
+    return run(case, {**made, "q": made["q"][row : row + 1], "caches": caches, "common": common})[0]
 
 
 def check_decoding(case: SpanCase, spans: list[Span], heads: int, seed: int = 0) -> None:
@@ -105,6 +105,13 @@ def test_windows_and_shifts(tree: bool, window: int, shift: int) -> None:
     check_decoding(SpanCase(2, 64, 64, 16, tree=tree, window=window, shift=shift), MANY, 4)
     check_decoding(SpanCase(1, 80, 48, 4, dtype=BF16, tree=tree, window=window, shift=shift), [*MANY, (257, 5)], 3)
     check_decoding(SpanCase(1, 72, 64, 16, latent=True, tree=tree, window=window, shift=shift), LATENT, 4)
+
+
+@pytest.mark.parametrize(("tree", "window", "shift"), [(False, 0, 0), (False, 7, 3), (True, 0, 1), (True, 40, 0)])
+def test_sinks(tree: bool, window: int, shift: int) -> None:
+    check_decoding(SpanCase(2, 64, 64, 16, tree=tree, window=window, shift=shift, sinks=True), MANY, 6)
+    check_decoding(SpanCase(1, 80, 48, 4, dtype=BF16, tree=tree, window=window, shift=shift, sinks=True), [*MANY, (257, 5)], 3)
+    check_decoding(SpanCase(1, 72, 64, 16, latent=True, tree=tree, window=window, shift=shift, sinks=True), LATENT, 4)
 
 
 @pytest.mark.parametrize("widest", [32, 64])

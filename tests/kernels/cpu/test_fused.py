@@ -79,7 +79,7 @@ def places(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randint(50, (rows,), generator=dice), torch.randperm(rows + 40, generator=dice)[:rows]
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("norm", "interleaved"), [(None, False), (None, True), (torch.float32, False), (torch.bfloat16, True)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("stored", TYPES, ids=str)
 @pytest.mark.parametrize(
@@ -87,22 +87,23 @@ def places(rows: int) -> tuple[Tensor, Tensor]:
     [(5, 4, 2, 64, 64), (1, 3, 1, 80, 32), (90, 2, 2, 128, 128), (5, 1, 1, 96, 96), (2, 1, 1, 18, 6), (0, 1, 1, 8, 8)],
 )
 def test_rope_store(
-    rows: int, heads: int, kv_heads: int, dim: int, rope: int, dtype: torch.dtype, stored: torch.dtype, interleaved: bool,
-    with_threads: WithThreads,
+    rows: int, heads: int, kv_heads: int, dim: int, rope: int, dtype: torch.dtype, stored: torch.dtype, norm: torch.dtype | None,
+    interleaved: bool, with_threads: WithThreads,
 ) -> None:  # fmt: skip
     qkv = among_nan(numbers(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)).unflatten(1, (-1, dim))
     (positions, slots), (cos, sin) = places(rows), tables(rope)
+    norms = (None, None) if norm is None else (numbers(dim, dtype=norm), numbers(dim, dtype=norm, seed=1))
 
     def run(kernel: Callable[..., Tensor], chosen: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
         pool = torch.full((2, rows + 40, kv_heads, dim), torch.nan, dtype=stored)
-        q = kernel(qkv[chosen], positions[chosen], cos, sin, slots[chosen], *pool, heads, interleaved=interleaved)
+        q = kernel(qkv[chosen], positions[chosen], cos, sin, slots[chosen], *pool, heads, *norms, 1e-5, interleaved)
         untouched = torch.ones(rows + 40, dtype=torch.bool).index_fill(0, slots[chosen], False)
         assert pool[:, untouched].isnan().all(), "no other slot is touched"
         return q, *pool[:, slots[chosen]]
 
     actual = with_threads(1, lambda: run(rope_store))
     for one, two, expected in zip(actual, with_threads(2, lambda: run(rope_store)), run(reference.rope_store), strict=True):
-        same(one, expected)
+        same(one, expected, dtype)
         assert torch.equal(one, two)
     assert torch.equal(actual[2], qkv[:, heads + kv_heads :].to(stored))
     for row in range(min(rows, 5)):

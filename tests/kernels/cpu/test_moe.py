@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mtpserve_kernels.cpu.linear import linear, pack_int8, quantize
+from mtpserve_kernels.cpu.linear import linear, pack, pack_int8, quantize
 from mtpserve_kernels.cpu.matrices import pack_matrices
 from mtpserve_kernels.cpu.moe import Experts, experts_of, mix_experts, pack_expert_pair, pack_router, route
 from mtpserve_kernels.moe import reference
@@ -32,15 +32,28 @@ def among_nan(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(
-    ("number", "top", "groups", "top_groups"), [(8, 2, 4, 2), (8, 2, 1, 1), (64, 6, 8, 3), (160, 6, 8, 3), (20, 20, 1, 1), (33, 3, 11, 1)]
+    ("number", "top", "groups", "top_groups"),
+    [
+        (8, 2, 4, 2),
+        (8, 2, 1, 1),
+        (64, 6, 8, 3),
+        (160, 6, 8, 3),
+        (20, 20, 1, 1),
+        (33, 3, 11, 1),
+        (60, 4, 0, 0),
+        (129, 8, 0, 0),
+        (5, 5, 0, 0),
+    ],
 )
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 100), (5, 2050), (37, 512), (0, 8)])
 def test_route(
     rows: int, hidden: int, number: int, top: int, groups: int, top_groups: int, renormalise: bool, dtype: torch.dtype,
     with_threads: WithThreads,
 ) -> None:  # fmt: skip
+    """No groups: by a softmax."""
     x = among_nan(numbers(rows, hidden, dtype=dtype))
-    weight, bias = numbers(number, hidden) / hidden**0.5, numbers(number, seed=1) / 5
+    weight, bias = numbers(number, hidden) / hidden**0.5, numbers(number, seed=1) / 5 if groups else None
+    groups, top_groups = groups or 1, top_groups or 1
     choice = top, groups, top_groups, renormalise, 2.5
     expected, best = reference.route(x, weight, bias, *choice)
     router = pack_router(weight, bias, *choice)
@@ -62,9 +75,18 @@ def test_of_equal_scores_the_lower_number_wins() -> None:
         assert chosen.tolist() == [best] * 2 and (weights == 0.5).all()
 
 
-@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2)])
+def test_a_softmax_over_numbers_far_apart() -> None:
+    """Most of them are 0 in float32; what is chosen are the best ones still."""
+    weight = torch.zeros(40, 16)
+    weight[:, 0] = torch.arange(40) * 60.0
+    weights, chosen = route(torch.ones(1, 16), pack_router(weight, None, 3, 1, 1, True, 1.0))
+    assert chosen.tolist() == [[39, 38, 37]] and weights.tolist() == [[1.0, pytest.approx(8.7565e-27, rel=1e-4), 0.0]]
+
+
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (0, 0)])
 def test_nan_leads_nowhere(groups: int, top_groups: int) -> None:
-    x, weight, bias = numbers(3, 64), numbers(16, 64) / 8, torch.zeros(16)
+    x, weight, bias = numbers(3, 64), numbers(16, 64) / 8, torch.zeros(16) if groups else None
+    groups, top_groups = groups or 1, top_groups or 1
     x[1] = torch.nan
     choice = 4, groups, top_groups, True, 1.0
     expected, best = reference.route(x[[0, 2]], weight, bias, *choice)
@@ -74,7 +96,7 @@ def test_nan_leads_nowhere(groups: int, top_groups: int) -> None:
     torch.testing.assert_close(weights[[0, 2]], expected)
     weight[3] = torch.nan  # one expert's scores: it is not chosen
     weights, chosen = route(x[:1], pack_router(weight, bias, *choice))
-    assert 3 not in chosen and weights.isfinite().all()
+    assert 3 not in chosen and (weights.isnan() if bias is None else weights.isfinite()).all()
 
 
 def mixture(number: int, size: int, hidden: int, shared: int, dtype: torch.dtype) -> tuple[list[Tensor | None], Callable[[], Experts]]:
@@ -127,6 +149,52 @@ def test_experts(
     assert torch.equal(mix_experts(x, weights.flip(1).contiguous(), backwards.contiguous(), experts), actual), "by number, not by rank"
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("clamped", [None, (1.702, 0.8)], ids=["silu", "clamped"])
+@pytest.mark.parametrize(("rows", "hidden", "size", "number", "top"), [(1, 64, 96, 8, 2), (5, 100, 40, 7, 3), (300, 256, 34, 33, 3)])
+def test_experts_with_biases(
+    rows: int, hidden: int, size: int, number: int, top: int, clamped: tuple[float, float] | None, dtype: torch.dtype,
+    with_threads: WithThreads,
+) -> None:  # fmt: skip
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)])
+    weights = torch.rand(rows, top, generator=dice)
+    shapes = (number, 2 * size, hidden), (number, hidden, size), (number, 2 * size), (number, hidden)
+    matrices = [numbers(*shape, dtype=dtype) / 8 for shape in shapes]
+    for each in matrices:
+        each[[expert for expert in range(number) if not (chosen == expert).any()]] = torch.nan
+    x = among_nan(numbers(rows, hidden, dtype=dtype))
+    experts = experts_of(pack_expert_pair(*(each.clone() for each in matrices)), None, None, clamped)
+    actual = with_threads(1, lambda: mix_experts(x, weights, chosen, experts))
+    expected = reference.experts(x, weights, chosen, *matrices[:2], *[None] * 6, *matrices[2:], clamped)  # type: ignore[arg-type]
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().mean())))
+    assert torch.equal(actual, with_threads(3, lambda: mix_experts(x, weights, chosen, experts)))
+    assert torch.equal(mix_experts(x[-1:], weights[-1:], chosen[-1:], experts), actual[-1:])
+
+
+def test_a_clamp_lets_nan_through() -> None:
+    gate_up, down = numbers(2, 32, 16), torch.ones(2, 16, 16)
+    gate_up[1, 3] = torch.nan
+    experts = experts_of(pack_expert_pair(gate_up, down), None, None, (1.702, 7.0))
+    out = mix_experts(numbers(2, 16), torch.ones(2, 1), torch.tensor([[0], [1]]), experts)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("kind", ["choice", "logits"])
+@pytest.mark.parametrize(("rows", "hidden", "number", "top"), [(1, 100, 8, 2), (5, 2050, 33, 3), (37, 512, 128, 8)])
+def test_a_softmax_with_a_bias(rows: int, hidden: int, number: int, top: int, kind: str, renormalise: bool) -> None:
+    x, weight, bias = among_nan(numbers(rows, hidden)), numbers(number, hidden) / hidden**0.5, numbers(number, seed=1) / 5
+    of_choice, of_logits = (bias / 10, None) if kind == "choice" else (None, bias)
+    expected, best = reference.route_softmax(x, weight, of_choice, of_logits, top, renormalise, 2.5)
+    router = pack_router(weight, of_choice, top, 1, 1, renormalise, 2.5, True, of_logits)
+    weights, chosen = route(x, router)
+    assert torch.equal(chosen, best)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, route(x[-1:], router), (weights[-1:], chosen[-1:])))
+
+
 def test_no_rows() -> None:
     experts = mixture(4, 16, 32, 1, torch.float32)[1]()
     nothing = torch.zeros(0, 2)
@@ -149,6 +217,32 @@ def test_a_shared_expert_may_be_int8(with_threads: WithThreads) -> None:
     experts = experts_of(routed, (shared[0], shared[1]))
     for threads in (1, 2, 3):
         assert with_threads(threads, lambda: mix_experts(x, weights, chosen, experts)).equal(expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("weight_type", [*TYPES, torch.int8], ids=str)
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 102), (5, 64), (70, 200)])
+def test_a_shared_expert_with_a_gate(
+    rows: int, hidden: int, dtype: torch.dtype, weight_type: torch.dtype, with_threads: WithThreads
+) -> None:  # fmt: skip
+    kind = torch.float32 if weight_type == torch.int8 else weight_type
+    matrices, _ = mixture(5, 32, hidden, 2, kind)
+    gate = numbers(1, hidden, dtype=kind) / hidden**0.5
+    x, weights, chosen = among_nan(numbers(rows, hidden, dtype=dtype)), torch.zeros(rows, 2), torch.tensor([[0, 1]] * rows)
+    expected = reference.experts(x, weights, chosen, *matrices).float() * (x.float() @ gate.float().T).sigmoid()  # type: ignore[arg-type]
+
+    def packed() -> Experts:
+        gate_up, down, *beside = (each.clone() for each in matrices if each is not None)
+        alone = pack_expert_pair(*(each.unsqueeze(0) for each in beside))
+        gated = pack_int8(*quantize(gate.clone())) if weight_type == torch.int8 else pack(gate.clone())
+        return experts_of(pack_expert_pair(gate_up, down), (alone[0].first, alone[1].first), gated)
+
+    experts = packed()
+    actual = with_threads(1, lambda: mix_experts(x, weights, chosen, experts))
+    tolerance = 1e-4 if dtype == weight_type == torch.float32 else 3e-2
+    torch.testing.assert_close(actual.float(), expected, rtol=tolerance, atol=tolerance * max(1.0, float(expected.abs().mean())))
+    assert with_threads(3, lambda: mix_experts(x, weights, chosen, experts)).equal(actual)
+    assert mix_experts(x[-1:], weights[-1:], chosen[-1:], experts).equal(actual[-1:])
 
 
 def test_many_int8_matrices_are_refused() -> None:

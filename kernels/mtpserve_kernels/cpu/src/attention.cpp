@@ -151,6 +151,7 @@ template <class K> struct Work {
   const Spans& spans;
   const Piece& piece;
   const K *keys, *values;
+  const float* sinks;
   Scratch& scratch;
   const int64_t group = spans.heads / spans.kv_heads, count = piece.rows.end - piece.rows.first;
   const int64_t padded = round_up(spans.key_dim, 2 * LANES), width = round_up(spans.value_dim, LANES);
@@ -199,10 +200,11 @@ template <class K> struct Work {
     scratch.q.resize(total * dim);
     scratch.sums.assign(total * width, 0.f);
     scratch.largest.assign(total, -INFINITY);
-    scratch.total.assign(total, 0.f);
+    scratch.total.assign(total, sinks ? 1.f : 0.f);
     scratch.keys.resize(BLOCK * padded);
     scratch.scores.resize(count * MOST);
     each_row([&](int64_t i, int64_t row, int64_t head) {
+      if (sinks) scratch.largest[i] = sinks[head];
       by_type(q.type, [&](auto number) {
         const auto* from = (const decltype(number)*)q.data + row * q.stride + head * dim;
         for (int64_t d = 0; d < dim; d++) scratch.q[i * dim + d] = widen(from[d]) * spans.scale;
@@ -407,28 +409,29 @@ template <class F> void each_piece(const Spans& spans, int members, const F& f) 
 }
 
 template <class K> void run(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys,
-                            const void* values, std::atomic<int64_t>& next) {
+                            const void* values, const float* sinks, std::atomic<int64_t>& next) {
   thread_local Scratch scratch;
   int64_t mine = next.fetch_add(1), number = 0;
   each_piece(spans, member.size, [&](const Piece& piece) {
     if (number++ != mine) return;
-    Work<K>{spans, piece, (const K*)keys, (const K*)values, scratch}.run(q, out);
+    Work<K>{spans, piece, (const K*)keys, (const K*)values, sinks, scratch}.run(q, out);
     mine = next.fetch_add(1);
   });
 }
 }  // namespace
 
 void attention(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,
-               std::atomic<int64_t>& next) {
-  by_type(spans.type, [&](auto number) { run<decltype(number)>(member, spans, q, out, keys, values, next); });
+               const float* sinks, std::atomic<int64_t>& next) {
+  by_type(spans.type, [&](auto number) { run<decltype(number)>(member, spans, q, out, keys, values, sinks, next); });
 }
 
 extern "C" {
 
-void mtp_attention(const Spans* spans, const Heads* q, const Heads* out, const void* keys, const void* values, int32_t threads) {
+void mtp_attention(const Spans* spans, const Heads* q, const Heads* out, const void* keys, const void* values, const float* sinks,
+                   int32_t threads) {
   std::atomic<int64_t> next{0};
   parallel(cost_of(*spans, 0, spans->requests) < SMALL ? 1 : threads,
-           [&](const Member& member) { attention(member, *spans, *q, *out, keys, values, next); });
+           [&](const Member& member) { attention(member, *spans, *q, *out, keys, values, sinks, next); });
 }
 }
 }  // namespace mtp

@@ -19,8 +19,8 @@ struct Spans {
   Type type;  // of keys and values
 };
 
-// q [rows, heads, key_dim] → out [rows, heads, value_dim]. The values may be a part of the keys. Called by all members; `next` is 0 at the
-// start, and the members take pieces of work from it.
+// q [rows, heads, key_dim] → out [rows, heads, value_dim]. The values may be a part of the keys. sinks [heads] or null: a score of each row
+// that has no value. Called by all members; `next` is 0 at the start, and the members take pieces of work from it.
 void attention(const Member& member, const Spans& spans, const Heads& q, const Heads& out, const void* keys, const void* values,
-               std::atomic<int64_t>& next);
+               const float* sinks, std::atomic<int64_t>& next);
 }  // namespace mtp

@@ -16,10 +16,20 @@ template <class T> float inverse_rms(const T* x, int64_t size, float eps) {
   return 1.f / std::sqrt(sum((sums[0] + sums[1]) + (sums[2] + sums[3])) / size + eps);
 }
 
-template <class To, class From, class Weight> void rms_norm(To* to, const From* x, const Weight* weight, int64_t size, float eps) {
-  const Floats scale = set(inverse_rms(x, size, eps));
-  for (int64_t k = 0; k < size; k += LANES)
-    store_some(to + k, (load_some(x + k, size - k) * scale) * load_some(weight + k, size - k), size - k);
+template <class T> void rms_norm(T* to, const T* x, const Norm& norm, int64_t size) {
+  const Floats scale = set(inverse_rms(x, size, norm.eps));
+  by_type(norm.type, [&](auto number) {
+    const auto* weight = (const decltype(number)*)norm.weight;
+    for (int64_t k = 0; k < size; k += LANES)
+      store_some(to + k, (load_some(x + k, size - k) * scale) * load_some(weight + k, size - k), size - k);
+  });
+}
+
+// Rounded to x's type, as it is when the norm is a separate operation.
+template <class T> const T* normed(const T* x, const Norm& norm, int64_t size) {
+  thread_local std::vector<T> numbers;
+  rms_norm(room(numbers, size), x, norm, size);
+  return numbers.data();
 }
 
 // x [dim] in place, by the angles of one position.
@@ -67,8 +77,7 @@ void add_rms_norm(const Member& member, const AddRmsNorm& op) {
           store_some(total + k, load_some(x + k, op.size - k) + load_some(residual + k, op.size - k), op.size - k);
         x = total;  // rounded, as it is when sum and norm are separate operations
       }
-      by_type(op.weight_type,
-              [&](auto weight) { rms_norm((T*)op.normed + row * op.size, x, (const decltype(weight)*)op.weight, op.size, op.eps); });
+      rms_norm((T*)op.normed + row * op.size, x, op.norm, op.size);
     }
   });
 }
@@ -80,12 +89,14 @@ void rope_store(const Member& member, const RopeStore& op, const Rotation& rotat
     using T = decltype(number);
     for (int64_t i = mine.first; i < mine.end; i++) {
       const int64_t row = i / all, head = i % all;
+      const bool query = head < op.heads, key = !query && head < op.heads + op.kv_heads;
       const T* from = (const T*)op.qkv + row * op.stride + head * op.dim;
-      if (head < op.heads) {
+      if (query && op.q_norm.weight) from = normed(from, op.q_norm, op.dim);
+      if (key && op.k_norm.weight) from = normed(from, op.k_norm, op.dim);
+      if (query) {
         turn((T*)op.q + (row * op.heads + head) * op.dim, from, op.dim, row, rotation);
         continue;
       }
-      const bool key = head < op.heads + op.kv_heads;
       const Pool& pool = key ? op.keys : op.values;
       const int64_t place = op.slots[row] * pool.stride + (head - op.heads - (key ? 0 : op.kv_heads)) * op.dim;
       by_type(pool.type, [&](auto stored) {
@@ -111,9 +122,7 @@ void latent_store(const Member& member, const LatentStore& op, const Rotation& r
       const T* from = (const T*)op.row + row * op.row_stride;
       by_type(op.keys.type, [&](auto stored) {
         auto* to = (decltype(stored)*)op.keys.data + op.slots[row] * op.keys.stride;
-        T* latent = (T*)room(numbers, op.rank);  // rounded to the activations' type, as it is when norm and store are separate operations
-        by_type(op.norm_type, [&](auto weight) { rms_norm(latent, from, (const decltype(weight)*)op.norm, op.rank, op.eps); });
-        convert(latent, to, op.rank);
+        convert(normed(from, op.norm, op.rank), to, op.rank);
         turn(to + op.rank, from + op.rank, rotation.dim, row, rotation);
       });
     }

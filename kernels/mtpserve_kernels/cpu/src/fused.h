@@ -3,15 +3,20 @@
 #include "threads.h"
 
 namespace mtp {
+struct Norm {
+  const void* weight;  // null: none
+  Type type;
+  float eps;
+};
+
 // x, residual (or null), normed and total [rows, size], all of one type: total = x + residual, normed = rms_norm(total) * weight.
 struct AddRmsNorm {
   const void *x, *residual;
   int64_t stride, residual_stride;
-  const void* weight;    // [size]
+  Norm norm;
   void *normed, *total;  // without gaps; total is not written where there is no residual
   int64_t rows, size;
-  Type type, weight_type;
-  float eps;
+  Type type;
 };
 
 void add_rms_norm(const Member& member, const AddRmsNorm& op);
@@ -32,7 +37,7 @@ struct Pool {
 };
 
 // qkv [rows, heads + 2 kv_heads, dim] → q [rows, heads, dim], without gaps, of the same type; keys and values into their slots.
-// The first rotation.dim numbers of q and k are turned.
+// Each head of q and k is normed where there is a norm; its first rotation.dim numbers are turned.
 struct RopeStore {
   const void* qkv;
   int64_t stride;
@@ -41,6 +46,7 @@ struct RopeStore {
   int64_t rows, heads, kv_heads, dim;
   const int64_t* slots;
   Pool keys, values;
+  Norm q_norm, k_norm;
 };
 
 void rope_store(const Member& member, const RopeStore& op, const Rotation& rotation);
@@ -54,9 +60,7 @@ struct LatentStore {
   int64_t rows, heads, nope, rank;
   const int64_t* slots;
   Pool keys;
-  const void* norm;  // [rank]
-  Type norm_type;
-  float eps;
+  Norm norm;
 };
 
 void latent_store(const Member& member, const LatentStore& op, const Rotation& rotation);

@@ -6,20 +6,15 @@
 #include "moe.h"
 
 namespace mtp {
-struct Norm {
-  const void* weight;
-  Type type;
-  float eps;
-};
-
 // layers/attention.py; where kv_rank is not 0, latent attention: layers/mla.py.
 struct AttentionLayer {
   Matrix in, out;  // in: q, k, v of all heads; latent: the query, or what q_up makes it of, and the cache's row
   int64_t heads, kv_heads, dim;
-  Matrix q_up;  // no outputs: none
-  Norm q_norm, kv_norm;
+  Matrix q_up;           // no outputs: none
+  Norm q_norm, kv_norm;  // latent: of the query and the cache's row; otherwise of each head, if there are any
   Matrices k_up, v_up;
   int64_t q_rank, kv_rank, nope, rope, value;
+  const float* sinks;  // [heads] or null
 };
 
 // layers/decoder.py, class DecoderLayer. The feed-forward block is a mixture of experts where there is a router.
@@ -94,7 +89,7 @@ struct Walk {
   }
 
   void norm(const Norm& norm, const void* x, int64_t stride, const void* residual, int64_t size, void* normed) const {
-    add_rms_norm(member, {x, residual, stride, size, norm.weight, normed, pass.total, pass.rows, size, pass.type, norm.type, norm.eps});
+    add_rms_norm(member, {x, residual, stride, size, norm, normed, pass.total, pass.rows, size, pass.type});
     member.wait();
   }
 
@@ -103,12 +98,13 @@ struct Walk {
     const int64_t width = layer.in.outputs, dim = layer.dim;
     const Pool keys{context.keys, spans.key_stride, spans.type}, values{context.values, spans.value_stride, spans.type};
     char *in = arrays.at[Arrays::IN], *query = arrays.at[Arrays::QUERY];
-    const RopeStore op{in, width, query, pass.type, pass.rows, layer.heads, layer.kv_heads, dim, context.slots, keys, values};
+    const RopeStore op{in,  width,         query, pass.type, pass.rows,    layer.heads,  layer.kv_heads,
+                       dim, context.slots, keys,  values,    layer.q_norm, layer.kv_norm};
     rope_store(member, op, pass.rotation);
     member.wait();
     const int64_t stride = layer.heads * dim;
     const Heads q{query, stride, dim, pass.type}, out{arrays.at[Arrays::JOINED], stride, dim, pass.type};
-    attention(member, spans, q, out, context.keys, context.values, next);
+    attention(member, spans, q, out, context.keys, context.values, layer.sinks, next);
     member.wait();
   }
 
@@ -127,14 +123,13 @@ struct Walk {
     const Heads from{q, q_stride, own, pass.type}, all{query, stride, row, pass.type};
     const Heads turned{query + layer.kv_rank * size, stride, row, pass.type};
     const Pool keys{context.keys, spans.key_stride, spans.type};
-    const Norm& norm = layer.kv_norm;
     heads_linear(member, layer.k_up, from, pass.rows, all);
-    const LatentStore op{from,          turned, in + q_width * size, width,     pass.rows, layer.heads, layer.nope, layer.kv_rank,
-                         context.slots, keys,   norm.weight,         norm.type, norm.eps};
+    const LatentStore op{from,       turned,        in + q_width * size, width, pass.rows,    layer.heads,
+                         layer.nope, layer.kv_rank, context.slots,       keys,  layer.kv_norm};
     latent_store(member, op, pass.rotation);
     member.wait();
     const Heads attended{arrays.at[Arrays::ATTENDED], layer.heads * layer.kv_rank, layer.kv_rank, pass.type};
-    attention(member, spans, all, attended, context.keys, context.values, next);
+    attention(member, spans, all, attended, context.keys, context.values, nullptr, next);
     member.wait();
     heads_linear(member, layer.v_up, attended, pass.rows, {arrays.at[Arrays::JOINED], layer.heads * layer.value, layer.value, pass.type});
     member.wait();

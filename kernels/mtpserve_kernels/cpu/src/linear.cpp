@@ -88,13 +88,21 @@ inline __attribute__((always_inline)) void multiply(const typename Method::X* x,
       sums[m][p][v] = part[m][p][v];
 }
 
+// NaN stays NaN: comparisons let it through.
+inline Floats clamped(Floats gate, Floats up, const Clamp& clamp) {
+  const Floats most = set(clamp.limit), least = set(-clamp.limit);
+  gate = gate > most ? most : gate;
+  up = up > most ? most : up < least ? least : up;
+  return gate * sigmoid(set(clamp.alpha) * gate) * (up + set(1.f));
+}
+
 // Products at `column` of a row of the result; gated, `up` are those that the gates in y are for.
 inline void put(const Matrix& matrix, const Output& out, int64_t row, int64_t column, Floats y, Floats up) {
   const int64_t width = out.gated ? matrix.outputs / 2 : matrix.outputs;
   if (column >= width) return;
   if (matrix.bias) y = y + load(matrix.bias + column);
   if (matrix.bias && out.gated) up = up + load(matrix.bias + width + column);
-  if (out.gated) y = silu(y) * up;
+  if (out.gated) y = out.clamp.limit > 0 ? clamped(y, up, out.clamp) : silu(y) * up;
   by_type(out.type, [&](auto n) { store_some((decltype(n)*)out.data + row * out.stride + column, y, width - column); });
 }
 

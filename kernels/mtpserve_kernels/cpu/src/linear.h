@@ -22,18 +22,24 @@ struct Matrix {
   }
 };
 
-// Where the products go. `gated`: the matrix is [gate; up], and the result silu(gate) * up, half as wide.
+// gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit`, up between -limit and limit. No limit: silu(gate) * up.
+struct Clamp {
+  float alpha, limit;
+};
+
+// Where the products go. `gated`: the matrix is [gate; up], and the result one of its halves with the other, half as wide.
 struct Output {
   void* data;
   int64_t stride;
   Type type;
   bool gated;
+  Clamp clamp = {};
 };
 
 // x [rows, inputs] of type `x_type` with `stride` numbers from row to row. Called by all members; each computes some of the outputs.
 void linear(const Member& member, const Matrix& matrix, const void* x, Type x_type, int64_t stride, int64_t rows, const Output& out);
 
-// Of one shape, one after the other, without biases and not int8: of attention's heads, of experts.
+// Of one shape, one after the other, and so their biases, if they have any; not int8: of attention's heads, of experts.
 struct Matrices {
   Matrix first;
   int64_t number, stride;  // numbers from one matrix to the next
@@ -41,6 +47,7 @@ struct Matrices {
   Matrix operator[](int64_t index) const {
     Matrix matrix = first;
     matrix.data = (const char*)first.data + index * stride * size_of(first.type);
+    if (first.bias) matrix.bias = first.bias + index * ceil_div(first.outputs, PANEL) * PANEL;
     return matrix;
   }
 };

@@ -2,6 +2,7 @@
 #include "moe.h"
 
 #include <limits>
+#include <numeric>
 
 namespace mtp {
 namespace {
@@ -35,17 +36,31 @@ void leave_groups_out(const Router& router, float* choice, int64_t experts) {
     if (std::find(best.begin(), end, g) == end) std::fill_n(choice + g * size, size, -std::numeric_limits<float>::infinity());
 }
 
-void choose(const Router& router, float* scores, float* weights, int64_t* experts) {
+void softmax(float* x, int64_t size) {
+  const Floats most = set(*std::max_element(x, x + size));
+  for (int64_t k = 0; k < size; k += LANES) store_some(x + k, exp(load_some(x + k, size - k) - most), size - k);
+  const Floats total = set(std::accumulate(x, x + size, 0.f));
+  for (int64_t k = 0; k < size; k += LANES) store_some(x + k, load_some(x + k, size - k) / total, size - k);
+}
+
+// With the bias scores choose, which become sigmoids, or a softmax.
+void choose_by_bias(const Router& router, float* scores, int64_t* experts) {
   const int64_t number = router.weight.outputs;
   thread_local std::vector<float> choice;
   choice.resize(number);
-  for (int64_t k = 0; k < number; k += LANES) {
-    const Floats score = sigmoid(load_some(scores + k, number - k));
-    store_some(scores + k, score, number - k);
-    store_some(choice.data() + k, score + load_some(router.bias + k, number - k), number - k);
-  }
+  if (router.softmax) softmax(scores, number);
+  else
+    for (int64_t k = 0; k < number; k += LANES) store_some(scores + k, sigmoid(load_some(scores + k, number - k)), number - k);
+  for (int64_t k = 0; k < number; k += LANES)
+    store_some(choice.data() + k, load_some(scores + k, number - k) + load_some(router.bias + k, number - k), number - k);
   if (router.top_groups < router.groups) leave_groups_out(router, choice.data(), number);
   greatest(choice.data(), number, router.top_k, experts);
+}
+
+void choose(const Router& router, float* scores, float* weights, int64_t* experts) {
+  const int64_t number = router.weight.outputs;
+  if (router.bias) choose_by_bias(router, scores, experts);
+  else greatest(scores, number, router.top_k, experts), softmax(scores, number);
   float total = 1e-20f;
   for (int64_t k = 0; k < router.top_k; k++) total += scores[experts[k]];
   for (int64_t k = 0; k < router.top_k; k++) weights[k] = scores[experts[k]] / (router.renormalise ? total : 1.f) * router.scale;
@@ -55,9 +70,10 @@ void choose(const Router& router, float* scores, float* weights, int64_t* expert
 struct Job {
   Matrix gate_up, down;
   const int32_t* rows;   // [count], or null for all of them
-  const float* weights;  // [count], or null for 1
+  const float* weights;  // [count]
   int64_t count;
-  void* inner;      // [count, down.inputs]: silu(gate) * up
+  void* inner;  // [count, down.inputs]: of gate and up
+  Clamp clamp;
   int64_t cost[2];  // from and to: of all jobs' costs one after the other
 };
 
@@ -65,17 +81,24 @@ struct Job {
 // as quick as waiting for one that does.
 struct Jobs {
   std::vector<int32_t> ends, rows;
-  std::vector<float> weights;
+  std::vector<float> weights, shared;
   std::vector<Job> list;
 
-  void make(const Experts& experts, const Chosen& chosen, int64_t count, void* inner, Type type) {
+  void make(const Member& member, const Experts& experts, const Chosen& chosen, const void* x, Type type, int64_t stride, int64_t count,
+            void* inner) {
     const int64_t pairs = count * chosen.top_k;
     sort(experts.gate_up.number, chosen, pairs);
     list.clear();
     for (int64_t expert = 0, first = 0; expert < experts.gate_up.number; first = ends[expert++])
       if (const int64_t hit = ends[expert] - first)
-        append(experts.gate_up[expert], experts.down[expert], rows.data() + first, weights.data() + first, hit, inner, type);
-    if (experts.shared_gate_up.data) append(experts.shared_gate_up, experts.shared_down, nullptr, nullptr, count, inner, type);
+        append(experts.gate_up[expert], experts.down[expert], rows.data() + first, weights.data() + first, hit, inner, type, experts.clamp);
+    if (!experts.shared_gate_up.data) return;
+    shared.assign(count, 1.f);
+    if (experts.shared_gate.data) {
+      linear(member.alone(), experts.shared_gate, x, type, stride, count, {shared.data(), 1, FP32, false});
+      for (float& weight : shared) weight = sigmoid(set(weight))[0];
+    }
+    append(experts.shared_gate_up, experts.shared_down, nullptr, shared.data(), count, inner, type, {});
   }
 
  private:
@@ -91,10 +114,11 @@ struct Jobs {
     }
   }
 
-  void append(const Matrix& gate_up, const Matrix& down, const int32_t* of, const float* by, int64_t count, void*& inner, Type type) {
+  void append(const Matrix& gate_up, const Matrix& down, const int32_t* of, const float* by, int64_t count, void*& inner, Type type,
+              Clamp clamp) {
     // Reading a panel takes about as long as multiplying it with ten rows.
     const int64_t before = list.empty() ? 0 : list.back().cost[1], cost = (count + 10) * down.inputs;
-    list.push_back({gate_up, down, of, by, count, inner, {before, before + cost}});
+    list.push_back({gate_up, down, of, by, count, inner, clamp, {before, before + cost}});
     inner = (char*)inner + count * down.inputs * size_of(type);
   }
 };
@@ -110,7 +134,7 @@ const void* gathered(const Job& job, const void* x, Type type, int64_t& stride) 
   return to;
 }
 
-// silu(gate) * up of all jobs. A member computes jobs, or parts of them, that cost as much as any other member's.
+// Gates and ups of all jobs, one with the other. A member computes jobs, or parts of them, that cost as much as any other member's.
 void all_inner(const Member& member, const std::vector<Job>& jobs, const void* x, Type type, int64_t stride) {
   const int64_t parts = member.size;
   const Range mine = member.part(jobs.back().cost[1]);
@@ -121,7 +145,7 @@ void all_inner(const Member& member, const std::vector<Job>& jobs, const void* x
     if (chosen.first == chosen.end) continue;
     int64_t step = stride;
     const void* rows = gathered(job, x, type, step);
-    const Output to{job.inner, job.down.inputs, type, true};
+    const Output to{job.inner, job.down.inputs, type, true, job.clamp};
     if (chosen.end - chosen.first == parts) linear(member.alone(), job.gate_up, rows, type, step, job.count, to);
     else
       for (int64_t i = chosen.first; i < chosen.end; i++)
@@ -140,7 +164,7 @@ void mix(const Member& member, const std::vector<Job>& jobs, Range panels, Type 
     for (int64_t i = 0; i < job.count; i++) {
       float* to = sums.data() + (job.rows ? job.rows[i] : i) * columns;
       const float* from = products + i * columns;
-      const Floats weight = set(job.weights ? job.weights[i] : 1.f);
+      const Floats weight = set(job.weights[i]);
       for (int64_t k = 0, left; (left = columns - k) > 0; k += LANES)
         store_some(to + k, fma(weight, load_some(from + k, left), load_some(to + k, left)), left);
     }
@@ -170,7 +194,7 @@ void mix_experts(const Member& member, const Experts& experts, const Chosen& cho
                  void* inner, const Output& out) {
   if (!rows) return;
   thread_local Jobs jobs;
-  jobs.make(experts, chosen, rows, inner, type);
+  jobs.make(member, experts, chosen, x, type, stride, rows, inner);
   all_inner(member, jobs.list, x, type, stride);
   member.wait();
   const Range mine = member.part(ceil_div(experts.down.first.outputs, PANEL));

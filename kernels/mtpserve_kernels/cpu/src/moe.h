@@ -4,10 +4,10 @@
 
 namespace mtp {
 struct Router {
-  Matrix weight;      // float32, one output per expert
-  const float* bias;  // [experts]: added to a score for the choice alone
+  Matrix weight;      // float32, one output per expert; its bias is a part of what is scored
+  const float* bias;  // [experts] or null: added to the scores for the choice alone
   int64_t top_k, groups, top_groups;
-  int32_t renormalise;
+  int32_t renormalise, softmax;  // over all experts; otherwise each score is a sigmoid
   float scale;
 };
 
@@ -20,6 +20,8 @@ void route(const Member& member, const Router& router, const void* x, Type type,
 struct Experts {
   Matrices gate_up, down;              // [gate; up], each of whole panels
   Matrix shared_gate_up, shared_down;  // the expert of all rows, if shared_gate_up.data is not null
+  Matrix shared_gate;                  // with one output, the sigmoid of which is its weight, if that is not 1
+  Clamp clamp;                         // of the gates of those that are not shared
 };
 
 struct Chosen {

@@ -1,0 +1,110 @@
+"""As experts.py, for weights whose rows have scales of their own: see quant/rows.py. Either matrix may also be without scales.
+
+Moves the hit experts' 3 S H numbers, 6 S H FLOPs per row and expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpserve_kernels.moe.experts import _hits, sum_kernel, tiling
+from mtpserve_kernels.quant.rows import as_bytes, check_rows, form_of, row_scaled_tile, step_of
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gate_up_rows_kernel(
+    p_x, p_chosen, p_w, p_scale, p_zeros, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, FORM: tl.constexpr,
+    ZEROS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_t, o_n = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN)
+    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
+    if tl.sum(b_hit.to(tl.int32)) > 0:
+        m_n = o_n < S
+        o_gate = expert * 2 * S + o_n
+        b_gate, b_up = tl.zeros([BN, BT], tl.float32), tl.zeros([BN, BT], tl.float32)
+        for i in range(tl.cdiv(H, BH)):
+            b_gate += row_scaled_tile(
+                p_x + o_t * stride_x, p_w, p_scale, p_zeros, b_hit, m_n, o_gate, i * BH, K=H, GROUPS=GROUPS, BK=BH, FORM=FORM, ZEROS=ZEROS
+            )  # fmt: skip
+            b_up += row_scaled_tile(
+                p_x + o_t * stride_x, p_w, p_scale, p_zeros, b_hit, m_n, o_gate + S, i * BH, K=H, GROUPS=GROUPS, BK=BH, FORM=FORM,
+                ZEROS=ZEROS,
+            )  # fmt: skip
+        if p_bias is not None:
+            b_gate += tl.load(p_bias + o_gate, mask=m_n, other=0.0).to(tl.float32)[:, None]
+            b_up += tl.load(p_bias + o_gate + S, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        if LIMIT is not None:
+            # Comparisons let NaN through.
+            b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
+            b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up)) + 1.0
+        b_inner = b_gate / (1.0 + tl.exp(-ALPHA * b_gate)) * b_up
+        o_out = (o_t * K + b_place).to(tl.int64)[None, :] * S + o_n[:, None]
+        tl.store(p_inner + o_out, b_inner.to(p_inner.dtype.element_ty), mask=m_n[:, None] & b_hit[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def down_rows_kernel(
+    p_inner, p_chosen, p_weights, p_w, p_scale, p_zeros, p_bias, p_parts, rows, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, FORM: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
+    i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_t, o_n = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN)
+    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
+    if tl.sum(b_hit.to(tl.int32)) > 0:
+        m_n = o_n < H
+        o_row = (o_t * K + b_place).to(tl.int64)
+        b_acc = tl.zeros([BN, BT], tl.float32)
+        for i in range(tl.cdiv(S, BS)):
+            b_acc += row_scaled_tile(
+                p_inner + o_row * S, p_w, p_scale, p_zeros, b_hit, m_n, expert * H + o_n, i * BS, K=S, GROUPS=GROUPS, BK=BS, FORM=FORM,
+                ZEROS=ZEROS,
+            )  # fmt: skip
+        if p_bias is not None:
+            b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
+        b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit, other=1.0)
+        tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
+
+
+def experts_rows(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_zeros: Tensor | None,
+    down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: tuple[float, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """See reference.experts_rows."""
+    (rows, hidden), (number, both), top = x.shape, gate_up.shape[:2], chosen.shape[1]
+    size = both // 2
+    assert down.shape[:2] == (number, hidden) and x.stride(1) == 1 and chosen.is_contiguous() and weights.is_contiguous(), (
+        x.shape,
+        down.shape,
+    )
+    groups, down_groups = check_rows(gate_up, gate_up_scale, gate_up_zeros, hidden), check_rows(down, down_scale, down_zeros, size)
+    assert gate_up_bias is None or (gate_up_bias.shape == (number, both) and gate_up_bias.is_contiguous()), gate_up_bias.shape
+    assert down_bias is None or (down_bias.shape == (number, hidden) and down_bias.is_contiguous()), down_bias.shape
+    alpha, limit = clamped or (1.0, None)
+    inner = torch.empty(rows, top, size, dtype=x.dtype, device=x.device)
+    weighted = torch.empty(rows, top, hidden, dtype=torch.float32, device=x.device)
+    out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    cut = tiling(rows, x.element_size(), torch.version.hip is not None)
+    tiles, BK = triton.cdiv(rows, cut.BT), triton.next_power_of_2(top)
+    form, down_form = form_of(gate_up, gate_up_scale), form_of(down, down_scale)
+    gate_up_scale, down_scale = as_bytes(gate_up_scale), as_bytes(down_scale)
+    gate_up_rows_kernel[(tiles, number, triton.cdiv(size, cut.BN))](
+        x, chosen, gate_up, gate_up_scale, gate_up_zeros, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size, E=number, K=top,
+        GROUPS=groups, BK=BK, BT=cut.BT, BN=cut.BN, BH=step_of(cut.BK, hidden, groups), FORM=form, ZEROS=gate_up_zeros is not None,
+        ALPHA=alpha, LIMIT=limit, num_warps=4, num_stages=cut.stages,
+    )  # fmt: skip
+    down_rows_kernel[(tiles, number, triton.cdiv(hidden, cut.BN))](
+        inner, chosen, weights, down, down_scale, down_zeros, down_bias, weighted, rows, H=hidden, S=size, E=number, K=top,
+        GROUPS=down_groups, BK=BK, BT=cut.BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form,
+        ZEROS=down_zeros is not None, num_warps=4, num_stages=cut.stages,
+    )  # fmt: skip
+    sum_kernel[(rows, triton.cdiv(hidden, 1024))](weighted, out, H=hidden, PARTS=top, B=1024)
+    return out

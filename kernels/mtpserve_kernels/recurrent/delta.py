@@ -1,0 +1,194 @@
+"""The gated delta rule on a GPU, row by row: a program has a head of one request and some columns of its state, which stay in registers
+while the request's rows go by: those that are replayed, committed ones, and drafts, in this order. Columns do not depend on each other.
+
+A node of a tree goes along its path again, from the state after the last committed row: a path is short, and states are large.
+
+Moves a state twice, and the inputs once for each block of columns; 6 T value_heads key_dim value_dim FLOPs, of trees with T nodes as many
+times as a path is long.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
+
+COLUMNS = 32  # of a state, in one program
+CHANNELS = 256  # of the inputs that are kept, in one program
+
+
+@triton.jit
+def row_of(p_x, p_before, p_ring, seat, first, replay, ring_rows, n, C: tl.constexpr, HISTORY: tl.constexpr):
+    """Where the inputs of row n are, counted from the span's first: those before it wait in the ring, or came before these."""
+    waits = replay + n  # among those that are replayed
+    p_old = tl.where(waits >= 0, p_ring + (seat * ring_rows + waits) * C, p_before + (seat * HISTORY + HISTORY + waits) * C)
+    return tl.where(n >= 0, p_x + (first + n) * C, p_old)
+
+
+@triton.jit
+def mixed(
+    p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, channel, o, SIZE: tl.constexpr,
+    C: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """silu of the convolution: the channels `channel` + o of row n, where o < SIZE. With parents: of node n - length + 1 of a tree."""
+    b = tl.zeros([o.shape[0]], tl.float32)
+    at = n
+    for t in tl.static_range(TAPS):
+        # Before its first row a request has none.
+        size = tl.where((fresh != 0) & (at < 0), 0, SIZE)
+        p_row = row_of(p_x, p_before, p_ring, seat, first, replay, ring_rows, at, C, TAPS - 1) + channel
+        b_x = tl.load(p_row + o, mask=o < size, other=0.0).to(tl.float32)
+        b += b_x * tl.load(p_conv + (TAPS - 1 - t) * C + channel + o, mask=o < SIZE, other=0.0)
+        if p_parents is None:
+            at -= 1
+        else:
+            # Node 0 is the last committed row.
+            node = at - length + 1
+            parent = tl.load(p_parents + tl.maximum(node - 1, 0))
+            at = tl.where(node > 0, length - 1 + parent, at - 1)
+    return b / (1.0 + tl.exp(-b))
+
+
+@triton.jit
+def advance(
+    b_s, p_g, p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, o_k, o_v, i_h, i_v,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """One row, whose gates are at p_g → the state after it, and what it reads."""
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    key = i_h // (HV // HK) * DK
+    b_q = mixed(p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, key, o_k, DK, C, TAPS)
+    key += HK * DK
+    b_k = mixed(p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, key, o_k, DK, C, TAPS)
+    value = 2 * HK * DK + i_h * DV
+    b_v = mixed(p_x, p_before, p_ring, p_conv, p_parents, seat, first, replay, fresh, ring_rows, length, n, value, o_v, DV, C, TAPS)
+    b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6) * (DK**-0.5)
+    b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+    b_s *= tl.exp(tl.load(p_g + i_h))
+    b_held = tl.sum(b_s * b_k[:, None], 0)
+    b_s += b_k[:, None] * ((b_v - b_held) * tl.load(p_g + HV + i_h))[None, :]
+    return b_s, tl.sum(b_s * b_q[:, None], 0)
+
+
+@triton.jit(do_not_specialize=["ring_rows", "drafted"])
+def recur_kernel(
+    p_x, p_gates, p_conv, p_out, p_state, p_before, p_ring, p_ring_gates, p_seats, p_cu_q, p_length, p_replay, p_fresh, p_parents,
+    p_keep_after, p_keep_in, ring_rows, drafted, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    TAPS: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    i_v, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    KP: tl.constexpr = triton.next_power_of_2(DK)
+    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r)
+    drafts = tl.load(p_cu_q + i_r + 1) - first - length
+    fresh = tl.load(p_fresh + i_r)
+    replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r))
+    o_k, o_v = tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
+    o_s = i_h * DK * DV + o_k[:, None] * DV + o_v[None, :]
+    m_v, known = o_v < DV, tl.where(fresh != 0, 0, DK)
+    m_s = (o_k < DK)[:, None] & m_v[None, :]
+    p_own = p_state + seat * HV * DK * DV
+    b_s = tl.load(p_own + o_s, mask=(o_k < known)[:, None] & m_v[None, :], other=0.0)
+    for i in range(replay):
+        p_g = p_ring_gates + (seat * ring_rows + i) * 2 * HV
+        b_s, _ = advance(
+            b_s, p_g, p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, i - replay, o_k, o_v, i_h, i_v,
+            HK, HV, DK, DV, TAPS,
+        )  # fmt: skip
+    for i in range(length):
+        p_g = p_gates + (first + i) * 2 * HV
+        b_s, b_out = advance(
+            b_s, p_g, p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, i, o_k, o_v, i_h, i_v, HK, HV, DK,
+            DV, TAPS,
+        )  # fmt: skip
+        tl.store(p_out + ((first + i) * HV + i_h) * DV + o_v, b_out, mask=m_v)
+        if p_keep_after is not None:
+            if tl.load(p_keep_after + i_r) == i + 1:
+                tl.store(p_state + tl.load(p_keep_in + i_r) * HV * DK * DV + o_s, b_s, mask=m_s)
+    tl.store(p_own + o_s, b_s, mask=m_s)
+    b_root = b_s
+    for j in range(drafts):
+        if p_parents is None:
+            p_g = p_gates + (first + length + j) * 2 * HV
+            b_s, b_out = advance(
+                b_s, p_g, p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, length + j, o_k, o_v, i_h,
+                i_v, HK, HV, DK, DV, TAPS,
+            )  # fmt: skip
+        else:
+            p_tree = p_parents + i_r * drafted
+            one = drafts * 0 + 1
+            path, at = one << j, one + j
+            for _ in range(j):
+                at = tl.where(at > 0, tl.load(p_tree + tl.maximum(at - 1, 0)), 0)
+                path = tl.where(at > 0, path | (one << tl.maximum(at - 1, 0)), path)
+            b_s, b_out = b_root, tl.zeros([BV], tl.float32)
+            for a in range(j + 1):
+                if (path >> a) & 1 == 1:
+                    p_g = p_gates + (first + length + a) * 2 * HV
+                    b_s, b_out = advance(
+                        b_s, p_g, p_x, p_before, p_ring, p_conv, p_tree, seat, first, replay, fresh, ring_rows, length, length + a, o_k,
+                        o_v, i_h, i_v, HK, HV, DK, DV, TAPS,
+                    )  # fmt: skip
+        tl.store(p_out + ((first + length + j) * HV + i_h) * DV + o_v, b_out, mask=m_v)
+
+
+@triton.jit(do_not_specialize=["ring_rows"])
+def keep_kernel(
+    p_x, p_gates, p_before, p_ring, p_ring_gates, p_seats, p_cu_q, p_length, p_replay, p_fresh, p_keep_after, p_keep_in, ring_rows,
+    C: tl.constexpr, HV: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BG: tl.constexpr,
+):  # fmt: skip
+    """The inputs that the next step finds: of the last rows before it, and of those that wait."""
+    i_c, i_r = tl.program_id(0), tl.program_id(1)
+    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r)
+    drafts = tl.load(p_cu_q + i_r + 1) - first - length
+    fresh = tl.load(p_fresh + i_r)
+    replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r))
+    o_c = i_c * BC + tl.arange(0, BC)
+    HISTORY: tl.constexpr = TAPS - 1
+    if p_keep_after is not None:
+        keep = tl.load(p_keep_after + i_r)
+        if keep > 0:
+            place = tl.load(p_keep_in + i_r)
+            for t in tl.static_range(HISTORY):
+                at = keep - HISTORY + t
+                size = tl.where((fresh != 0) & (at < 0), 0, C)
+                p_row = row_of(p_x, p_before, p_ring, seat, first, replay, ring_rows, at, C, HISTORY)
+                tl.store(p_before + (place * HISTORY + t) * C + o_c, tl.load(p_row + o_c, mask=o_c < size, other=0.0), mask=o_c < C)
+    # From the oldest on: what is read then is never older than what is overwritten.
+    for t in tl.static_range(HISTORY):
+        at = length - HISTORY + t
+        size = tl.where((fresh != 0) & (at < 0), 0, C)
+        p_row = row_of(p_x, p_before, p_ring, seat, first, replay, ring_rows, at, C, HISTORY)
+        b_x = tl.load(p_row + o_c, mask=o_c < size, other=0.0)
+        tl.store(p_before + (seat * HISTORY + t) * C + o_c, b_x, mask=o_c < C)
+    o_g = tl.arange(0, BG)
+    for j in range(drafts):
+        row = first + length + j
+        b_x = tl.load(p_x + row * C + o_c, mask=o_c < C, other=0.0)
+        tl.store(p_ring + (seat * ring_rows + j) * C + o_c, b_x, mask=o_c < C)
+        if i_c == 0:
+            b_g = tl.load(p_gates + row * 2 * HV + o_g, mask=o_g < 2 * HV, other=0.0)
+            tl.store(p_ring_gates + (seat * ring_rows + j) * 2 * HV + o_g, b_g, mask=o_g < 2 * HV)
+
+
+def recur(x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule) -> Tensor:
+    """As the reference. Reads nothing on the host. A tree has at most 63 nodes beside its root."""
+    x, requests = x.contiguous(), len(spans.seats)
+    assert gates.is_contiguous() and conv.is_contiguous() and all(part.is_contiguous() for part in layer) and spans.widest < 64
+    parents = None if spans.parents is None else spans.parents.contiguous()
+    out = torch.empty(len(x), rule.value_heads, rule.value_dim, dtype=x.dtype, device=x.device)
+    own = spans.seats, spans.cu_q, spans.length, spans.replay, spans.fresh
+    ring_rows, kept = layer.ring.shape[1], (spans.keep_after, spans.keep_in)
+    columns = min(COLUMNS, triton.next_power_of_2(rule.value_dim))
+    recur_kernel[(triton.cdiv(rule.value_dim, columns), rule.value_heads, requests)](
+        x, gates, conv, out, layer.state, layer.before, layer.ring, layer.ring_gates, *own, parents, *kept, ring_rows,
+        0 if parents is None else parents.shape[1], *rule, columns,
+    )  # fmt: skip
+    channels = min(CHANNELS, triton.next_power_of_2(rule.channels))
+    keep_kernel[(triton.cdiv(rule.channels, channels), requests)](
+        x, gates, layer.before, layer.ring, layer.ring_gates, *own, *kept, ring_rows, rule.channels, rule.value_heads, rule.taps,
+        channels, triton.next_power_of_2(2 * rule.value_heads),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,149 @@
+"""The gated delta rule behind a short convolution (https://arxiv.org/abs/2412.06464), row by row, in plain torch.
+
+A request's state is a matrix S [key_dim, value_dim] for each head. A row decays it, replaces what it holds under the row's key, and reads:
+
+    S ← e^g S        S ← S + k (β (v - Sᵀk))ᵀ        out = Sᵀ q / √key_dim
+
+q, k and v are parts of silu(conv(inputs)), where the convolution sees a row's inputs and those of the `taps` - 1 rows before it; q and k
+are then made as long as 1. A key head serves value_heads / key_heads heads in a row.
+
+What a step's rows do to a state. Rows of drafts are computed after it and leave it as it is; only their inputs are kept, in a ring. How
+many of them were accepted is known when the next step begins, which first does what they should have done:
+
+    step n         ring: none       | c  c  c | d1 d2 d3        state after the last c; ring: d1 d2 d3
+    step n + 1     d1 d2 accepted   | c | d1 d2 d3              state: after d1 and d2 of the ring, then after c; ring: the new ones
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 1e-6  # of the lengths of q and k
+
+
+class Rule(NamedTuple):
+    """The dimensions of a layer."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Inputs of the convolution: q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+class LayerState(NamedTuple):
+    """What one layer keeps, in rows: of seats first, then of kept states. A ring has rows for seats alone."""
+
+    state: Tensor  # [rows, value_heads, key_dim, value_dim] float32
+    before: Tensor  # [rows, taps - 1, channels], the inputs of the last rows that are in the state
+    ring: Tensor  # [seats, ring, channels], inputs of rows that are not
+    ring_gates: Tensor  # [seats, ring, 2, value_heads] float32: g and β of these
+
+
+class StateSpans(NamedTuple):
+    """The spans of a step, R of them. Rows cu_q[r] … cu_q[r + 1] - 1 are span r's, the first `length[r]` of them are committed."""
+
+    seats: Tensor  # [R]
+    cu_q: Tensor  # [R + 1]
+    length: Tensor  # [R]
+    replay: Tensor  # [R], rows of the ring that were accepted
+    fresh: Tensor  # [R], 1: the state begins with this span
+    parents: Tensor | None  # [R, K] the node that draft j (node j + 1) continues, node 0 is the last committed row; None: all are chains
+    keep_after: Tensor | None  # [R]: keep the state after so many committed rows of the span; 0: do not
+    keep_in: Tensor | None  # [R]: in this row of the state
+    widest: int  # the most drafts of a span
+
+
+@dataclass(slots=True)
+class Running:
+    """States of B heads' requests on their way through rows."""
+
+    state: Tensor  # [B, value_heads, key_dim, value_dim]
+    before: Tensor  # [B, taps - 1, channels]
+
+    def where(self, chosen: Tensor, other: Running) -> Running:
+        """[B] bool: self where it is set."""
+        return Running(
+            torch.where(chosen[:, None, None, None], self.state, other.state), torch.where(chosen[:, None, None], self.before, other.before)
+        )
+
+
+def advance(running: Running, x: Tensor, gates: Tensor, conv: Tensor, rule: Rule) -> tuple[Running, Tensor]:
+    """One row x [B, channels], gates [B, 2, value_heads], conv [taps, channels] → the state after it, and its output [B, value_heads,
+    value_dim] float32."""
+    seen = torch.cat([running.before, x.unsqueeze(1)], 1)  # [B, taps, channels]
+    mixed = F.silu((seen.float() * conv).sum(1))
+    keys = rule.key_heads * rule.key_dim
+    q, k, v = mixed.split([keys, keys, rule.value_heads * rule.value_dim], -1)
+    each = rule.value_heads // rule.key_heads
+    q, k = (unit(part.unflatten(-1, (rule.key_heads, -1))).repeat_interleave(each, 1) for part in (q, k))
+    v = v.unflatten(-1, (rule.value_heads, -1))
+    g, beta = gates.unbind(1)
+    state = running.state * g.exp()[:, :, None, None]
+    held = (state * k.unsqueeze(-1)).sum(-2)
+    state = state + k.unsqueeze(-1) * ((v - held) * beta.unsqueeze(-1)).unsqueeze(-2)
+    out = (state * q.unsqueeze(-1)).sum(-2) * rule.key_dim**-0.5
+    return Running(state, seen[:, 1:]), out
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def recur(x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule) -> Tensor:
+    """x [T, channels], gates [T, 2, value_heads] float32, conv [taps, channels] float32 → [T, value_heads, value_dim] of x's type. Changes
+    `layer`. Reads lengths on the host."""
+    out = x.new_empty(len(x), rule.value_heads, rule.value_dim)
+    starts, lengths = spans.cu_q.tolist(), spans.length.tolist()
+    shapes = [(lengths[r], starts[r + 1] - starts[r] - lengths[r]) for r in range(len(lengths))]
+    for shape in dict.fromkeys(shapes):
+        members = torch.tensor([r for r, other in enumerate(shapes) if other == shape], device=x.device)
+        one_shape(x, gates, conv, layer, spans, rule, members, shape, out)
+    return out
+
+
+def one_shape(
+    x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: StateSpans, rule: Rule, members: Tensor, shape: tuple[int, int],
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Spans with equal numbers of committed rows and of drafts, side by side."""
+    length, drafts = shape
+    seats, first, replay = spans.seats[members], spans.cu_q[members], spans.replay[members]
+    now = Running(layer.state[seats], layer.before[seats])
+    fresh = spans.fresh[members].bool()
+    now = Running(torch.zeros_like(now.state), torch.zeros_like(now.before)).where(fresh, now)
+    for j in range(int(replay.max())):
+        after, _ = advance(now, layer.ring[seats, j], layer.ring_gates[seats, j], conv, rule)
+        now = after.where(j < replay, now)
+    for i in range(length):
+        now, row = advance(now, x[first + i], gates[first + i], conv, rule)
+        out[first + i] = row.to(out.dtype)
+        if spans.keep_after is not None and spans.keep_in is not None:
+            kept = spans.keep_after[members] == i + 1
+            places = spans.keep_in[members][kept]
+            layer.state[places], layer.before[places] = now.state[kept], now.before[kept]
+    layer.state[seats], layer.before[seats] = now.state, now.before
+    nodes = [now]
+    for j in range(drafts):
+        row_of = first + length + j
+        parent = nodes[-1] if spans.parents is None else chosen_node(nodes, spans.parents[members, j])
+        after, row = advance(parent, x[row_of], gates[row_of], conv, rule)
+        nodes.append(after)
+        out[row_of] = row.to(out.dtype)
+        layer.ring[seats, j], layer.ring_gates[seats, j] = x[row_of], gates[row_of]
+
+
+def chosen_node(nodes: list[Running], number: Tensor) -> Running:
+    """number [B] → each one's node."""
+    each = torch.arange(len(number), device=number.device)
+    return Running(torch.stack([node.state for node in nodes])[number, each], torch.stack([node.before for node in nodes])[number, each])

@@ -1,0 +1,114 @@
+"""Layers that keep a state: what a batch's spans do to the states of their requests, planned once for all of these layers."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans, recur
+from torch import Tensor
+
+from mtpserve.cache.states import States
+from mtpserve.core.arch import Attention, LayerKind
+from mtpserve.core.batch import Batch
+from mtpserve.core.protocols import AttentionBackend, Context
+
+ONE_ROW = torch.tensor([0, 1])
+Recur = Callable[[Tensor, Tensor, Tensor, LayerState, StateSpans, Rule], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StateContext:
+    """core.protocols.RecurrentContext"""
+
+    layer: LayerState
+    spans: StateSpans
+    rule: Rule
+    kernel: Recur
+
+    def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor) -> Tensor:
+        return self.kernel(inputs, gates, conv, self.layer, self.spans, self.rule)
+
+
+class RowByRow:
+    """core.protocols.RecurrentContext for rows start … stop - 1 of a batch alone, padded to `rows`. One call for each row, so that its
+    numbers are the same whatever shares the pass: slow, for the exact mode. Parts come in the order of their rows."""
+
+    def __init__(self, whole: StateContext, start: int, stop: int, rows: int) -> None:
+        self.whole, self.start, self.stop, self.rows = whole, start, stop, rows
+
+    def recur(self, inputs: Tensor, gates: Tensor, conv: Tensor) -> Tensor:
+        ends, out = self.whole.spans.cu_q.tolist(), list[Tensor]()
+        for t, row in enumerate(range(self.start, self.stop)):
+            span = bisect(ends, row) - 1
+            out.append(self.row(span, row - ends[span], inputs[t : t + 1], gates[t : t + 1], conv))
+        return torch.cat([*out, *out[:1] * (self.rows - len(out))])
+
+    def row(self, span: int, number: int, x: Tensor, gates: Tensor, conv: Tensor) -> Tensor:
+        """One row, with so many of its span before it."""
+        spans, layer, each = self.whole.spans, self.whole.layer, slice(span, span + 1)
+        node = number - int(spans.length[span]) + 1
+        one = spans._replace(seats=spans.seats[each], cu_q=ONE_ROW, length=ONE_ROW[1:], parents=None, widest=0)
+        if node <= 0:
+            first, keeps = int(number == 0), spans.keep_after is not None and int(spans.keep_after[span]) == number + 1
+            one = one._replace(replay=spans.replay[each] * first, fresh=spans.fresh[each] * first, keep_after=None, keep_in=None)
+            if keeps and spans.keep_in is not None:
+                one = one._replace(keep_after=ONE_ROW[1:], keep_in=spans.keep_in[each])
+            return self.whole.kernel(x, gates, conv, layer, one, self.whole.rule)
+        # Its ancestors' inputs wait in the ring: a copy of the state goes along its path.
+        path, above = list[int](), node
+        while (above := above - 1 if spans.parents is None else int(spans.parents[span, above - 1])) > 0:
+            path.insert(0, above - 1)
+        seat = int(spans.seats[span])
+        copy = LayerState(layer.state[[seat]], layer.before[[seat]], layer.ring[seat, path][None], layer.ring_gates[seat, path][None])
+        none = torch.zeros_like(spans.seats[each])
+        along = one._replace(seats=none, replay=none + len(path), fresh=none, keep_after=None, keep_in=None)
+        out = self.whole.kernel(x, gates, conv, copy, along, self.whole.rule)
+        layer.ring[seat, node - 1], layer.ring_gates[seat, node - 1] = x[0], gates[0]
+        return out
+
+
+class Recurrence:
+    def __init__(self, states: States, kernel: Recur = recur) -> None:
+        kind = states.kind
+        self.states, self.kernel = states, kernel
+        self.rule = Rule(kind.key_heads, kind.value_heads, kind.key_dim, kind.value_dim, kind.taps)
+        self.layers = [states.layer(number) for number in range(len(states.state))]
+
+    def plan(self, batch: Batch) -> list[StateContext]:
+        """One for each layer. To be called once for each step: the states then count as those after its committed rows."""
+        seats, starts, computed = batch.seat_ids, batch.cu_q[:-1], self.states.computed
+        begin = batch.index[starts]
+        length = batch.last_row - starts + 1
+        keep = batch.keep
+        spans = StateSpans(
+            seats,
+            batch.cu_q,
+            length,
+            (begin - computed[seats]).clamp(min=0, max=self.states.ring.shape[2]),
+            (begin == 0).long(),
+            None if batch.tree is None else batch.tree.parents,
+            None if keep is None else keep.after,
+            None if keep is None else keep.states + self.states.seats,
+            batch.sample_rows.shape[1] - 1,
+        )
+        computed[seats] = begin + length
+        return [StateContext(layer, spans, self.rule, self.kernel) for layer in self.layers]
+
+
+class MixedLayers:
+    """core.protocols.AttentionBackend for models that have both kinds of layers: `attention` plans for those that attend."""
+
+    def __init__(self, layers: Sequence[LayerKind], attention: AttentionBackend, recurrence: Recurrence) -> None:
+        self.layers, self.attention, self.recurrence = layers, attention, recurrence
+        self.graph_safe, self.exact = attention.graph_safe, attention.exact
+
+    def supports(self, kind: LayerKind) -> bool:
+        return not isinstance(kind, Attention) or self.attention.supports(kind)
+
+    def plan(self, batch: Batch) -> list[Context]:
+        attending, recurring = iter(self.attention.plan(batch)), iter(self.recurrence.plan(batch))
+        return [next(attending) if isinstance(kind, Attention) else cast(Context, next(recurring)) for kind in self.layers]

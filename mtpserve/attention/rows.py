@@ -1,0 +1,51 @@
+"""What each row of a batch sees, as lists of slots on the host: for attention that computes rows one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.batch import Batch
+
+BLOCK = 64  # keys; fewer shapes, and so fewer ways for a library to add up
+
+
+def seen_by_rows(batch: Batch, page_size: int, group: int) -> list[Tensor]:
+    """For each row the slots of the tokens up to it, of a tree those on its path, in the order of their positions."""
+    ends, lengths, seats, index = batch.cu_q.tolist(), batch.kv_len.tolist(), batch.seat_ids.tolist(), batch.index.tolist()
+    bits = None if batch.tree_bits is None else batch.tree_bits.tolist()
+    starts = None if batch.tree_start is None else batch.tree_start.tolist()
+    seen: list[Tensor] = []
+    for r, seat in enumerate(seats):
+        pages = batch.seats.page_tables[group][seat, : -(-(lengths[r] + batch.shift) // page_size)]
+        slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size, device=pages.device)).flatten()[batch.shift :]
+        for row in range(ends[r], ends[r + 1]):
+            if bits is None or starts is None or bits[row] == -1:
+                seen.append(slots[: index[row] + 1])
+            else:
+                nodes = [node for node in range(64) if bits[row] >> node & 1]
+                on_path = torch.tensor(nodes, device=slots.device) + starts[r]
+                seen.append(torch.cat([slots[: starts[r]], slots[on_path]]))
+    return seen
+
+
+def padded(slots: Tensor) -> Tensor:
+    """To whole blocks, with the first slot, which was written: zero weight times what an unwritten one may hold can be NaN."""
+    missing = -len(slots) % BLOCK
+    return torch.cat([slots, slots[:1].expand(missing)])
+
+
+def alike(seen: Sequence[Tensor], rows: Sequence[int], most: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Some of the rows, those with equal padded lengths together, as many as see `most` tokens, but at least one → their numbers, padded
+    slots [n, length], and how many of these count [n, 1]."""
+    by_length: dict[int, list[int]] = {}
+    for row in rows:
+        by_length.setdefault(-(-len(seen[row]) // BLOCK), []).append(row)
+    for blocks, members in by_length.items():
+        each = max(1, most // (blocks * BLOCK))
+        for first in range(0, len(members), each):
+            some = members[first : first + each]
+            counts = torch.tensor([[len(seen[row])] for row in some], device=seen[0].device)
+            yield some, torch.stack([padded(seen[row]) for row in some]), counts

@@ -1,0 +1,98 @@
+"""MiMo-V2-Flash: most layers have a sliding window, more key heads, a rotation of their own and a sink in each head; values are narrower
+than keys, and are scaled; experts as DeepSeek-V3's (https://arxiv.org/abs/2601.02780). Three dense MTP layers with a window, one for each
+depth: each gets the trunk's hidden state, as they were trained.
+
+Layers with a window see `sliding_window_size` tokens before their own, as in SGLang and in transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch, MoEArch, MTPArch
+from mtpserve.models import deepseek, gqa
+from mtpserve.models.family import Family, Names, ends, experts, gated, one_layer, trunk_layers
+from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.rules import Copy, Rule
+
+PUBLISHED_MODULES = 3
+
+
+def arch(config: HFConfig, mtp_layers: int) -> ModelArch:
+    same_as_full(config, "swa_num_attention_heads", "num_attention_heads")
+    same_as_full(config, "swa_head_dim", "head_dim")
+    same_as_full(config, "swa_v_head_dim", "v_head_dim")
+    mtp = MTPArch(mtp_layers, "embedding-hidden", hidden_in="post", recycle=None) if mtp_layers else None
+    eps, bias = config.get_float("layernorm_epsilon", 1e-5, above=0), config.get_bool("attention_bias", False)
+    common = gqa.arch(config, "mimo_v2", positions=131072, eps=eps, rotated=0.334, qkv_bias=bias, moe=routed(config, mtp_layers), mtp=mtp)
+    trunk, windowed = kinds(config, common.head_dim)
+    return replace(
+        common,
+        layers=(*trunk, *[windowed] * mtp_layers),
+        window_rope=replace(common.rope, theta=config.get_float("swa_rope_theta", common.rope.theta, above=0)),
+        value_scale=config.get_float("attention_value_scale", 1.0, above=0),
+        sinks=sinks(config),
+    )
+
+
+def same_as_full(config: HFConfig, name: str, other: str) -> None:
+    if config.has(name) and config.raw(name) != config.raw(other):
+        raise config.unsupported(name, f"{other} = {config.raw(other)}")
+
+
+def kinds(config: HFConfig, head_dim: int) -> tuple[list[LayerKind], LayerKind]:
+    """Of the trunk's layers, and of one with a window."""
+    layers, pattern = config.get_int("num_hidden_layers", at_least=1), config.raw("hybrid_layer_pattern")
+    known = isinstance(pattern, list) and len(pattern) == layers and set(pattern) <= {0, 1}
+    config.require(known, "hybrid_layer_pattern", f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with a window and else 0")
+    value_dim, heads = config.get_int("v_head_dim", head_dim, at_least=1), config.get_int("num_attention_heads", at_least=1)
+    full, windowed = (config.get_int(f"{of}num_key_value_heads", at_least=1) for of in ("", "swa_"))
+    config.require(heads % windowed == 0, "swa_num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    plain = Attention(KVLayout("gqa", full, head_dim, value_dim))
+    window = Attention(KVLayout("gqa", windowed, head_dim, value_dim), config.get_int("sliding_window_size", at_least=0) + 1)
+    return [window if sliding else plain for sliding in pattern], window
+
+
+def sinks(config: HFConfig) -> Literal["all", "windows"] | None:
+    full, windows = config.get_bool("add_full_attention_sink_bias", False), config.get_bool("add_swa_attention_sink_bias", True)
+    if full and not windows:
+        raise config.unsupported("add_full_attention_sink_bias", "false, or true with add_swa_attention_sink_bias")
+    return "all" if full else "windows" if windows else None
+
+
+def routed(config: HFConfig, mtp_layers: int) -> MoEArch | None:
+    moe, layers, sparse = deepseek.experts(config), config.get_int("num_hidden_layers", at_least=1), config.raw("moe_layer_freq")
+    if moe is None:
+        return None
+    known = isinstance(sparse, list) and len(sparse) == layers and set(sparse) <= {0, 1}
+    config.require(known, "moe_layer_freq", f"a list of num_hidden_layers = {layers} numbers, 1 for a layer with experts and else 0")
+    dense = [layer for layer, has_experts in enumerate(sparse) if not has_experts]
+    return replace(moe, dense=(*dense, *range(layers, layers + mtp_layers)))
+
+
+def attention_names(arch: ModelArch) -> Names:
+    return [*gqa.attention_names(arch), (r"self_attn\.attention_sink_bias", "attention.sinks", Copy()), *gated("mlp", "mlp")]
+
+
+def trunk_rules(arch: ModelArch) -> list[Rule]:
+    return ends(arch) + trunk_layers(arch, attention_names(arch) + (experts(arch.moe) if arch.moe is not None else []))
+
+
+def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
+    """`prefix` ends with the module's number."""
+    target = f"mtp_head.depths.{prefix.split('.')[-2]}."
+    names = [*attention_names(arch), (r"pre_mlp_layernorm\.weight", "mlp_norm.weight", Copy())]
+    return one_layer(prefix, target + "layer.", names) + one_layer(
+        prefix,
+        target,
+        [
+            (r"enorm\.weight", "fusion.embedding_norm.weight", Copy()),
+            (r"hnorm\.weight", "fusion.hidden_norm.weight", Copy()),
+            (r"eh_proj\.weight", "fusion.project.weight", Copy()),
+            (r"final_layernorm\.weight", "norm.weight", Copy()),
+        ],
+    )
+
+
+MIMO_V2 = Family(arch, gqa.build, trunk_rules, mtp_rules, modules=PUBLISHED_MODULES)

@@ -1,0 +1,117 @@
+"""A quantised matrix in the form in which it is kept or widened, whatever the checkpoint's layout (see published.py): numbers of few bits,
+their scales, and for integers their zeros.
+
+    numbers   float8 (e4m3) or int8 [N, K] · whole numbers from 0 on, uint8: of eight bits [N, K], of four bits [N, K / 2], two in a byte,
+              the low half first · e2m1 in uint8 [N, K / 2], in the same order: MXFP4, whose scales are exponents alone
+    scale     [N, groups]: of each row, the columns in equal groups; or [N / 128, K / 128] rounded up, of blocks: see fp8.py
+    zeros     [N, groups] uint8: the whole number that stands for 0; None: the middle of the range, 8 or 128
+    group_of  [K]: the group of each column, where they are not in order (GPTQ's act order)
+
+    weight[n, k] = (numbers[n, k] - zeros[n, g]) * scale[n, g]        g: the group of column k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.quant.fp8 import BLOCK, FP8, SCALE, dequantize_block, is_finite, scale_shape
+from mtpserve.quant.mxfp4 import dequantize_mxfp4
+
+ZEROS = "_zeros"  # suffix of a matrix's name, in modules
+MIDDLE = 8  # of four bits: the number that stands for 0 where there are no zeros
+NUMBERS = 1 << 22  # that are widened at a time: in float32, several times, a whole matrix would be the largest thing in memory
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedMatrix:
+    numbers: Tensor
+    scale: Tensor
+    zeros: Tensor | None = None
+    group_of: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of a matrix whose integers have four bits, where it has integers."""
+        return self.numbers.shape[-1] * (2 if self.numbers.dtype == torch.uint8 else 1)
+
+    @property
+    def in_blocks(self) -> bool:
+        """A scale for each block of 128 x 128."""
+        return self.numbers.dtype != torch.uint8 and tuple(self.scale.shape) == scale_shape(*self.numbers.shape)
+
+    def rows(self, start: int, stop: int) -> QuantisedMatrix:
+        """A part. In blocks it begins where a block begins."""
+        each = BLOCK[0] if self.in_blocks else 1
+        scale, zeros = self.scale[start // each : -(-stop // each)], None if self.zeros is None else self.zeros[start:stop]
+        return replace(self, numbers=self.numbers[start:stop], scale=scale, zeros=zeros)
+
+    def in_order(self, arrange: Callable[[Tensor], Tensor]) -> QuantisedMatrix:
+        """The rows of all experts in another order, to which `arrange` gives views."""
+        assert self.zeros is None and self.group_of is None
+        numbers, scale = (arrange(part).reshape(part.shape) for part in (self.numbers, self.scale))
+        return QuantisedMatrix(numbers, scale)
+
+    def widen_to(self, place: Tensor) -> None:
+        """Writes the numbers to `place` [N, K], a strip of rows at a time; of experts [E, N, K] one after the other."""
+        if place.dim() == 3:
+            for numbers, scale, to in zip(self.numbers, self.scale, place, strict=True):
+                QuantisedMatrix(numbers, scale).widen_to(to)
+            return
+        strip = max(1, NUMBERS // place.shape[1] // BLOCK[0]) * BLOCK[0]
+        for start in range(0, len(place), strip):
+            to = place[start : start + strip]
+            to.copy_(widen(self.rows(start, start + len(to)), to.shape[1]))
+
+    def is_finite(self) -> bool:
+        if self.numbers.dtype == torch.float8_e4m3fn:
+            return is_finite(self.numbers, self.scale.float())
+        return bool(torch.isfinite(self.scale.float()).all())
+
+
+def widen(matrix: QuantisedMatrix, columns: int) -> Tensor:
+    """→ [N, columns] float32"""
+    numbers, scale = matrix.numbers, matrix.scale
+    if scale.dtype == torch.float8_e8m0fnu and numbers.dtype == torch.uint8:
+        return dequantize_mxfp4(numbers.unflatten(-1, (-1, 16)), scale.view(torch.uint8))
+    if matrix.in_blocks:
+        return dequantize_block(numbers, scale)
+    whole = numbers.dtype == torch.uint8
+    halves = whole and numbers.shape[-1] != columns
+    middle = 0 if not whole else MIDDLE if halves else 128
+    out = (unpacked(numbers) if halves else numbers).to(torch.float32, copy=True)
+    scale, zeros = scale.float(), None if matrix.zeros is None else matrix.zeros.float()
+    if matrix.group_of is not None:
+        at = matrix.group_of.long()
+        return out.sub_(middle if zeros is None else zeros[:, at]).mul_(scale[:, at])
+    grouped = out.view(len(out), scale.shape[1], -1)
+    if zeros is not None:
+        grouped.sub_(zeros.unsqueeze(-1))
+    elif middle:
+        grouped.sub_(middle)
+    return grouped.mul_(scale.unsqueeze(-1)).view(out.shape)
+
+
+def make_room_by_row(module: nn.Module, name: str, bits: int, groups: int, zeros: bool, scales: torch.dtype) -> None:
+    """Before loading: the parameter `name` [..., rows, columns] becomes float8, or integers of four bits, with as many scales for each
+    row: `name`_scale_inv and, where there are zeros, `name`_zeros are added."""
+    old = module.get_parameter(name)
+    shape, one = (*old.shape[:-1], groups), (*old.shape[:-1], old.shape[-1] * bits // 8)
+    made = {name: (one, FP8 if bits == 8 else torch.uint8), name + SCALE: (shape, scales)}
+    if zeros:
+        made[name + ZEROS] = shape, torch.uint8
+    for each, (size, dtype) in made.items():
+        setattr(module, each, nn.Parameter(torch.empty(size, dtype=dtype, device=old.device), requires_grad=False))
+
+
+def unpacked(halves: Tensor) -> Tensor:
+    """[..., K / 2] uint8 → [..., K] from 0 to 15, the low half of each byte first."""
+    return torch.stack([halves & 15, halves >> 4], -1).flatten(-2)
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """The inverse: [..., K] uint8 below 16 → [..., K / 2]."""
+    return numbers[..., ::2] | numbers[..., 1::2] << 4

@@ -1,0 +1,118 @@
+"""MTP layers of which each depth has its own (MiMo-V2): what they compute is what a computation from scratch gives, also after pages that
+were found, in trees, and for requests that are shorter than there are modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.batch import Batch
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.engine import Engine
+from mtpserve.engine.inspect import inspect_model
+from mtpserve.engine.planning import describe
+from mtpserve.spec.passes import DraftPasses
+from tests.models.own_layouts import MODULES, Modules, mimo_v2
+from tests.spec.test_mtp_rounds import check, engine_of, listen
+
+TREE = {"speculative_num_steps": MODULES, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
+
+
+def ask(engine: Engine, name: str, text: list[int], tokens: int, temperature: float = 0) -> int:
+    """→ how many tokens of the prompt were found."""
+    engine.add(Request(name, text, SamplingParams(max_tokens=tokens, temperature=temperature, seed=3, ignore_eos=True)))
+    cached = 0
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            cached += event.cached
+    engine.check_integrity()
+    return cached
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 8])
+def test_after_pages_that_were_found(tmp_path: Path, page_size: int) -> None:
+    """Rows that are joined may be those of several pages; a prompt may end where a page does, so that its last row is computed again."""
+    tiny, text = mimo_v2(tmp_path), torch.randint(24, (33,), generator=torch.Generator().manual_seed(1)).tolist()
+    engine = engine_of(tiny, 7, 400, page_size)
+    ask(engine, "first", text[:24], 1)
+    listener = listen(engine)
+    for length in (24, 25, 26, 27, 31):
+        assert ask(engine, str(length), text[:length], 6) >= 23
+    check(tiny, listener.rounds)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_requests_shorter_than_there_are_modules(tmp_path: Path, length: int) -> None:
+    tiny = mimo_v2(tmp_path)
+    engine = engine_of(tiny, 64, 400, 4)
+    listener = listen(engine)
+    ask(engine, "a", list(range(3, 3 + length)), 9)
+    check(tiny, listener.rounds)
+
+
+def tree_engine(tiny: Modules, backend: str) -> Engine:
+    return build_engine(
+        EngineConfig(
+            model=ModelConfig(model=str(tiny.directory), device="cpu", dtype="float32", attention_backend=backend),
+            cache=CacheConfig(page_size=4, max_total_tokens=400),
+            spec=SpecConfig(speculative_algorithm="NEXTN", speculative_adaptive=False, **TREE),  # type: ignore[arg-type]
+            scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=64),
+        ),
+        poison=True,
+    )
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_every_node_of_a_tree(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "cpu":
+        pytest.importorskip("mtpserve_kernels.cpu.library")
+    tiny, heard = mimo_v2(tmp_path), list[tuple[list[int], list[int], Tensor]]()
+    own = DraftPasses.logits
+
+    def logits(self: Any, head: Tensor, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor) -> Any:
+        found = own(self, head, batch, seat_ids, path, count)
+        for row, seat in enumerate(seat_ids.tolist()):
+            ids = batch.seats.tokens[seat, : batch.seats.length[seat]].tolist()
+            heard.append((ids, path[row, : int(count[row])].tolist(), found[0][row]))
+        return found
+
+    monkeypatch.setattr(DraftPasses, "logits", logits)
+    engine = tree_engine(tiny, backend)
+    for length in (1, 2, 3, 18):
+        for temperature in (0.0, 1.5):
+            ask(engine, f"{length} {temperature}", [(3 * i + 1) % 24 for i in range(length)], 7, temperature)
+    assert {len(path) for _, path, _ in heard} == set(range(MODULES)) and engine.stats.accepted_tokens_total > 0
+    for ids, path, found in heard:
+        wanted = tiny.draft_logits(ids, [*path, 0])[-1]
+        assert (found - wanted).abs().max() < 1e-4, (len(ids), path)
+
+
+def test_no_deeper_than_there_are_layers(tmp_path: Path) -> None:
+    mimo_v2(tmp_path)
+    config = EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=5))
+    with pytest.raises(ConfigError, match=r"--speculative-num-steps must be at most 4, got 5: .* has 4 MTP layers, one for each depth"):
+        describe(config, want_mtp=True)
+
+
+def test_only_layers_that_are_drafted_with_are_loaded(tmp_path: Path) -> None:
+    mimo_v2(tmp_path)
+    config = EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2))
+    arch = describe(config, want_mtp=True).arch
+    assert arch.mtp is not None and arch.mtp.layers == 2 and arch.num_layers == 4 and len(arch.layers) == 6
+
+
+def test_inspect_counts_all_of_them(tmp_path: Path) -> None:
+    tiny = mimo_v2(tmp_path)
+    report = inspect_model(EngineConfig(model=ModelConfig(model=str(tmp_path), device="cpu")))
+    assert report.arch.summary.endswith(f"{MODULES} MTP layers")
+    [numbers] = [row[1] for row in report.weights if row[0] == "MTP layer"]
+    assert numbers == sum(name.startswith("model.mtp.") for name in tiny.tensors)

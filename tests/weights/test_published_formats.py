@@ -1,0 +1,118 @@
+"""Headers of quantised checkpoints with the names, shapes and dtypes that are published: every tensor has its place or a reason, and the
+model takes as much memory as its files. No weight is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
+from mtpserve.engine.inspect import inspect_model
+from mtpserve.engine.planning import describe, fixed
+from mtpserve.engine.storage import Storage
+from tests.models import test_published as models
+from tests.weights.published import AWQ, GPTQ, MODELOPT, scheme
+
+Shape = tuple[int, ...]
+Header = dict[str, tuple[str, Shape]]  # ends of names → dtype and shape
+BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "I64": 8}
+
+
+def nvidia(out: int, inputs: int) -> Header:
+    """nvidia/Llama-3.1-8B-Instruct-FP8"""
+    return {".weight": ("F8_E4M3", (out, inputs)), ".weight_scale": ("F32", ()), ".input_scale": ("F32", ())}
+
+
+def dynamic(out: int, inputs: int) -> Header:
+    """RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic"""
+    return {".weight": ("F8_E4M3", (out, inputs)), ".weight_scale": ("BF16", (out, 1))}
+
+
+def awq(out: int, inputs: int) -> Header:
+    """Qwen/Qwen2.5-7B-Instruct-AWQ"""
+    words, groups = out // 8, inputs // 128
+    return {".qweight": ("I32", (inputs, words)), ".qzeros": ("I32", (groups, words)), ".scales": ("F16", (groups, out))}
+
+
+def gptq(out: int, inputs: int) -> Header:
+    """Qwen/Qwen3-30B-A3B-GPTQ-Int4"""
+    groups = inputs // 128
+    numbers: Header = {".qweight": ("I32", (inputs // 8, out)), ".qzeros": ("I32", (groups, out // 8))}
+    return numbers | {".scales": ("F16", (groups, out)), ".g_idx": ("I32", (inputs,))}
+
+
+def packed(out: int, inputs: int) -> Header:
+    """moonshotai/Kimi-K2-Thinking's experts"""
+    scale = "BF16", (out, inputs // 32)
+    return {".weight_packed": ("I32", (out, inputs // 8)), ".weight_scale": scale, ".weight_shape": ("I32", (2,))}
+
+
+class Case(NamedTuple):
+    model: str  # of tests/models/test_published
+    config: dict[str, Any]
+    layout: Callable[[int, int], Header]
+    chosen: tuple[str, ...]  # parts of quantised matrices' names
+    label: str
+    beside: tuple[str, ...] = ()  # scales of keys and values, in each layer
+
+
+LINEAR = (".self_attn.", ".mlp.gate_proj", ".mlp.up_proj", ".mlp.down_proj")
+CASES = {
+    "FP8 by ModelOpt": Case("Llama-3.1-8B", MODELOPT, nvidia, LINEAR, "float8, one scale", ("k_proj.k_scale", "v_proj.v_scale")),
+    "FP8-dynamic": Case("Llama-3.1-8B", scheme("float-quantized", 8, "float", "channel"), dynamic, LINEAR, "float8, a scale per row"),
+    "AWQ": Case("Qwen2.5-7B", AWQ | {"group_size": 128}, awq, LINEAR, "int4 (AWQ), groups of 128"),
+    "GPTQ, experts": Case("Qwen3-30B-A3B", GPTQ | {"group_size": 128}, gptq, (*LINEAR, ".experts."), "int4 (GPTQ), groups of 128"),
+    "packed experts, MTP layer not": Case(
+        "GLM-4.5-Air", scheme("pack-quantized", 4, "int", "group", group_size=32), packed, (".experts.",), "int4 (packed), groups of 32"
+    ),
+}
+
+
+def header_of(case: Case) -> Header:
+    """Of the whole checkpoint. The MTP layer stays as it is, as third-party tools leave it."""
+    published = models.PUBLISHED[case.model]
+    layers, found = published.config["num_hidden_layers"], Header()
+    trunk, drafts = models.tensors(published)
+    for name, shape in (trunk | drafts).items():
+        matrix = len(shape) == 2 and any(part in name for part in case.chosen) and not name.startswith(f"model.layers.{layers}.")
+        if not matrix:
+            found[name] = "BF16", shape
+            continue
+        found |= {name.removesuffix(".weight") + end: stored for end, stored in case.layout(*shape).items()}
+    return found | {f"model.layers.{i}.self_attn.{name}": ("F32", ()) for i in range(layers) for name in case.beside}
+
+
+def write(directory: Path, config: dict[str, Any], header: Header) -> int:
+    """A shard whose data is a hole → its bytes."""
+    (directory / "config.json").write_text(json.dumps(config))
+    entries, end = {}, 0
+    for name, (dtype, shape) in header.items():
+        size = BYTES[dtype] * torch.Size(shape).numel()
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(entries).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return end
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_tensor_has_its_place_and_memory_is_that_of_the_files(tmp_path: Path, case: Case) -> None:
+    header = header_of(case)
+    published = models.PUBLISHED[case.model].config
+    size = write(tmp_path, published | {"quantization_config": case.config}, header)
+    model = ModelConfig(model=str(tmp_path), device="cpu", context_length=4096)
+    config = EngineConfig(model=model, cache=CacheConfig(max_total_tokens=8192))
+    described = describe(config, want_mtp="num_nextn_predict_layers" in published)
+    sizes = fixed(described, torch.bfloat16, 64, Storage(True, torch.bfloat16, keep_int4=True))
+    copies = sum(2 * torch.Size(shape).numel() for name, (_, shape) in header.items() if name.count("layers") and "_tokens" in name) * 2
+    assert abs(sizes.trunk + sizes.mtp - (size - copies)) < 0.03 * size
+    report = inspect_model(config)
+    labels = {kind: parameters for _, _, parameters, kind, _ in report.weights}
+    assert case.label in labels and "I32" not in labels and sum(row[4] for row in report.weights) == size
