@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpserve_kernels.moe.experts import _hits, sum_kernel, tiling
-from mtpserve_kernels.quant.rows import as_bytes, check_rows, form_of, row_scaled_tile, step_of
+from mtpserve_kernels.quant.rows import FLOAT8, as_bytes, check_rows, form_of, row_scaled_tile, step_of
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -96,9 +96,10 @@ def experts_rows(
     tiles, BK = triton.cdiv(rows, cut.BT), triton.next_power_of_2(top)
     form, down_form = form_of(gate_up, gate_up_scale), form_of(down, down_scale)
     gate_up_scale, down_scale = as_bytes(gate_up_scale), as_bytes(down_scale)
-    gate_up_rows_kernel[(tiles, number, triton.cdiv(size, cut.BN))](
+    BN = min(cut.BN, 32) if form == FLOAT8 and gate_up_bias is not None else cut.BN  # wider ones spill
+    gate_up_rows_kernel[(tiles, number, triton.cdiv(size, BN))](
         x, chosen, gate_up, gate_up_scale, gate_up_zeros, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size, E=number, K=top,
-        GROUPS=groups, BK=BK, BT=cut.BT, BN=cut.BN, BH=step_of(cut.BK, hidden, groups), FORM=form, ZEROS=gate_up_zeros is not None,
+        GROUPS=groups, BK=BK, BT=cut.BT, BN=BN, BH=step_of(cut.BK, hidden, groups), FORM=form, ZEROS=gate_up_zeros is not None,
         ALPHA=alpha, LIMIT=limit, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     down_rows_kernel[(tiles, number, triton.cdiv(hidden, cut.BN))](
