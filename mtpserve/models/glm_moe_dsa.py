@@ -31,4 +31,6 @@ def indexed(config: HFConfig) -> list[bool]:
     return [each == FULL for each in types]
 
 
-GLM_MOE_DSA = Family(arch, deepseek.build, deepseek_v32.trunk_rules, deepseek_v32.mtp_rules)
+GLM_MOE_DSA = Family(
+    arch, deepseek.build, deepseek_v32.trunk_rules, deepseek_v32.mtp_rules, tool_call_parser="glm47", reasoning_parser="glm45"
+)  # fmt: skip

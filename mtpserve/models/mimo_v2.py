@@ -95,4 +95,4 @@ def mtp_rules(arch: ModelArch, prefix: str) -> list[Rule]:
     )
 
 
-MIMO_V2 = Family(arch, gqa.build, trunk_rules, mtp_rules, modules=PUBLISHED_MODULES)
+MIMO_V2 = Family(arch, gqa.build, trunk_rules, mtp_rules, modules=PUBLISHED_MODULES, tool_call_parser="mimo", reasoning_parser="qwen3")

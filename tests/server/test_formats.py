@@ -112,7 +112,10 @@ def test_auto(
 def test_families_name_parsers_that_there_are() -> None:
     for architecture in FAMILIES.names():
         family = FAMILIES.get(architecture)
-        assert family.tool_call_parser in TOOL_CALLS.entries and family.reasoning_parser in {None, *REASONINGS.entries}
+        # gpt-oss writes messages with channels, Ernie calls in tags of its own: no parser reads them.
+        has_none = architecture in ("GptOssForCausalLM", "Ernie4_5_MoeForCausalLM")
+        assert (family.tool_call_parser is None) if has_none else (family.tool_call_parser in TOOL_CALLS.entries)
+        assert family.reasoning_parser in {None, *REASONINGS.entries}
 
 
 def test_a_name_wins_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
