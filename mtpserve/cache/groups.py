@@ -116,11 +116,15 @@ class PageGroups:
         for number, group in enumerate(groups):
             if group.window is None:
                 columns = _prefix(partial(there, number), keys, columns, known)
-        for number, group in enumerate(groups):
-            if group.window is not None:
+        windowed = [(partial(there, number), group.window) for number, group in enumerate(groups) if group.window is not None]
+        while True:
+            longest = columns
+            for found, window in windowed:
                 # Full attention has all columns before these, so a shorter prefix is there, too.
-                columns = self._seen(partial(there, number), group.window, keys, columns)
-        return columns
+                columns = self._seen(found, window, keys, columns)
+            # A prefix that one group made shorter must be there in the others.
+            if columns == longest or len(windowed) < 2:
+                return columns
 
     def found(self, group: int, key: Key) -> bool:
         return self.groups[group].allocator.find(key) is not None

@@ -107,3 +107,42 @@ def test_how_much_one_request_may_have() -> None:
     assert made(window=5).capacity(AHEAD) == 5 * PAGE - AHEAD, "the window's pages do not come round"
     assert PageGroups([6], [6], PAGE, CHUNK).capacity(AHEAD) > 1 << 40
     assert Held(3, [7, 8]).end == 5
+
+
+def labelled(groups: PageGroups, number: int, keys: list[bytes]) -> None:
+    """Pages of one group with these keys, which nobody holds."""
+    allocator = groups.groups[number].allocator
+    pages = allocator.allocate(len(keys))
+    for page, key in zip(pages, keys, strict=True):
+        allocator.label(page, key)
+    allocator.release(pages)
+
+
+def test_a_prefix_that_one_window_makes_shorter_must_be_there_in_the_others() -> None:
+    groups, keys = PageGroups([None, 5, 9], [40, 40, 40], PAGE, CHUNK), [bytes([i]) * 16 for i in range(8)]
+    labelled(groups, 0, keys)
+    labelled(groups, 1, [keys[6], keys[7], keys[2], keys[3]])  # what rows after 8 columns see, and after 4
+    labelled(groups, 2, keys[2:6])  # and here after 6, and after 5
+    # After 6 and after 5 columns the first window lacks pages, after 4 the second one does.
+    assert groups.matched(keys) == 0
+
+
+def test_a_state_is_the_page_of_the_column_before() -> None:
+    groups, keys = PageGroups([None], [40], PAGE, CHUNK, states=2), [bytes([i]) * 16 for i in range(6)]
+    labelled(groups, 0, keys)
+    assert groups.matched(keys) == 0 and groups.matched_without_states(keys) == 6
+    labelled(groups, 1, [keys[3]])
+    assert groups.matched(keys) == 4 and groups.needed(4) == [range(4), range(3, 4)]
+    held = groups.seat(keys[:4], 16, 40, AHEAD)
+    assert held is not None and groups.state_of(held) == groups.groups[1].allocator.find(keys[3])
+    # The one that it starts from stays until the next step is planned; another may be kept meanwhile, and no third one.
+    first, kept = groups.state_of(held), groups.keep_state(held, 5)
+    assert kept not in (None, first) and groups.keep_state(held, 6) is None
+    groups.check_integrity([held])
+    groups.label(held, keys, 4, 6)
+    groups.settle()
+    assert groups.groups[1].allocator.find(keys[5]) == kept and groups.matched(keys) == 6
+    groups.unlabel_states(keys)
+    assert groups.matched(keys) == 0
+    groups.release(held)
+    groups.check_integrity([[]])
