@@ -1,6 +1,6 @@
 """A hybrid model with an MTP layer, in Qwen3.5's layout: 5.6 M parameters, trained for minutes as trained.py trains a dense one.
 
-`python benchmarks/hybrid.py --minutes 20 --out DIRECTORY`, then `mtpserve launch --model DIRECTORY --speculative-algorithm NEXTN`, or
+`python benchmarks/hybrid.py --out DIRECTORY`, then `mtpserve launch --model DIRECTORY --speculative-algorithm NEXTN`, or
 `python benchmarks/acceptance.py --model DIRECTORY` for what is accepted of its drafts on files that were held out.
 """
 
@@ -91,7 +91,7 @@ def write(model: Model, tokenizer: Tokenizer, out: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--minutes", type=float, default=13)
     parser.add_argument("--out", type=Path, default=Path("hybrid"))
     parser.add_argument("--size", choices=list(SIZES), default="6m")
     args = parser.parse_args()
