@@ -21,11 +21,17 @@ CHANNELS = 256  # of the inputs that are kept, in one program
 
 
 @triton.jit
-def row_of(p_x, p_before, p_ring, seat, first, replay, ring_rows, n, C: tl.constexpr, HISTORY: tl.constexpr):
-    """Where the inputs of row n are, counted from the span's first: those before it wait in the ring, or came before these."""
+def inputs_of(
+    p_x, p_before, p_ring, seat, first, replay, fresh, ring_rows, n, o_c, o, size, C: tl.constexpr, HISTORY: tl.constexpr
+):  # fmt: skip
+    """Channels o_c of row n, where o < size. Rows are counted from the span's first: those before it wait in the ring, or came before
+    these; a request that begins has none."""
     waits = replay + n  # among those that are replayed
-    p_old = tl.where(waits >= 0, p_ring + (seat * ring_rows + waits) * C, p_before + (seat * HISTORY + HISTORY + waits) * C)
-    return tl.where(n >= 0, p_x + (first + n) * C, p_old)
+    own, old = tl.where(n >= 0, size, 0), tl.where((n < 0) & (waits >= 0), size, 0)
+    older = tl.where((n < 0) & (waits < 0) & (fresh == 0), size, 0)
+    b = tl.load(p_x + (first + n) * C + o_c, mask=o < own, other=0.0)
+    b += tl.load(p_ring + (seat * ring_rows + waits) * C + o_c, mask=o < old, other=0.0)
+    return b + tl.load(p_before + (seat * HISTORY + HISTORY + waits) * C + o_c, mask=o < older, other=0.0)
 
 
 @triton.jit
@@ -37,17 +43,14 @@ def mixed(
     b = tl.zeros([o.shape[0]], tl.float32)
     at = n
     for t in tl.static_range(TAPS):
-        # Before its first row a request has none.
-        size = tl.where((fresh != 0) & (at < 0), 0, SIZE)
-        p_row = row_of(p_x, p_before, p_ring, seat, first, replay, ring_rows, at, C, TAPS - 1) + channel
-        b_x = tl.load(p_row + o, mask=o < size, other=0.0).to(tl.float32)
-        b += b_x * tl.load(p_conv + (TAPS - 1 - t) * C + channel + o, mask=o < SIZE, other=0.0)
+        b_x = inputs_of(p_x, p_before, p_ring, seat, first, replay, fresh, ring_rows, at, channel + o, o, SIZE, C, TAPS - 1)
+        b += b_x.to(tl.float32) * tl.load(p_conv + (TAPS - 1 - t) * C + channel + o, mask=o < SIZE, other=0.0)
         if p_parents is None:
             at -= 1
         else:
             # Node 0 is the last committed row.
             node = at - length + 1
-            parent = tl.load(p_parents + tl.maximum(node - 1, 0))
+            parent = tl.load(p_parents + tl.maximum(node - 1, 0)).to(tl.int32)
             at = tl.where(node > 0, length - 1 + parent, at - 1)
     return b / (1.0 + tl.exp(-b))
 
@@ -81,10 +84,11 @@ def recur_kernel(
 ):  # fmt: skip
     i_v, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     KP: tl.constexpr = triton.next_power_of_2(DK)
-    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r)
-    drafts = tl.load(p_cu_q + i_r + 1) - first - length
-    fresh = tl.load(p_fresh + i_r)
-    replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r))
+    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
+    # Loops count in 32 bits: Triton's pass over the comparisons of an AMD chip fails where they do not.
+    drafts = (tl.load(p_cu_q + i_r + 1) - first).to(tl.int32) - length
+    fresh = tl.load(p_fresh + i_r).to(tl.int32)
+    replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
     o_k, o_v = tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
     o_s = i_h * DK * DV + o_k[:, None] * DV + o_v[None, :]
     m_v, known = o_v < DV, tl.where(fresh != 0, 0, DK)
@@ -118,10 +122,10 @@ def recur_kernel(
             )  # fmt: skip
         else:
             p_tree = p_parents + i_r * drafted
-            one = drafts * 0 + 1
-            path, at = one << j, one + j
+            one = first * 0 + 1
+            path, at = one << j, j + 1
             for _ in range(j):
-                at = tl.where(at > 0, tl.load(p_tree + tl.maximum(at - 1, 0)), 0)
+                at = tl.where(at > 0, tl.load(p_tree + tl.maximum(at - 1, 0)).to(tl.int32), 0)
                 path = tl.where(at > 0, path | (one << tl.maximum(at - 1, 0)), path)
             b_s, b_out = b_root, tl.zeros([BV], tl.float32)
             for a in range(j + 1):
@@ -141,27 +145,25 @@ def keep_kernel(
 ):  # fmt: skip
     """The inputs that the next step finds: of the last rows before it, and of those that wait."""
     i_c, i_r = tl.program_id(0), tl.program_id(1)
-    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r)
-    drafts = tl.load(p_cu_q + i_r + 1) - first - length
-    fresh = tl.load(p_fresh + i_r)
-    replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r))
+    seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
+    # Loops count in 32 bits: Triton's pass over the comparisons of an AMD chip fails where they do not.
+    drafts = (tl.load(p_cu_q + i_r + 1) - first).to(tl.int32) - length
+    fresh = tl.load(p_fresh + i_r).to(tl.int32)
+    replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
     o_c = i_c * BC + tl.arange(0, BC)
     HISTORY: tl.constexpr = TAPS - 1
     if p_keep_after is not None:
-        keep = tl.load(p_keep_after + i_r)
+        keep = tl.load(p_keep_after + i_r).to(tl.int32)
         if keep > 0:
             place = tl.load(p_keep_in + i_r)
             for t in tl.static_range(HISTORY):
                 at = keep - HISTORY + t
-                size = tl.where((fresh != 0) & (at < 0), 0, C)
-                p_row = row_of(p_x, p_before, p_ring, seat, first, replay, ring_rows, at, C, HISTORY)
-                tl.store(p_before + (place * HISTORY + t) * C + o_c, tl.load(p_row + o_c, mask=o_c < size, other=0.0), mask=o_c < C)
+                b_x = inputs_of(p_x, p_before, p_ring, seat, first, replay, fresh, ring_rows, at, o_c, o_c, C, C, HISTORY)
+                tl.store(p_before + (place * HISTORY + t) * C + o_c, b_x, mask=o_c < C)
     # From the oldest on: what is read then is never older than what is overwritten.
     for t in tl.static_range(HISTORY):
         at = length - HISTORY + t
-        size = tl.where((fresh != 0) & (at < 0), 0, C)
-        p_row = row_of(p_x, p_before, p_ring, seat, first, replay, ring_rows, at, C, HISTORY)
-        b_x = tl.load(p_row + o_c, mask=o_c < size, other=0.0)
+        b_x = inputs_of(p_x, p_before, p_ring, seat, first, replay, fresh, ring_rows, at, o_c, o_c, C, C, HISTORY)
         tl.store(p_before + (seat * HISTORY + t) * C + o_c, b_x, mask=o_c < C)
     o_g = tl.arange(0, BG)
     for j in range(drafts):
