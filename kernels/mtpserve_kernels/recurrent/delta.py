@@ -85,7 +85,6 @@ def recur_kernel(
     i_v, i_h, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     KP: tl.constexpr = triton.next_power_of_2(DK)
     seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
-    # Loops count in 32 bits: Triton's pass over the comparisons of an AMD chip fails where they do not.
     drafts = (tl.load(p_cu_q + i_r + 1) - first).to(tl.int32) - length
     fresh = tl.load(p_fresh + i_r).to(tl.int32)
     replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
@@ -95,24 +94,19 @@ def recur_kernel(
     m_s = (o_k < DK)[:, None] & m_v[None, :]
     p_own = p_state + seat * HV * DK * DV
     b_s = tl.load(p_own + o_s, mask=(o_k < known)[:, None] & m_v[None, :], other=0.0)
-    for i in range(replay):
-        p_g = p_ring_gates + (seat * ring_rows + i) * 2 * HV
-        b_s, _ = advance(
-            b_s, p_g, p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, i - replay, o_k, o_v, i_h, i_v,
-            HK, HV, DK, DV, TAPS,
-        )  # fmt: skip
-    for i in range(length):
-        p_g = p_gates + (first + i) * 2 * HV
+    # One loop for the rows that are replayed and the committed ones: with two, Triton's AMD pass over comparisons fails.
+    for n in range(-replay, length):
+        p_old, p_new = p_ring_gates + (seat * ring_rows + replay + n) * 2 * HV, p_gates + (first + n) * 2 * HV
         b_s, b_out = advance(
-            b_s, p_g, p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, i, o_k, o_v, i_h, i_v, HK, HV, DK,
-            DV, TAPS,
+            b_s, tl.where(n < 0, p_old, p_new), p_x, p_before, p_ring, p_conv, None, seat, first, replay, fresh, ring_rows, length, n, o_k,
+            o_v, i_h, i_v, HK, HV, DK, DV, TAPS,
         )  # fmt: skip
-        tl.store(p_out + ((first + i) * HV + i_h) * DV + o_v, b_out, mask=m_v)
+        tl.store(p_out + ((first + n) * HV + i_h) * DV + o_v, b_out, mask=m_v & (n >= 0))
         if p_keep_after is not None:
-            if tl.load(p_keep_after + i_r) == i + 1:
+            if (n >= 0) & (tl.load(p_keep_after + i_r) == n + 1):
                 tl.store(p_state + tl.load(p_keep_in + i_r) * HV * DK * DV + o_s, b_s, mask=m_s)
     tl.store(p_own + o_s, b_s, mask=m_s)
-    b_root = b_s
+    tl.debug_barrier()  # a tree's nodes read it again, which takes fewer registers than keeping it
     for j in range(drafts):
         if p_parents is None:
             p_g = p_gates + (first + length + j) * 2 * HV
@@ -127,7 +121,7 @@ def recur_kernel(
             for _ in range(j):
                 at = tl.where(at > 0, tl.load(p_tree + tl.maximum(at - 1, 0)).to(tl.int32), 0)
                 path = tl.where(at > 0, path | (one << tl.maximum(at - 1, 0)), path)
-            b_s, b_out = b_root, tl.zeros([BV], tl.float32)
+            b_s, b_out = tl.load(p_own + o_s, mask=m_s, other=0.0), tl.zeros([BV], tl.float32)
             for a in range(j + 1):
                 if (path >> a) & 1 == 1:
                     p_g = p_gates + (first + length + a) * 2 * HV
@@ -146,7 +140,6 @@ def keep_kernel(
     """The inputs that the next step finds: of the last rows before it, and of those that wait."""
     i_c, i_r = tl.program_id(0), tl.program_id(1)
     seat, first, length = tl.load(p_seats + i_r), tl.load(p_cu_q + i_r), tl.load(p_length + i_r).to(tl.int32)
-    # Loops count in 32 bits: Triton's pass over the comparisons of an AMD chip fails where they do not.
     drafts = (tl.load(p_cu_q + i_r + 1) - first).to(tl.int32) - length
     fresh = tl.load(p_fresh + i_r).to(tl.int32)
     replay = tl.where(fresh != 0, 0, tl.load(p_replay + i_r).to(tl.int32))
