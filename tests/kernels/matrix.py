@@ -27,7 +27,7 @@ import torch
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-SPILLS = {"*fp32": 64}  # bytes, by the type of q: float32 is for comparing, and a few do not matter
+SPILLS = {"*fp32": 64}  # bytes, by the type of q or x: float32 is for comparing, and a few do not matter
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64",
     torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64",
@@ -303,7 +303,7 @@ def compile_group(target: str, group: str) -> list[str]:
             continue
         if kernel.metadata.shared > SHARED[target]:
             wrong.append(f"{target}: {source.name} needs {kernel.metadata.shared} bytes of shared memory, there are {SHARED[target]}")
-        if (spilled(kernel, hip) or 0) > SPILLS.get(source.signature.get("p_q", ""), 0):
+        if (spilled(kernel, hip) or 0) > SPILLS.get(source.signature.get("p_q", source.signature.get("p_x", "")), 0):
             wrong.append(f"{target}: {source.name} spills {spilled(kernel, hip)}")
         if not hip and "tf32" in kernel.asm["ptx"]:
             wrong.append(f"{target}: {source.name} rounds float32 to tf32")

@@ -106,7 +106,7 @@ def recur_kernel(
             if (n >= 0) & (tl.load(p_keep_after + i_r) == n + 1):
                 tl.store(p_state + tl.load(p_keep_in + i_r) * HV * DK * DV + o_s, b_s, mask=m_s)
     tl.store(p_own + o_s, b_s, mask=m_s)
-    tl.debug_barrier()  # a tree's nodes read it again, which takes fewer registers than keeping it
+    b_root = b_s
     for j in range(drafts):
         if p_parents is None:
             p_g = p_gates + (first + length + j) * 2 * HV
@@ -121,7 +121,7 @@ def recur_kernel(
             for _ in range(j):
                 at = tl.where(at > 0, tl.load(p_tree + tl.maximum(at - 1, 0)).to(tl.int32), 0)
                 path = tl.where(at > 0, path | (one << tl.maximum(at - 1, 0)), path)
-            b_s, b_out = tl.load(p_own + o_s, mask=m_s, other=0.0), tl.zeros([BV], tl.float32)
+            b_s, b_out = b_root, tl.zeros([BV], tl.float32)
             for a in range(j + 1):
                 if (path >> a) & 1 == 1:
                     p_g = p_gates + (first + length + a) * 2 * HV
@@ -180,6 +180,7 @@ def recur(x: Tensor, gates: Tensor, conv: Tensor, layer: LayerState, spans: Stat
     recur_kernel[(triton.cdiv(rule.value_dim, columns), rule.value_heads, requests)](
         x, gates, conv, out, layer.state, layer.before, layer.ring, layer.ring_gates, *own, parents, *kept, ring_rows,
         0 if parents is None else parents.shape[1], *rule, columns,
+        num_warps=4 if parents is None else 8,  # a node of a tree needs the root's state beside its own
     )  # fmt: skip
     channels = min(CHANNELS, triton.next_power_of_2(rule.channels))
     keep_kernel[(triton.cdiv(rule.channels, channels), requests)](
