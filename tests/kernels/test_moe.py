@@ -13,6 +13,7 @@ from mtpserve_kernels.moe.experts_rows import experts_rows
 from mtpserve_kernels.moe.route import route
 from torch import Tensor
 
+from tests.kernels.routes import ROUTES
 from tests.kernels.test_quant import stored_by_row
 
 
@@ -21,20 +22,7 @@ def numbers(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize(
-    ("number", "top", "groups", "top_groups"),
-    [
-        (8, 2, 4, 2),
-        (8, 2, 1, 1),
-        (64, 6, 8, 3),
-        (160, 6, 8, 3),
-        (20, 20, 1, 1),
-        (33, 3, 11, 1),
-        (60, 4, 0, 0),
-        (129, 8, 0, 0),
-        (5, 5, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("number", "top", "groups", "top_groups"), ROUTES)
 @pytest.mark.parametrize("rows", [1, 5, 37])
 def test_route(device: torch.device, rows: int, number: int, top: int, groups: int, top_groups: int, renormalise: bool) -> None:
     """No groups: by a softmax."""

@@ -116,7 +116,7 @@ def recur_kernel(
             )  # fmt: skip
         else:
             p_tree = p_parents + i_r * drafted
-            one = first * 0 + 1
+            one = first * 0 + 1  # of 64 bits, as a path is
             path, at = one << j, j + 1
             for _ in range(j):
                 at = tl.where(at > 0, tl.load(p_tree + tl.maximum(at - 1, 0)).to(tl.int32), 0)

@@ -14,6 +14,8 @@ from mtpserve_kernels.cpu.moe import Experts, experts_of, mix_experts, pack_expe
 from mtpserve_kernels.moe import reference
 from torch import Tensor
 
+from tests.kernels.routes import ROUTES
+
 TYPES = [torch.float32, torch.bfloat16]
 WithThreads = Callable[[int, Callable[[], Any]], Any]
 
@@ -31,20 +33,7 @@ def among_nan(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize(
-    ("number", "top", "groups", "top_groups"),
-    [
-        (8, 2, 4, 2),
-        (8, 2, 1, 1),
-        (64, 6, 8, 3),
-        (160, 6, 8, 3),
-        (20, 20, 1, 1),
-        (33, 3, 11, 1),
-        (60, 4, 0, 0),
-        (129, 8, 0, 0),
-        (5, 5, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("number", "top", "groups", "top_groups"), ROUTES)
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 100), (5, 2050), (37, 512), (0, 8)])
 def test_route(
     rows: int, hidden: int, number: int, top: int, groups: int, top_groups: int, renormalise: bool, dtype: torch.dtype,
