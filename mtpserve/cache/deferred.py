@@ -25,4 +25,4 @@ class DeferredRows:
         return self.rows[self.places(seat_ids, index)]
 
     def places(self, seat_ids: Tensor, index: Tensor) -> Tensor:
-        return seat_ids * self.room + index % self.room
+        return torch.add(index % self.room, seat_ids, alpha=self.room)

@@ -325,7 +325,7 @@ class Engine:
         work = work_of(planned.plan)
         self._stats.steps_per_depth[work.passes] += work.requests > 0
         if self.policy is not None:
-            self.policy.stepped(planned.plan, seconds)
+            self.policy.stepped(planned.plan, work, seconds)
 
     def _failed(self, seqs: list[Sequence], error: Exception) -> list[TokenEvent]:
         _require_device(error)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.policy import DepthPolicy
+from mtpserve.engine.policy import SETTLING, DepthPolicy
 
 SECONDS, STEPS, TOKENS = 3.0, 6, 64  # in all, and of each number of requests; more requests are not measured when the time is over
 PRIME = 7919  # tokens that are this far apart: different ones go to different experts
@@ -40,10 +40,10 @@ def measure(engine: Steps, policy: DepthPolicy, most: int) -> None:
     until, tokens = perf_counter() + SECONDS, min(TOKENS, engine.context_length - 1)
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
     for requests, depth in product(ladder(most), reversed(policy.depths)):
-        policy.forced, steps = depth, 0
+        policy.forced, steps, began = depth, 0, perf_counter()
         for number in range(requests):
             engine.add(Request(f"measure {number}", [(number + 1) * PRIME % engine.card.vocab], sampling))
-        while steps < STEPS and perf_counter() < until:
+        while engine.has_work and (steps < STEPS or perf_counter() < began + 2 * SETTLING) and perf_counter() < until:
             engine.step()
             steps += 1
         for number in range(requests):

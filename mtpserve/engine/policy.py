@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 RISK = 0.98  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
-EVERY, PAUSE = 8, 0.02  # steps, and seconds of steps, between two choices, which take 0.1 to 0.4 ms each
+EVERY, PAUSE = 8, 0.04  # steps, and seconds of steps, between two choices, which take 0.1 to 0.4 ms each
 SURE = 12  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
 CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
@@ -45,9 +45,13 @@ FIRST = 0.02  # seconds that the first trials may cost
 SAVED = 20.0  # seconds of work from which a share is saved for trials, at most
 POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial drafts for
-FRESH = 200  # steps after which a time may be measured again
+FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
 ALONE = 64  # steps after which the times of steps with prompts are learned, too, if no others were seen
 HELD, SEEN = 8, 3  # steps of a trial that measures a time, at most, and times after which it ends: its first step verifies older drafts
+# Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
+# cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98 … ms at first, and trials would consist of such steps.
+SETTLING = 0.005
+CHANGE = 0.001  # seconds that the first steps after a trial's beginning and end take longer
 NEAR = 0.9  # a depth that is expected to give this share of the best is tried for as long
 CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured, but for plain decoding's
 
@@ -79,6 +83,7 @@ class DepthPolicy:
         self._beside = 0  # steps in a row that computed prompts, too
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
         self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
+        self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
 
     # ------------------------------------------------------------------------------------------------- choice
@@ -171,7 +176,7 @@ class DepthPolicy:
         if depth is None:
             return None
         tried = seqs if depth < self.depth else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
-        cost = steps * self._cost(seqs, depth, tried)
+        cost = steps * self._cost(seqs, depth, tried) + CHANGE
         if cost > self._saved:
             return None
         self._saved -= max(cost, 0.0)
@@ -190,17 +195,21 @@ class DepthPolicy:
         values = {depth: self._best(seqs, depth).value for depth in self.depths if depth != self.depth}
         deeper = [depth for depth in values if depth > self.depth]
         if self.trials % 2 or not deeper:
-            count, old = len(seqs), []
+            count, old, fresh = len(seqs), [], max(FRESH, FRESH_S / (self._usual(seqs) or FRESH_S))
             for depth, value in values.items():
                 age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth))
-                if (age is None or age > FRESH) and value > CLOSE * self.value * (depth > 0):
+                if (age is None or age > fresh) and value > CLOSE * self.value * (depth > 0):
                     old.append((age is None, age or 0, -depth))
             if old:
-                return -max(old)[2], HELD
+                return -max(old)[2], self._long(seqs)
         if not deeper:
             return None, 0
         best = max(deeper, key=values.__getitem__)
-        return best, HELD if values[best] > NEAR * self.value else 1
+        return best, self._long(seqs) if values[best] > NEAR * self.value else 1
+
+    def _long(self, seqs: Seq[Sequence]) -> int:
+        """Steps of a trial that measures a time."""
+        return HELD + min(int(SETTLING / (self._usual(seqs) or SETTLING)), HELD)
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence]) -> float:
         """Seconds that a trial is expected to lose against the step in its place."""
@@ -222,13 +231,14 @@ class DepthPolicy:
 
     # ------------------------------------------------------------------------------------------- what is learned
 
-    def stepped(self, plan: StepPlan, seconds: float) -> None:
+    def stepped(self, plan: StepPlan, work: StepWork, seconds: float) -> None:
         """A step took so long. Steps that catch up on rows to draft are like no others; those with prompts count if there are no others."""
         self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
         self._beside = self._beside + 1 if any(not span.samples or span.length > 1 for span in plan.spans) else 0
-        work = work_of(plan)
+        settled = work.passes == self._passes and self._since >= SETTLING
+        self._passes, self._since = work.passes, seconds + (self._since if work.passes == self._passes else 0.0)
         # While nothing is drafted it is usual to catch up at times.
-        if (work.passes == 0 or not any(span.late for span in plan.spans)) and (self._beside == 0 or self._beside > ALONE):
+        if settled and (work.passes == 0 or not any(span.late for span in plan.spans)) and (self._beside == 0 or self._beside > ALONE):
             self.times.observe(work, seconds)
             if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
                 self._seen += 1

@@ -93,15 +93,16 @@ class StepTimes:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step took so long."""
-        terms, key, found = terms_of(work), key_of(work), log(max(seconds, 1e-9)) - self.pace
+        key, found = key_of(work), log(max(seconds, 1e-9)) - self.pace
         cell = self.cells.get(key)
         if cell is None:
-            cell = self.cells[key] = Cell(terms, found)
+            cell = self.cells[key] = Cell(terms_of(work), found)
         else:
             self._correct(cell, min(max(found - cell.log, -FASTER), SLOWER))
         cell.seen += 1
-        share = 1 / min(cell.seen, KEPT)
-        cell.terms = [old + share * (new - old) for old, new in zip(cell.terms, terms, strict=True)]
+        if max(work.requests, work.rows) > EXACT:
+            share, terms = 1 / min(cell.seen, KEPT), terms_of(work)
+            cell.terms = [old + share * (new - old) for old, new in zip(cell.terms, terms, strict=True)]
         self.observed += 1
         cell.last = None if self._paced is None else self.observed
         if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64, 128, 256):

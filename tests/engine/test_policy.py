@@ -120,7 +120,7 @@ class SharedMachine(StepCost):
 @pytest.mark.parametrize(("batch", "requests", "rates"), [(1, 20, FAIR), (1, 6, DEMO), (4, 24, UNTRAINED), (16, 80, DEMO)])
 def test_noise_of_a_shared_machine_changes_little(batch: int, requests: int, rates: Seq[float]) -> None:
     """Of the sum of some runs, since single ones vary themselves by some percent."""
-    load, seeds = texts(requests, 200), range(3)
+    load, seeds = texts(requests, 200), range(5)
 
     def speed(depth: int, adaptive: bool = False) -> float:
         return sum(run(load, batch, SharedMachine(seed, depth > 0), depth, rates, adaptive).speed for seed in seeds)
