@@ -49,8 +49,8 @@ FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may
 ALONE = 64  # steps after which the times of steps with prompts are learned, too, if no others were seen
 HELD, SEEN = 8, 3  # steps of a trial that measures a time, at most, and times after which it ends: its first step verifies older drafts
 # Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
-# cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98 … ms at first, and trials would consist of such steps.
-SETTLING = 0.005
+# cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 … ms at first, and trials would consist of such steps.
+SETTLING = 0.01
 CHANGE = 0.001  # seconds that the first steps after a trial's beginning and end take longer
 NEAR = 0.9  # a depth that is expected to give this share of the best is tried for as long
 CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured, but for plain decoding's
@@ -209,7 +209,7 @@ class DepthPolicy:
 
     def _long(self, seqs: Seq[Sequence]) -> int:
         """Steps of a trial that measures a time."""
-        return HELD + min(int(SETTLING / (self._usual(seqs) or SETTLING)), HELD)
+        return HELD + min(int(SETTLING / (self._usual(seqs) or SETTLING)), 2 * HELD)
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence]) -> float:
         """Seconds that a trial is expected to lose against the step in its place."""
