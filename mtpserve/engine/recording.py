@@ -23,7 +23,7 @@ from mtpserve.engine.planning import Plan, overlap_of
 T = TypeVar("T")
 
 MAGIC = b"mtpserve steps\n"
-FORMAT = 1
+FORMAT = 2
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):

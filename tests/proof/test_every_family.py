@@ -19,8 +19,8 @@ from tests.models.own_layouts import ernie, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 
 MAKES = (
-    deepseek, deepseek_v32, deepseek_v4, ernie, glm4_moe, glm4_moe_lite, glm_dsa, mimo, mimo_v2, nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next,
-    step,
+    deepseek, deepseek_v32, deepseek_v4, ernie, glm4_moe, glm4_moe_lite, glm_dsa, mimo, mimo_v2, nemotron_h, qwen3_5, qwen3_5_moe,
+    qwen3_next, step,
 )  # fmt: skip
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 PROMPTS = ["".join(CHARACTERS[(7 * i + 3 * j) % 26] for j in range(5 + 6 * i)) for i in range(3)]
@@ -43,6 +43,6 @@ def test_it_holds(tmp_path: Path, make: Callable[..., Any]) -> None:
         "model": str(tmp_path), "dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 32, "random_seed": 1,
         "speculative_algorithm": "NEXTN", "speculative_num_steps": 3,
     }  # fmt: skip
-    proof = prove(options, PROMPTS, tokens=24, draws=24)
+    proof = prove(options, PROMPTS, tokens=24, draws=100)
     assert proof.holds, (proof.divergences, proof.laws)
-    assert len(proof.laws) == 12 and len(proof.drafted) == 3 and min(proof.drafted) > 0
+    assert len(proof.laws) == 12 and min(proof.drafted[:3]) > 0
