@@ -11,9 +11,9 @@ from mtpserve.config.engine import (
     ParallelConfig,
     SamplingConfig,
     SchedulerConfig,
-    SpecConfig,
 )
 from mtpserve.config.server import ServerConfig
+from mtpserve.config.spec import SpecConfig
 
 SECTIONS = ENGINE_SECTIONS | {"server": ServerConfig}
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from mtpserve.config.kv_events import KVEventsConfig, parse
 from mtpserve.config.options import USUAL_PAGE, check, option
-from mtpserve.core.drafters import DRAFTERS
+from mtpserve.config.spec import SpecConfig
 from mtpserve.core.gguf import SUFFIX
 
-NEED_ALGORITHM = (
-    "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
-    "speculative_token_map", "speculative_synthetic_acceptance", "speculative_disable_by_batch_size",
-)  # fmt: skip
 LEAST_HOST_GIB, DISK_GIB = 0.25, 10.0  # for pages on their way to the disk; of the disk, unless the user says otherwise
-MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64-bit number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,139 +146,6 @@ class CacheConfig:
         """Raises ConfigError for text that means nothing. None: no events."""
         events = None if self.kv_events_config is None else parse(self.kv_events_config)
         return events if events is not None and events.on else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecConfig:
-    speculative_algorithm: str | None = option(
-        None,
-        "MTP, NEXTN or EAGLE: draft with the checkpoint's own MTP layer; NGRAM: look up earlier occurrences, needs no such layer; "
-        "MTP+NGRAM: both in one tree (default: plain decoding)",
-        "speculative-algo",
-        "spec-method",
-    )
-    speculative_num_steps: int | None = option(
-        None, "depth of the drafts, 0 to 7 (default: 3)", "num-speculative-tokens", "spec-tokens", "max-draft-len", "spec-draft-n-max"
-    )
-    speculative_eagle_topk: int | None = option(None, "branches per draft step, 1 to 8; 1 is a chain (default: 1)")
-    speculative_num_draft_tokens: int | None = option(
-        None, f"rows verified per request, at most {MAX_ROWS}: drafts + 1 (default: num-steps * topk + 1, for a chain always)"
-    )
-    speculative_adaptive: bool = option(True, "draft as deep as pays at the time, from 0 to the depth given; off: always as deep as that")
-    speculative_disable_by_batch_size: int | None = option(
-        None, "do not draft while more requests run than this; sampled text may then depend on the load (default: always draft)",
-        "max-concurrency",
-    )  # fmt: skip
-    speculative_draft_model_path: str | None = option(
-        None, "directory or id of a separately published NextN layer (default: the model's own)", "speculative-draft-model", "spec-model"
-    )
-    speculative_draft_model_quantization: str = option(
-        "auto",
-        "the draft model's layer and head, on a CPU: int8, lossless as all drafting, none, or auto: int8 where it drafts faster",
-        choices=("auto", "int8", "none"),
-    )
-    speculative_token_map: str | None = option(
-        None, "file of the draft head's vocabulary, made by `mtpserve inspect --token-map`: a smaller head drafts faster (default: all)"
-    )
-    speculative_accept_threshold_single: float = option(
-        1.0, "LOSSY below 1: accept a draft whose own probability is at least this; the output is then not the model's"
-    )
-    speculative_accept_threshold_acc: float = option(
-        1.0, "LOSSY below 1: accept one of a node's drafts with min(1, their probability / this); the output is then not the model's"
-    )
-    speculative_synthetic_acceptance: str | None = option(
-        None,
-        "NOT FOR SERVING: accept drafts at random by this curve, for measurements: a published one (glm-5.2-mtp, deepseek-r1-mtp, …), "
-        "acceptance lengths of 1, 2, … drafts (1.84,2.50,2.99), or a JSON file of them",
-    )
-    speculative_exact: bool = option(
-        False, "greedy output bitwise equal to plain decoding's, in bfloat16 too; always so with a CPU's own kernels, elsewhere slower"
-    )
-
-    def __post_init__(self) -> None:
-        algorithm, steps, rows = self.speculative_algorithm, self.speculative_num_steps, self.speculative_num_draft_tokens
-        topk, most = self.speculative_eagle_topk, self.speculative_disable_by_batch_size
-        known = all(part in (*DRAFTERS.entries, "NGRAM") for part in self.parts)
-        apart = known and len(self.parts) == (self.drafter is not None) + self.ngram
-        check(apart, "speculative_algorithm", algorithm, f"{', '.join(DRAFTERS.entries)}, NGRAM or MTP+NGRAM")
-        check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
-        check(topk is None or 1 <= topk <= 8, "speculative_eagle_topk", topk, "in [1, 8]")
-        check(rows is None or 1 <= rows <= MAX_ROWS, "speculative_num_draft_tokens", rows, f"in [1, {MAX_ROWS}]")
-        check(most is None or most >= 1, "speculative_disable_by_batch_size", most, "at least 1")
-        check(topk in (None, 1) or self.drafter is not None, "speculative_eagle_topk", topk, "1 without an MTP layer")
-        if rows is not None and topk in (None, 1):
-            check(rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
-            wanted = rows if steps is None else steps + 1
-            check(rows == wanted, "speculative_num_draft_tokens", rows, f"num-steps + 1 = {wanted} for a chain")
-        for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-            threshold = getattr(self, name)
-            check(0 < threshold <= 1, name, threshold, "in (0, 1]")
-            check(threshold == 1 or self.speculative_synthetic_acceptance is None, name, threshold, "1 with synthetic acceptance")
-        if algorithm is not None:
-            tokens = self.speculative_token_map
-            check(tokens is None or self.drafter is not None, "speculative_token_map", tokens, "left out without an MTP layer")
-        else:
-            for name in NEED_ALGORITHM:
-                check(getattr(self, name) is None, name, getattr(self, name), "given together with --speculative-algorithm")
-
-    @property
-    def exact(self) -> bool:
-        return self.speculative_exact
-
-    @property
-    def parts(self) -> list[str]:  # vLLM's names of MTP begin with the family: deepseek_mtp, mimo_mtp
-        named = (self.speculative_algorithm or "").upper().split("+")
-        return ["MTP" if part.endswith("_MTP") else part for part in named if self.speculative_algorithm is not None]
-
-    @property
-    def drafter(self) -> str | None:
-        """The draft model's name in core.drafters; None: no draft model."""
-        return next((part for part in self.parts if part != "NGRAM"), None)
-
-    @property
-    def ngram(self) -> bool:
-        return "NGRAM" in self.parts
-
-    @property
-    def steps(self) -> int:
-        """Depth of the drafts: 0 is plain decoding."""
-        if self.speculative_algorithm is None:
-            return 0
-        if self.speculative_num_steps is not None:
-            return self.speculative_num_steps
-        rows = self.speculative_num_draft_tokens
-        return 3 if rows is None or self.topk > 1 else rows - 1
-
-    @property
-    def checkpoint(self) -> str | None:
-        """Directory or id of a separately published draft layer; None: it is in the model's own checkpoint."""
-        return self.speculative_draft_model_path
-
-    def with_checkpoint(self, directory: str) -> SpecConfig:
-        return replace(self, speculative_draft_model_path=directory)
-
-    @property
-    def adaptive(self) -> bool:
-        """Depths are chosen while serving. Not where the text depends on the drafts."""
-        return self.speculative_adaptive and self.steps > 0 and not self.lossy
-
-    @property
-    def topk(self) -> int:
-        return self.speculative_eagle_topk or 1
-
-    @property
-    def nodes(self) -> int:
-        """Drafts verified per request, without the free ones."""
-        rows = self.speculative_num_draft_tokens
-        if self.topk == 1:
-            return self.steps
-        # A tree's pool: topk candidates in the first step, topk for each of topk nodes in each further step.
-        pool = self.topk + max(self.steps - 1, 0) * self.topk**2 if self.steps else 0
-        return min(pool, MAX_ROWS - 1, (self.topk * self.steps) if rows is None else rows - 1)
-
-    @property
-    def lossy(self) -> bool:
-        return min(self.speculative_accept_threshold_single, self.speculative_accept_threshold_acc) < 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

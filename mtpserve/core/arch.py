@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Literal
 
@@ -307,9 +307,20 @@ class Features:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftArch:
+    """A draft model that is published apart from the trunk, and is no MTP layer: a head, or a whole model."""
+
+    kind: str  # for people
+    layers: tuple[LayerKind, ...]  # its own
+    features: Features = field(default_factory=Features)  # that it gets of the trunk
+    scale: float = 1.0  # of its attention scores
+    own_head: bool = False  # it has a language-model head of its own
+
+
+@dataclass(frozen=True, slots=True)
 class ModelArch:
     family: str  # the name in models/registry
-    layers: tuple[LayerKind, ...]  # the trunk's, then the MTP layer's where there is one
+    layers: tuple[LayerKind, ...]  # the trunk's, then the draft model's where there is one
     hidden: int
     vocab: int
     heads: int
@@ -327,6 +338,7 @@ class ModelArch:
     indexer: IndexerArch | None = None
     moe: MoEArch | None = None
     mtp: MTPArch | None = None
+    draft: DraftArch | None = None  # where the draft model is no MTP layer
     streams: StreamsArch | None = None  # None: one, to which blocks add
     qkv_bias: bool = False
     out_bias: bool = False  # of the attention
@@ -357,7 +369,31 @@ class ModelArch:
     @property
     def num_layers(self) -> int:
         """Of the trunk."""
-        return len(self.layers) - (self.mtp.layers if self.mtp else 0)
+        return len(self.layers) - (self.mtp.layers if self.mtp else 0) - (len(self.draft.layers) if self.draft else 0)
+
+    @property
+    def drafts(self) -> bool:
+        """There is a draft model."""
+        return self.mtp is not None or self.draft is not None
+
+    @property
+    def features(self) -> Features:
+        """That the draft model gets of the trunk."""
+        if self.draft is not None:
+            return self.draft.features
+        if self.mtp is None:
+            return Features()
+        return Features(last=self.mtp.hidden_in, rows=self.mtp.layers, chained=self.mtp.chained)
+
+    @property
+    def features_width(self) -> int:
+        """Of a row."""
+        return self.features.width(self.hidden, self.residual // self.hidden)
+
+    @property
+    def own_draft_head(self) -> bool:
+        """The draft model does not share the trunk's language-model head."""
+        return self.draft.own_head if self.draft is not None else self.mtp is not None and self.mtp.head == "own"
 
     @property
     def feed_forwards(self) -> list[int]:
@@ -370,4 +406,5 @@ class ModelArch:
     def summary(self) -> str:
         """In one line, for people."""
         mtp = "no MTP layer" if self.mtp is None else "an MTP layer" if self.mtp.layers == 1 else f"{self.mtp.layers} MTP layers"
+        mtp = mtp if self.draft is None else self.draft.kind
         return f"{self.family} with {self.num_layers} layers of {self.hidden}, {self.heads} heads, a vocabulary of {self.vocab}, {mtp}"

@@ -1,6 +1,7 @@
 """The draft models, by their names in --speculative-algorithm. Each is one file and one line here.
 
-SGLang and vLLM have several names for drafting with the checkpoint's own MTP layer. n-grams have no model: see spec/ngram.
+SGLang and vLLM have several names for drafting with the checkpoint's own MTP layer, and EAGLE is one of them where no head is named.
+n-grams have no model: see spec/ngram.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ DRAFTERS: Registry[DraftSource] = Registry(
     {
         "MTP": "mtpserve.spec.mtp:MTP",
         "NEXTN": "mtpserve.spec.mtp:MTP",
-        "EAGLE": "mtpserve.spec.mtp:MTP",
+        "EAGLE": "mtpserve.heads.eagle:EAGLE",
+        "EAGLE3": "mtpserve.heads.eagle3:EAGLE3",
+        "MEDUSA": "mtpserve.heads.medusa:MEDUSA",
+        "DFLASH": "mtpserve.heads.dflash:DFLASH",
+        "STANDALONE": "mtpserve.heads.standalone:STANDALONE",
+        "DRAFT_MODEL": "mtpserve.heads.standalone:STANDALONE",
     },
 )
+SEPARATE = ("EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")  # those that are only published apart from the model
+BLOCKS = ("DFLASH",)  # those that compute a block of drafts in one pass, and store all of its rows

@@ -154,8 +154,11 @@ class DraftModel(Protocol):
     """
 
     lag: int
+    at_once: bool  # one pass gives all drafts (Medusa's heads, DFlash's block), and `step` needs no contexts
+    mask: int | None  # of a block: the token that stands for each draft in that pass, whose rows see each other; None: there is none
     features: Features  # what `absorb` is fed with
     layers: tuple[LayerKind, ...]  # its own, stored in the same pages after the trunk's
+    tokens: Tensor | None  # [n] ascending, for which its `logits` are; None: the whole vocabulary
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Seq[Context]) -> Hidden:
         """Rows [T] of what is committed, features [T, Features.width] of the trunk."""
@@ -167,7 +170,7 @@ class DraftModel(Protocol):
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Seq[Context]) -> Hidden:
         """Rows of its own drafts; `state` is the features of its own output for the row before. Of modules, those of the trunk that are
-        known for the modules that are left: each pass has one less."""
+        known for the modules that are left: each pass has one less. At once: what is left of the state, for the next draft."""
         ...
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
@@ -190,10 +193,12 @@ class ChainedModules(DraftModel, Protocol):
 class DraftSource(Protocol):
     """Where a drafter's model comes from: what an entry of core.drafters names."""
 
-    in_checkpoint: bool  # it is the checkpoint's own MTP layer, loaded together with the trunk
+    def in_checkpoint(self, path: str | None) -> bool:
+        """Whether it is the checkpoint's own MTP layer, or one that was published apart in the same layout. `path`: of the draft model."""
+        ...
 
     def build(self, trunk: Trunk) -> DraftModel:
-        """Also called for a trunk on the meta device, where only shapes are wanted, to plan memory."""
+        """The draft model that was loaded together with the trunk."""
         ...
 
 

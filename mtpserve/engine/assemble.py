@@ -169,9 +169,10 @@ def draft_passes(
     if width and drafts.deferred:
         deferred = DeferredRows(sizes.seats + 1, drafts.deferred, width, options.dtype, options.device)
     own = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
-    attention = BACKENDS.get(options.backend)(own, arch.heads, arch.scale)
-    reduced = reduced_head(model, options.token_map)
-    return DraftPasses(draft_model, attention, boundary, reduced, kernels.get("propose", propose), deferred, history)
+    scale = arch.scale if arch.draft is None else arch.draft.scale
+    attention = BACKENDS.get(options.backend)(own, arch.heads, scale)
+    reduced = reduced_head(model, draft_model, options.token_map)
+    return DraftPasses(draft_model, attention, boundary, reduced, kernels.get("propose", propose), deferred, history, drafts.steps)
 
 
 def make_seats(

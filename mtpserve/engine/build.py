@@ -133,7 +133,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
             cache=config.cache,
             observer=observer,
-            floor=None if config.model.load_format == "dummy" else planned.described.family.floor,
+            floor=None if config.model.load_format == "dummy" else planned.described.floor,
             poison=poison,
             name=config.model.names[0],
             kernels=described(config, device),

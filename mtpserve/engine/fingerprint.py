@@ -25,10 +25,9 @@ def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
         *(planned.config.cache.page_size, spec.parts, spec.exact),
     )
     made.update(repr(facts).encode())
-    for checkpoint in (model.checkpoint, model.nextn):
-        if checkpoint is not None:
-            for piece in _samples(checkpoint):
-                made.update(piece)
+    for checkpoint in model.checkpoints:
+        for piece in _samples(checkpoint):
+            made.update(piece)
     return made.digest()
 
 

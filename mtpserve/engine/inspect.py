@@ -90,7 +90,7 @@ Counted = tuple[str, str, int, int, int]  # group, dtype or format, tensors, par
 
 def in_files(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
     """A quantised matrix counts as such, with all of its tensors. Raises LoadError where quantised ones do not fit into the model."""
-    checkpoints = [checkpoint for checkpoint in (described.checkpoint, described.nextn) if checkpoint is not None]
+    checkpoints = described.checkpoints
     quantised = {}
     if any(len(group.tensors) > 1 for checkpoint in checkpoints for group in groups_of(checkpoint.tensors)):
         model = empty_model(described, dtype, 1, Storage(False, dtype))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from math import lcm
+from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -15,6 +17,8 @@ from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.engine.compute import device_of, dtype_of, kernels_of
 from mtpserve.engine.storage import Storage, int8_of, storage_of
+from mtpserve.engine.vocabulary import require_same_tokens
+from mtpserve.heads.head import Head, HeadSource
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.layers.linear import Linear
@@ -37,11 +41,14 @@ from mtpserve.weights.plan import WeightSource, plan as placements
 from mtpserve.weights.rules import Rule
 
 log = logging.getLogger(__name__)
+DRAFT = "draft."  # where a draft model of its own is in the whole model
+DRAFTS = (DRAFT, "mtp_head.")
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A checkpoint as far as headers and config tell. `arch.mtp` is None where no MTP layer is to be loaded."""
+    """A checkpoint as far as headers and config tell. `arch.mtp` is None where no MTP layer is to be loaded, and `arch.draft` where no
+    other draft model is."""
 
     config: HFConfig
     family: Family
@@ -50,8 +57,20 @@ class Described:
     layout: MTPLayout | None  # of the MTP layers inside the checkpoint itself
     nextn: Checkpoint | None  # a separately published one
     nextn_prefix: str | None
+    head: Head | None = None  # a draft model of another kind that was published apart
     token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
     dummy: bool = False  # there is no checkpoint but its config
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The model's own first."""
+        apart = None if self.head is None else self.head.checkpoint
+        return [each for each in (self.checkpoint, self.nextn, apart) if each is not None]
+
+    @property
+    def floor(self) -> float:
+        """Of the share of first drafts that are accepted."""
+        return self.family.floor if self.head is None else self.head.floor
 
     @property
     def mtp_prefix(self) -> str | None:
@@ -59,7 +78,8 @@ class Described:
 
 
 def describe(config: EngineConfig, want_mtp: bool) -> Described:
-    """Reads config.json and the headers; no weights. Raises LoadError, ConfigError, or UnsupportedModel."""
+    """Reads config.json and the headers; no weights. A draft model that is no MTP layer is described where the options name one. Raises
+    LoadError, ConfigError, or UnsupportedModel."""
     directory, dummy = config.model.directory, config.model.load_format == "dummy"
     hf_config = read_config(directory)
     family, checkpoint = family_of(hf_config), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
@@ -69,7 +89,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         name = hf_config.raw("architectures")[0]
         raise UnsupportedModel(f"{directory}: a {name} has no MTP layer; start without --speculative-algorithm for plain decoding")
     nextn, prefix = None, None
-    if dummy and config.spec.speculative_draft_model_path is not None:
+    if dummy and want_mtp and config.spec.speculative_draft_model_path is not None:
         raise ConfigError("--speculative-draft-model-path has no use with --load-format dummy: the layer is random too")
     if want_mtp and config.spec.speculative_draft_model_path is not None:
         nextn = Checkpoint.open(config.spec.speculative_draft_model_path)
@@ -78,10 +98,25 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         raise UnsupportedModel(f"{directory}: {why_no_mtp(hf_config, layers)}; start without --speculative-algorithm for plain decoding")
     count = mtp_count(config, family, layout if nextn is None else None) if want_mtp else 0
     arch, hot = family.arch(hf_config, count), config.spec.speculative_token_map
-    if hot is not None and arch.mtp is not None and arch.mtp.head == "own":
-        raise ConfigError(f"--speculative-token-map needs an MTP layer that shares the model's head; in {directory} each has its own")
-    token_map = read_token_map(hot, arch.vocab) if want_mtp and config.spec.steps and hot is not None else None
-    return Described(hf_config, family, arch, checkpoint, layout, nextn, prefix, token_map, dummy)
+    head = head_of(config, arch)
+    if head is not None:
+        arch = replace(arch, layers=arch.layers + head.arch.layers, draft=head.arch)
+    if hot is not None and arch.own_draft_head:
+        raise ConfigError("--speculative-token-map needs a draft model that shares the model's head, and this one has its own")
+    token_map = read_token_map(hot, arch.vocab) if arch.drafts and config.spec.steps and hot is not None else None
+    return Described(hf_config, family, arch, checkpoint, layout, nextn, prefix, head, token_map, dummy)
+
+
+def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:
+    """The draft model that --speculative-draft-model-path names, where it is no MTP layer."""
+    spec = config.spec
+    if spec.drafter is None or spec.speculative_draft_model_path is None or drafts_itself(spec):
+        return None
+    source, directory = cast(HeadSource, DRAFTERS.get(spec.drafter)), Path(spec.speculative_draft_model_path)
+    head = source.open(directory, config, trunk)
+    if head.same_text:
+        require_same_tokens(config.model, directory, trunk.vocab)
+    return head
 
 
 def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) -> int:
@@ -98,8 +133,8 @@ def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) ->
 
 
 def drafts_itself(spec: SpecConfig) -> bool:
-    """The checkpoint's own MTP layer is needed."""
-    return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint
+    """The checkpoint's own MTP layer is needed, or one that was published apart in the same layout."""
+    return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint(spec.speculative_draft_model_path)
 
 
 def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
@@ -132,7 +167,7 @@ def plan(config: EngineConfig) -> Plan:
     if length is not None and length > described.arch.max_positions:
         raise ConfigError(f"--context-length must be at most {described.arch.max_positions}, the model's own, got {length}")
     kernels = kernels_of(config, device)
-    kept = storage_of(config, filter(None, (described.checkpoint, described.nextn)), dtype, device, kernels == "triton")
+    kept = storage_of(config, described.checkpoints, dtype, device, kernels == "triton")
     int8, draft_int8 = int8_of(config, described.arch, dtype, kernels)
     kept = replace(kept, int8=int8, draft_int8=draft_int8)
     sizes = fixed(described, dtype, positions(config, described.arch, device), kept)
@@ -191,16 +226,16 @@ def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storag
     model = empty_model(described, dtype, positions, kept)
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, part in model.named_modules():
-        int8 = kept.draft_int8 if name.startswith("mtp_head.") else kept.int8 and name.startswith("layers.")
+        int8 = kept.draft_int8 if name.startswith(DRAFTS) else kept.int8 and name.startswith("layers.")
         if int8 and isinstance(part, Linear):
             sizes[f"{name}.weight"] = part.weight.numel()
-    mtp = sum(size for name, size in sizes.items() if name.startswith("mtp_head."))
+    drafts = sum(size for name, size in sizes.items() if name.startswith(DRAFTS))
     # Heads of its own are counted with its layers.
-    own = described.arch.mtp is not None and described.arch.mtp.head == "own"
-    copied = kept.draft_int8 and described.token_map is None and not own
+    copied = kept.draft_int8 and described.token_map is None and not described.arch.own_draft_head
     tokens = described.arch.vocab if copied else len(described.token_map or ())
     reduced = tokens * described.arch.hidden * (1 if kept.draft_int8 else dtype.itemsize)
-    return Fixed(sum(sizes.values()) - mtp, mtp, reduced, dtype.itemsize)
+    what = "MTP layer" if described.arch.draft is None else described.arch.draft.kind
+    return Fixed(sum(sizes.values()) - drafts, drafts, reduced, dtype.itemsize, what)
 
 
 def empty_model(described: Described, dtype: torch.dtype, positions: int, kept: Storage) -> DecoderModel:
@@ -217,7 +252,11 @@ def build_model(described: Described, dtype: torch.dtype, positions: int, kernel
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        return described.family.build(described.arch, kept.methods(kernels), dtype, positions, kernels)
+        methods = kept.methods(kernels)
+        model = described.family.build(described.arch, methods, dtype, positions, kernels)
+        if described.head is not None:
+            model.draft = described.head.make(model, methods, dtype, positions, kernels)
+        return model
     finally:
         torch.set_default_dtype(before)
 
@@ -234,6 +273,8 @@ def sources(described: Described) -> list[WeightSource]:
     rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
     if described.nextn is not None and described.nextn_prefix is not None:
         also = [WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))]
+    if described.head is not None:
+        also = [WeightSource(described.head.checkpoint, described.head.inside(DRAFT))]
     return [WeightSource(described.checkpoint, rules), *also]
 
 

@@ -77,7 +77,7 @@ def int8_of(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, kernels: 
     for option, asked in (("quantization", trunk), ("speculative-draft-model-quantization", draft == "int8")):
         if asked and kernels != "cpu":
             raise ConfigError(f"--{option} int8: only the kernels of a CPU multiply int8, and what computes here is {kernels}")
-    if kernels != "cpu" or draft == "none" or arch.mtp is None:
+    if kernels != "cpu" or draft == "none" or not arch.drafts:
         return trunk, False
     return trunk, draft == "int8" or trunk or arch.vocab * arch.hidden * dtype.itemsize >= DRAFT_INT8_BYTES
 

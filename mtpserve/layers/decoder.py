@@ -96,11 +96,19 @@ class DraftHead(nn.Module):
         return self.product(head, torch.float32)  # type: ignore[no-any-return]
 
 
+def shared_head(trunk: DecoderModel, methods: Methods) -> HeadProduct:
+    """The trunk's language-model head as a draft model multiplies it: [rows, hidden] → [rows, vocabulary] float32."""
+    if methods.draft_head is None:
+        return trunk.logits
+    trunk.head.add_module("draft", DraftHead(trunk.head, trunk.arch, methods.draft_head))
+    return cast(DraftHead, trunk.head.draft).forward  # not the module, which has its place already
+
+
 class MTPHead(nn.Module):
     """core.protocols.DraftModel: the checkpoint's own multi-token-prediction layer. Embedding, head and rotary tables are the trunk's own
     objects, borrowed and not held as children."""
 
-    lag = 1
+    lag, at_once, mask, tokens = 1, False, None, None
 
     def __init__(self, arch: ModelArch, blocks: Blocks, methods: Methods, kernels: Kernels, trunk: DecoderModel) -> None:
         super().__init__()
@@ -119,8 +127,7 @@ class MTPHead(nn.Module):
         self.run_layers: RunLayers
         has_head = arch.mtp.head == "own"
         self.head = Linear(arch.hidden, (arch.vocab,), methods.draft_head or methods.head) if has_head else None
-        if methods.draft_head is not None and not has_head:
-            trunk.head.add_module("draft", DraftHead(trunk.head, arch, methods.draft_head))
+        self.trunk_head = None if has_head else shared_head(trunk, methods)
 
     def finish_loading(self) -> None:
         self.run_layers = self.kernels.pack_layers([self.layer], self.norm or self.borrowed[0].norm)
@@ -138,10 +145,10 @@ class MTPHead(nn.Module):
         self.layer.store(self.fusion(trunk.embed(ids), features), trunk.rope(positions), contexts[0])
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
-        trunk = self.borrowed[0]
-        if self.head is not None:
-            return self.head(head, torch.float32)  # type: ignore[no-any-return]
-        return trunk.logits(head) if self.methods.draft_head is None else cast(DraftHead, trunk.head.draft)(head)
+        if self.trunk_head is not None:
+            return self.trunk_head(head)
+        assert self.head is not None
+        return self.head(head, torch.float32)  # type: ignore[no-any-return]
 
 
 class MTPModules(nn.Module):
@@ -160,7 +167,7 @@ class MTPModules(nn.Module):
     module 2    b3 t4       b4 d1             b5 d2
     """
 
-    lag = 1
+    lag, at_once, mask, tokens = 1, False, None, None
 
     def __init__(self, arch: ModelArch, make_block: MakeBlock, methods: Methods, kernels: Kernels, trunk: DecoderModel) -> None:
         super().__init__()
@@ -206,7 +213,7 @@ class MTPModules(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """core.protocols.Trunk, and what was loaded together with it: the checkpoint's own MTP layer."""
+    """core.protocols.Trunk, and what was loaded together with it: the checkpoint's own MTP layer, or another draft model."""
 
     def __init__(
         self, arch: ModelArch, make_block: MakeBlock, methods: Methods, dtype: torch.dtype, positions: int, kernels: Kernels
@@ -223,6 +230,7 @@ class DecoderModel(nn.Module):
             self.mtp_head = MTPModules(arch, make_block, methods, kernels, self)
         elif arch.mtp is not None:
             self.mtp_head = MTPHead(arch, make_block(arch.num_layers), methods, kernels, self)
+        self.draft: nn.Module | None = None  # a draft model of another kind, see heads/
         self.kernels = kernels
         self.run_layers: RunLayers
 

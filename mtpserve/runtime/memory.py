@@ -43,13 +43,14 @@ class Fixed:
     """Bytes that do not depend on the requests. Embedding and head are counted once."""
 
     trunk: int
-    mtp: int
+    draft: int  # an MTP layer, or another draft model
     reduced: int  # the copy of the head's rows that drafting multiplies
     itemsize: int  # of what the model computes with
+    what: str = "MTP layer"  # the draft model, for people
 
     @property
     def rows(self) -> list[tuple[str, int]]:
-        return [("weights", self.trunk), ("weights, MTP layer", self.mtp), ("draft head, reduced", self.reduced)]
+        return [("weights", self.trunk), (f"weights, {self.what}", self.draft), ("draft head, reduced", self.reduced)]
 
 
 Sizes = Callable[[int], int]  # of running requests, in bytes
@@ -131,7 +132,7 @@ def plan_memory(
     penalty or a bias. Raises NoRoom where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    boundary, sizes = boundary_numbers(arch) * fixed.itemsize, TokenSizes(stored, fixed.itemsize)
+    boundary, sizes = arch.features_width * fixed.itemsize, TokenSizes(stored, fixed.itemsize)
     shares = page_shares(arch, sizes, page_size, scheduler.chunked_prefill_size + lookahead)
     shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
     token, ahead = sum(share.token for share in shares), lookahead
@@ -180,13 +181,6 @@ def plan_memory(
     return MemoryPlan([row for row in rows if row[1]], pages, states, running, context)
 
 
-def boundary_numbers(arch: ModelArch) -> int:
-    """Of the row that is kept with each page, see cache/boundary."""
-    if arch.mtp is None:
-        return 0
-    return arch.mtp.layers * (arch.residual if arch.mtp.hidden_in == "pre" else arch.hidden)
-
-
 def divided(shares: list[PageShare], total: int, running: int, page_size: int, weights: int) -> tuple[int, ...]:
     """Pages of each group, for `total` tokens. Raises NoRoom."""
     pages = tuple(tokens_in(share, total, running) // page_size for share in shares)
@@ -199,7 +193,7 @@ def divided(shares: list[PageShare], total: int, running: int, page_size: int, w
 
 def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
     """Of each request. Layers with a window defer nothing, nor do chained ones: see engine/assemble."""
-    every = page_groups(arch.layers) == (None,) and not (arch.mtp is not None and arch.mtp.chained)
+    every = page_groups(arch.layers) == (None,) and not arch.features.chained
     return draft_sizes(config.spec, config.scheduler.chunked_prefill_size).deferred if every else 0
 
 

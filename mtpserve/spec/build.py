@@ -66,7 +66,11 @@ class NullDrafter:
         """There is no draft model."""
 
 
-def reduced_head(trunk: Trunk, token_map: list[int] | None) -> ReducedHead | None:
+def reduced_head(trunk: Trunk, model: DraftModel, token_map: list[int] | None) -> ReducedHead | None:
+    """Where drafting has fewer tokens than the vocabulary: by the operator's map, or because the draft model has no more."""
+    own = model.tokens
+    if own is not None:
+        return ReducedHead(own, trunk.arch.vocab, lambda head: model.logits(head, 0))
     if token_map is None:
         return None
     whole = cast(DecoderModel, trunk)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
 
-from mtpserve.config.engine import MAX_ROWS
+from mtpserve.config.spec import MAX_ROWS
 from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError
 

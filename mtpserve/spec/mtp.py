@@ -11,12 +11,13 @@ from mtpserve.layers.decoder import DecoderModel
 class OwnLayer:
     """core.protocols.DraftSource."""
 
-    in_checkpoint = True
+    def in_checkpoint(self, path: str | None) -> bool:
+        return True
 
     def build(self, trunk: Trunk) -> DraftModel:
         layer = cast(DecoderModel, trunk).mtp_head
         assert layer is not None
-        return layer
+        return cast(DraftModel, layer)
 
 
 MTP = OwnLayer()

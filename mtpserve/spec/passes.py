@@ -56,13 +56,13 @@ class ReducedHead:
 
 class DraftPasses:
     """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk, and so is
-    `deferred`, or if no row is ever deferred; `history`, if it gets those of one row."""
+    `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`: drafts of a block."""
 
     def __init__(
         self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None,
-        propose: Propose = propose, deferred: DeferredRows | None = None, history: FeatureHistory | None = None,
+        propose: Propose = propose, deferred: DeferredRows | None = None, history: FeatureHistory | None = None, steps: int = 0,
     ) -> None:  # fmt: skip
-        self.history = history
+        self.history, self.steps = history, steps
         self.model, self.attention, self.boundary, self.reduced, self.propose = model, attention, boundary, reduced, propose
         self.deferred = deferred
         self.chain: ModuleChain | None = None
@@ -87,6 +87,9 @@ class DraftPasses:
         rows = self.after(batch, features)
         if self.chain is not None and features is not None:
             return self.chain.absorb(batch, rows, features, verdict.accepted).at(last), seat_ids
+        if self.model.mask is not None:
+            self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
+            return self.block(batch, seat_ids, rows.ids[last], rows.index[last], self.model.mask), seat_ids
         if len(rows.ids) < max(SPLIT_ROWS, SPLIT_EACH * len(last)):
             return self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows)).at(last), seat_ids
         # Of most rows only what later rows need is of use.
@@ -94,6 +97,18 @@ class DraftPasses:
         ends = self.rows(batch, seat_ids, rows.ids[last], rows.index[last], rows.positions[last])
         own = None if features is None else features[last]
         return self.model.absorb(ends.ids, ends.positions, own, self.attention.plan(ends)), seat_ids
+
+    def block(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
+        """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after them (DFlash, https://
+        arxiv.org/abs/2602.06036 §3). → the output for the first draft, and those for the others side by side."""
+        places = torch.arange(1, self.steps + 2, device=ids.device)
+        tokens = torch.where(places == 1, ids.unsqueeze(1), mask).flatten()
+        index = (index.unsqueeze(1) + places).flatten()
+        rows = self.rows(batch, seat_ids, tokens, index, index)
+        # Each sees all of them: as if all were the last one.
+        seen = replace(rows, index=(rows.kv_len - 1).repeat_interleave(self.steps + 1))
+        out = self.model.absorb(rows.ids, rows.positions, None, self.attention.plan(seen)).head.unflatten(0, (len(ids), -1))
+        return Hidden(out[:, 1], out[:, 2:].flatten(1))
 
     def skip(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> None:
         """In the place of `absorb`, where nothing is drafted."""
@@ -175,6 +190,8 @@ class DraftPasses:
         """`depth`: of the drafts whose rows these are."""
         if self.chain is not None and state is not None:
             return self.chain.step(rows, state, depth)
+        if self.model.at_once:
+            return self.model.step(rows.ids, rows.positions, state, ())
         seen = rows if self.history is None else behind(rows, depth)
         return self.model.step(rows.ids, rows.positions, state, self.attention.plan(seen))
 

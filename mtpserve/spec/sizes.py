@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.drafters import BLOCKS
 
 DEFERRED = 32  # rows of a request that are absorbed at once, where nothing is drafted
 FREE_DRAFTS = 8  # drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts
@@ -17,7 +18,7 @@ def draft_sizes(spec: SpecConfig, budget: int) -> DraftSizes:
         steps=spec.steps,
         proposed=spec.nodes,
         # A tree's frontiers, topk nodes each, occupy consecutive slots.
-        written=max(spec.nodes, spec.topk * (spec.steps - 1)),
+        written=max(spec.nodes, spec.topk * (spec.steps - 1), spec.steps + 1 if spec.drafter in BLOCKS else 0),
         free=min(FREE_DRAFTS, max(budget - spec.nodes - 1, 0)),
         always_free=spec.drafter is not None and spec.ngram,
         trees=spec.topk > 1,

@@ -30,6 +30,8 @@ HIDDEN, POSITIONS = 16, 400
 class OwnModel(nn.Module):
     """core.protocols.DraftModel: one layer of grouped-query attention."""
 
+    at_once, mask, tokens = False, None, None
+
     def __init__(self, trunk: ModelArch, lag: int, features: Features) -> None:
         super().__init__()
         # The attention backend has as many query heads as the trunk; everything else differs.
@@ -80,10 +82,11 @@ class OwnModel(nn.Module):
 class Own:
     """core.protocols.DraftSource"""
 
-    in_checkpoint = False
-
     def __init__(self, lag: int, features: Features) -> None:
         self.lag, self.features = lag, features
+
+    def in_checkpoint(self, path: str | None) -> bool:
+        return False
 
     def build(self, trunk: Trunk) -> OwnModel:
         return OwnModel(trunk.arch, self.lag, self.features)

@@ -74,8 +74,9 @@ class Listener:
         self.logits = []
         model = self.model
         self.drafter.passes.model = SimpleNamespace(  # type: ignore[assignment]
-            absorb=model.absorb, fill=model.fill, step=model.step, logits=self.heard, lag=model.lag, features=model.features
-        )
+            absorb=model.absorb, fill=model.fill, step=model.step, logits=self.heard, lag=model.lag, features=model.features,
+            at_once=model.at_once, mask=model.mask,
+        )  # fmt: skip
         drafts = self.drafter.draft(batch, hidden, verdict, want)
         if drafts is not None:
             seats = batch.seat_ids if batch.draft_spans is None else batch.seat_ids[batch.draft_spans]

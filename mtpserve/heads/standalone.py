@@ -1,0 +1,83 @@
+"""A model of its own as the draft model (https://arxiv.org/abs/2211.17192): any family that keeps all it knows of a text in pages, with the
+target's vocabulary. It gets no features of the target, and its rows are stored in the same pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mtpserve.config import EngineConfig
+from mtpserve.core.arch import Attention, DraftArch, Features, LayerKind, ModelArch
+from mtpserve.core.batch import Hidden
+from mtpserve.core.errors import UnsupportedModel
+from mtpserve.core.protocols import Context
+from mtpserve.heads.head import Head, Separate, opened, same
+from mtpserve.layers.decoder import DecoderModel, Methods
+from mtpserve.layers.kernels import Kernels
+from mtpserve.models.family import Family, dropped
+from mtpserve.models.registry import family_of
+from mtpserve.weights.hf import read_config
+from mtpserve.weights.layouts import mtp_layers
+
+
+class StandaloneModel(nn.Module):
+    """core.protocols.DraftModel."""
+
+    lag, at_once, mask, tokens, features = 0, False, None, None, Features()
+
+    def __init__(self, model: DecoderModel, layers: tuple[LayerKind, ...]) -> None:
+        super().__init__()
+        self.model, self.layers = model, layers
+
+    def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+        return self.model.trunk(ids, positions, contexts, self.features)
+
+    def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+        return self.model.trunk(ids, positions, contexts, self.features)
+
+    def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+        """A layer's keys need the output of the one before it, so that nothing but the last layer's output could be left out."""
+        self.model.trunk(ids, positions, contexts, self.features)
+
+    def logits(self, head: Tensor, depth: int) -> Tensor:
+        return self.model.logits(head)
+
+
+class Standalone(Separate):
+    """core.protocols.DraftSource."""
+
+    def open(self, directory: Path, config: EngineConfig, trunk: ModelArch) -> Head:
+        values = read_config(directory)
+        family, checkpoint = family_of(values), opened(directory, config)
+        arch = family.arch(values, 0)
+        same("vocab_size", values, arch.vocab, trunk.vocab)
+        layers = tuple(replace(kind, heads=arch.heads_of(kind)) for kind in arch.layers if isinstance(kind, Attention) and paged(kind))
+        if len(layers) < len(arch.layers) or arch.streams is not None:
+            why = "a draft model keeps nothing but keys and values of each token, no states and no entries of several tokens"
+            raise UnsupportedModel(f"{values.path}: a {arch.family} model cannot draft for another one: {why}")
+        own = mtp_layers(checkpoint.tensors, arch.num_layers)
+        rules = family.trunk_rules(arch) + [dropped(prefix, "an MTP layer that is not used") for prefix in (own.prefixes if own else ())]
+        rules = [rule if rule.target is None else replace(rule, target=f"model.{rule.target}") for rule in rules]
+        kind = f"draft model ({arch.family}, {arch.num_layers} layers of {arch.hidden})"
+        drafts = DraftArch(kind, layers, scale=arch.scale, own_head=True)
+        return Head(checkpoint, drafts, rules, partial(make, family, arch, layers), same_text=True)
+
+
+def paged(kind: Attention) -> bool:
+    return kind.compressed is None
+
+
+def make(
+    family: Family, arch: ModelArch, layers: tuple[LayerKind, ...], trunk: DecoderModel, methods: Methods, dtype: torch.dtype,
+    positions: int, kernels: Kernels,
+) -> StandaloneModel:  # fmt: skip
+    own = Methods(methods.draft, methods.draft_head or methods.head, methods.draft)
+    return StandaloneModel(family.build(arch, own, dtype, positions, kernels), layers)
+
+
+STANDALONE = Standalone()
