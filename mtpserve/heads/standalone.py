@@ -3,6 +3,7 @@ target's vocabulary. It gets no features of the target, and its rows are stored 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,8 @@ from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
 from mtpserve.weights.hf import read_config
 from mtpserve.weights.layouts import mtp_layers
+
+log = logging.getLogger(__name__)
 
 
 class StandaloneModel(nn.Module):
@@ -56,6 +59,9 @@ class Standalone(Separate):
         family, checkpoint = family_of(values), opened(directory, config)
         arch = family.arch(values, 0)
         same("vocab_size", values, arch.vocab, trunk.vocab)
+        longest = config.model.context_length or trunk.max_positions
+        if arch.max_positions < longest:
+            log.warning("%s: %d positions, and requests may have %d: later drafts may be worse", values.path, arch.max_positions, longest)
         layers = tuple(replace(kind, heads=arch.heads_of(kind)) for kind in arch.layers if isinstance(kind, Attention) and paged(kind))
         if len(layers) < len(arch.layers) or arch.streams is not None:
             why = "a draft model keeps nothing but keys and values of each token, no states and no entries of several tokens"

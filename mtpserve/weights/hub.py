@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from mtpserve.config import EngineConfig
+from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
 from mtpserve.weights.gguf_names import gguf_file
 
@@ -37,8 +37,10 @@ def fetched(config: EngineConfig, download: bool = True) -> EngineConfig:
     if model.tokenizer is not None:
         text = directory_of(model.tokenizer, TOKENIZER, None, *where[1:]) if is_id(model.tokenizer) else gguf_file(model.tokenizer)
         model = replace(model, tokenizer=text or model.tokenizer)
-    if spec.checkpoint is not None and is_id(spec.checkpoint):
-        spec = spec.with_checkpoint(directory_of(spec.checkpoint, WEIGHTS, None, *where[1:]))
+    if (draft := spec.checkpoint) is not None:
+        files = TOKENIZER if model.load_format == "dummy" else WEIGHTS
+        found = directory_of(draft, files, None, *where[1:]) if is_id(draft) else gguf_file(draft)
+        spec = spec.with_checkpoint(found or str(ModelConfig(model=draft).directory))
     return replace(config, model=model, spec=spec)
 
 
