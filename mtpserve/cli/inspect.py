@@ -1,4 +1,5 @@
 """`mtpserve inspect MODEL`: prints a checkpoint's architecture, weights and memory plan. Reads headers only, not the weights.
+`mtpserve inspect DRAFT --model MODEL`: the same with a head or draft model that was published apart, if the two fit together.
 
 With `--token-map OUT.json` and text files it counts their tokens instead, and writes the most frequent, for the smaller head.
 """
@@ -8,10 +9,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpserve.cli.options import add_options, given, settings
+from mtpserve.cli.options import Values, add_options, given, merge, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.core.arch import ModelArch
@@ -30,10 +32,11 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def parser() -> Parser:
     made = Parser(
         prog="mtpserve inspect",
-        usage="%(prog)s [MODEL] [options]",
+        usage="%(prog)s [MODEL] [options]\n       %(prog)s DRAFT --model MODEL [options]",
         description="Print a checkpoint's architecture, weights and memory plan.",
     )
-    made.add_argument("checkpoint", nargs="?", metavar="MODEL", help="the same as --model")
+    help = "the same as --model; together with --model, a head or draft model: whether it fits that model, and the plan with both"
+    made.add_argument("checkpoint", nargs="?", metavar="MODEL", help=help)
     made.add_argument("texts", nargs="*", metavar="TEXTFILE", help="with --token-map: text like that which will be served")
     made.add_argument("--token-map", metavar="OUT.json", help="write the most frequent tokens of the text files to this file")
     made.add_argument("--token-map-size", metavar="N", type=int, default=TOKEN_MAP_SIZE, help=f"how many (default: {TOKEN_MAP_SIZE})")
@@ -51,7 +54,11 @@ def run(arguments: Sequence[str]) -> int:
     if chosen.token_map is not None and hasattr(chosen, "model") and chosen.checkpoint is not None:
         texts.insert(0, chosen.checkpoint)
         chosen.checkpoint = None
-    engine = fetched(settings(given(chosen)).engine, download=False)
+    draft = None
+    if chosen.token_map is None and hasattr(chosen, "model"):
+        draft, chosen.checkpoint = chosen.checkpoint, None
+    values = given(chosen)
+    engine = fetched(settings(values).engine, download=False) if draft is None else with_draft(values, draft)
     if chosen.token_map is not None:
         write_token_map(engine, chosen.token_map, chosen.token_map_size, texts, chosen.json)
         return 0
@@ -65,6 +72,23 @@ def run(arguments: Sequence[str]) -> int:
     else:
         show(report, memory_alone=chosen.memory)
     return 0
+
+
+def with_draft(values: Values, draft: str) -> EngineConfig:
+    """With the draft model `draft`, whose algorithm its files tell where the options do not."""
+    from mtpserve.heads.kinds import STANDALONE, algorithm_of
+    from mtpserve.weights.hub import fetched
+
+    told = "speculative_algorithm" in values
+    merge(values, {"speculative_draft_model_path": draft})
+    engine = fetched(settings({"speculative_algorithm": STANDALONE} | values).engine, download=False)
+    assert engine.spec.checkpoint is not None
+    found = None if told else algorithm_of(Path(engine.spec.checkpoint))
+    if found is None and not told:
+        raise ConfigError(
+            f"{draft}: neither config nor tensors tell what kind of draft model this is: name it with --speculative-algorithm"
+        )
+    return engine if told else replace(engine, spec=replace(engine.spec, speculative_algorithm=found))
 
 
 def write_token_map(engine: EngineConfig, out: str, size: int, texts: list[str], as_object: bool) -> None:
@@ -129,8 +153,8 @@ def flat(arch: ModelArch) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
 
     def walk(prefix: str, value: object) -> None:
-        if prefix == "layers":
-            rows.extend((prefix, f"{count} x {kind}") for kind, count in Counter(arch.layers).items())
+        if prefix.endswith("layers") and isinstance(value, tuple):
+            rows.extend((prefix, f"{count} x {kind}") for kind, count in Counter(value).items())
         elif is_dataclass(value):
             for field in fields(value):
                 walk(f"{prefix}.{field.name}" if prefix else field.name, getattr(value, field.name))

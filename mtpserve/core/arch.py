@@ -8,6 +8,7 @@ from math import lcm
 from typing import Literal
 
 from mtpserve.core.rope import RopeArch
+from mtpserve.core.streams import StreamsArch
 
 Norm = Literal["pre", "post"]
 Ungated = Literal["relu2"]  # a feed-forward block without a gate: down(relu(up)^2) (https://arxiv.org/abs/2109.08668)
@@ -282,16 +283,6 @@ class MTPArch:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsArch:
-    """Manifold-constrained hyper-connections (https://arxiv.org/abs/2512.24880): instead of one residual stream there are `number`, which
-    each layer mixes by a matrix that `iterations` of Sinkhorn's make doubly stochastic."""
-
-    number: int
-    iterations: int
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
 class Features:
     """The trunk's outputs that a draft model gets, concatenated for each row. By default none. The trunk gives each row its own."""
 
@@ -384,11 +375,6 @@ class ModelArch:
         if self.mtp is None:
             return Features()
         return Features(last=self.mtp.hidden_in, rows=self.mtp.layers, chained=self.mtp.chained)
-
-    @property
-    def features_width(self) -> int:
-        """Of a row."""
-        return self.features.width(self.hidden, self.residual // self.hidden)
 
     @property
     def own_draft_head(self) -> bool:

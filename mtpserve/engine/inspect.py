@@ -13,9 +13,10 @@ import torch
 
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.arch import ModelArch
-from mtpserve.core.errors import NoRoom
-from mtpserve.engine.planning import Described, describe, empty_model, plan, sources
+from mtpserve.core.errors import ConfigError, NoRoom
+from mtpserve.engine.planning import DRAFT, Described, describe, empty_model, plan, sources
 from mtpserve.engine.storage import Storage
+from mtpserve.heads.kinds import HEADS, algorithm_of
 from mtpserve.spec.token_map import TokenMap, count_tokens, make_token_map
 from mtpserve.weights.formats import groups as groups_of
 from mtpserve.weights.plan import plan as placements
@@ -28,10 +29,13 @@ class InspectReport:
     weights: list[tuple[str, int, int, str, int]]  # group, tensors, parameters, dtype or format, bytes in the checkpoint
     memory: list[tuple[str, int]]
     notes: list[str]
+    draft: str | None = None  # where a draft model is that was published apart, and is no MTP layer
 
     @property
     def tensors(self) -> list[tuple[str, str]]:
-        """The names of the MTP layer's tensors, as a row of the table of the architecture; no row where there is no such layer."""
+        """Where the draft model's tensors are, as a row of the table of the architecture; no row where there is none."""
+        if self.draft is not None:
+            return [("draft.tensors", f"{self.draft}: *")]
         return [("mtp.tensors", f"{self.mtp_prefix}*" if self.mtp_prefix else "-")] if self.arch.mtp is not None else []
 
     def as_json(self) -> dict[str, Any]:
@@ -43,6 +47,9 @@ class InspectReport:
 def inspect_model(config: EngineConfig) -> InspectReport:
     """With the MTP layer if there is one, whether or not speculation was asked for; also of a model that does not fit into this machine.
     Raises LoadError and ConfigError."""
+    if (kind := algorithm_of(config.model.directory)) in HEADS:
+        drafts = "name the model that it drafts for with --model, and this directory before it"
+        raise ConfigError(f"{config.model.directory} is {HEADS[kind]}, no model: {drafts}")
     plain = describe(config, want_mtp=False)
     notes = []
     if config.spec.speculative_algorithm is None and plain.layout is not None and (plain.layout.count == 1 or plain.family.modules):
@@ -55,11 +62,15 @@ def inspect_model(config: EngineConfig) -> InspectReport:
         notes.append(f"does not fit here: {error}. The memory plan is one for a single request of {tokens:,} tokens")
         planned = plan(for_one(config, tokens))
     described, dtype, device, memory = planned.described, planned.dtype, planned.device, planned.memory
-    if described.arch.mtp is None:
+    if not described.arch.drafts:
         notes.append("no MTP layer: plain decoding only")
     pages = f"{memory.counted} pages of {planned.config.cache.page_size} tokens"
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {pages}, "
                  f"up to {memory.max_running} requests at once, {config.spec.steps} drafts per step")  # fmt: skip
+    apart = None if described.head is None else str(described.head.checkpoint.directory)
+    if described.head is not None:
+        asked = f"--speculative-algorithm {config.spec.speculative_algorithm} --speculative-draft-model-path {config.spec.checkpoint}"
+        notes.append(f"{described.head.arch.kind} fits this model: {asked}")
     if described.dummy:
         notes.append("dummy weights: the tensors are those of the model in memory, there is no checkpoint")
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
@@ -68,7 +79,7 @@ def inspect_model(config: EngineConfig) -> InspectReport:
         for i, amount in enumerate(amounts):
             row[i] += amount
     weights = [(group, row[0], row[1], kind, row[2]) for (group, kind), row in sorted(groups.items())]
-    return InspectReport(described.arch, described.mtp_prefix, weights, memory.rows, notes)
+    return InspectReport(described.arch, described.mtp_prefix, weights, memory.rows, notes, apart)
 
 
 def for_one(config: EngineConfig, tokens: int) -> EngineConfig:
@@ -101,19 +112,22 @@ def in_files(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
     parts = {(one.checkpoint.directory, name) for one, _ in quantised.values() for name in one.group.tensors.values()}
     for checkpoint in checkpoints:
         prefix = described.nextn_prefix if checkpoint is described.nextn else (described.layout.prefixes if described.layout else None)
+        apart = None if described.head is None or checkpoint is not described.head.checkpoint else described.head.arch.kind
         for name, entry in checkpoint.tensors.items():
+            group = apart or group_of(name, prefix)
             if (found := quantised.get((checkpoint.directory, name))) is not None:
                 one, parameters = found
                 assert one.format is not None
-                yield group_of(name, prefix), one.format.label, len(one.group.tensors), parameters, one.size
+                yield group, one.format.label, len(one.group.tensors), parameters, one.size
             elif (checkpoint.directory, name) not in parts:
-                yield group_of(name, prefix), entry.dtype, 1, math.prod(entry.shape), entry.size
+                yield group, entry.dtype, 1, math.prod(entry.shape), entry.size
 
 
 def in_memory(described: Described, dtype: torch.dtype) -> Iterator[Counted]:
     for name, parameter in empty_model(described, dtype, 1, Storage(False, dtype)).named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
-        yield group_of(name, described.mtp_prefix), kind, 1, parameter.numel(), parameter.nbytes
+        apart = None if described.head is None or not name.startswith(DRAFT) else described.head.arch.kind
+        yield apart or group_of(name, described.mtp_prefix), kind, 1, parameter.numel(), parameter.nbytes
 
 
 def token_map(config: EngineConfig, size: int, texts: Sequence[str]) -> TokenMap:

@@ -19,6 +19,7 @@ from mtpserve.engine.compute import device_of, dtype_of, kernels_of
 from mtpserve.engine.storage import Storage, int8_of, storage_of
 from mtpserve.engine.vocabulary import require_same_tokens
 from mtpserve.heads.head import Head, HeadSource
+from mtpserve.heads.kinds import require_kind
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.layers.linear import Linear
@@ -81,6 +82,8 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     """Reads config.json and the headers; no weights. A draft model that is no MTP layer is described where the options name one. Raises
     LoadError, ConfigError, or UnsupportedModel."""
     directory, dummy = config.model.directory, config.model.load_format == "dummy"
+    if config.spec.drafter is not None and config.spec.checkpoint is not None:
+        require_kind(config.spec.drafter, Path(config.spec.checkpoint))
     hf_config = read_config(directory)
     family, checkpoint = family_of(hf_config), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
     layers = hf_config.get_int("num_hidden_layers", at_least=1)

@@ -1,6 +1,6 @@
 """`--record-steps`: each plan as it is launched and each result as it is read, in a file that `mtpserve replay` runs again.
 
-    magic | Head | Header | StepPlanned 1 | StepPlanned 2 | StepRead 1 | StepPlanned 3 | StepRaised 2 | …        as things happened
+    magic | Preamble | Header | StepPlanned 1 | StepPlanned 2 | StepRead 1 | StepPlanned 3 | StepRaised 2 | …        as things happened
 
 Each part is msgpack after its length (4 bytes, big-endian), and flushed: what was written is there after a crash.
 """
@@ -26,7 +26,7 @@ MAGIC = b"mtpserve steps\n"
 FORMAT = 2
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True):
+class Preamble(msgspec.Struct, frozen=True, array_like=True):
     """Any version can read this part of any other's file."""
 
     format: int
@@ -89,7 +89,7 @@ class StepRecorder:
         self.runner, self.file, self.steps = runner, file, 0
         self.sizes, self.processors = runner.sizes, runner.processors
 
-    def write(self, part: Head | Header | Event) -> None:
+    def write(self, part: Preamble | Header | Event) -> None:
         data = msgspec.msgpack.encode(part)
         self.file.write(len(data).to_bytes(4, "big") + data)
         self.file.flush()
@@ -132,7 +132,7 @@ def recorder_of(path: str, header: Header, runner: ModelRunner) -> StepRecorder:
     except OSError as error:
         raise ConfigError(f"--record-steps {path}: {error.strerror}") from error
     recorder = StepRecorder(runner, file)
-    recorder.write(Head(FORMAT, __version__))
+    recorder.write(Preamble(FORMAT, __version__))
     recorder.write(header)
     return recorder
 
@@ -149,7 +149,7 @@ class Recording:
         if not self._data.startswith(MAGIC):
             raise LoadError(f"{path}: was not written by --record-steps")
         parts = self._parts()
-        self.head = self._decoded(next(parts, None), Head)
+        self.head = self._decoded(next(parts, None), Preamble)
         if self.head.format != FORMAT:
             wrote = f"was written by mtpserve {self.head.version} in format {self.head.format}"
             raise LoadError(f"{path}: {wrote}; mtpserve {__version__} reads format {FORMAT}")

@@ -19,9 +19,9 @@ from mtpserve.core.arch import (
     MTPArch,
     Selected,
     SharedKVArch,
-    StreamsArch,
 )
 from mtpserve.core.rope import RopeArch
+from mtpserve.core.streams import StreamsArch
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.moe import TokenMoE

@@ -132,7 +132,8 @@ def plan_memory(
     penalty or a bias. Raises NoRoom where nothing is left for the pool."""
     spec, page_size, scheduler = config.spec, config.cache.page_size, config.scheduler
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
-    boundary, sizes = arch.features_width * fixed.itemsize, TokenSizes(stored, fixed.itemsize)
+    width = arch.features.width(arch.hidden, arch.residual // arch.hidden)
+    boundary, sizes = width * fixed.itemsize, TokenSizes(stored, fixed.itemsize)
     shares = page_shares(arch, sizes, page_size, scheduler.chunked_prefill_size + lookahead)
     shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
     token, ahead = sum(share.token for share in shares), lookahead

@@ -93,11 +93,6 @@ def test_the_model_may_be_named_either_way(arguments: list[str], asked: list[Eng
     assert (asked[0].model.model, asked[0].cache.page_size) == ("/a", 32)
 
 
-def test_but_not_both() -> None:
-    with pytest.raises(ConfigError, match="model is given twice"):
-        inspect.run(["/a", "--model", "/b"])
-
-
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 * 1024**5, "5120.0 TiB")]
 )

@@ -15,7 +15,7 @@ from mtpserve.cli.main import main
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.engine.recording import MAGIC, Event, Head, Header, Recording, StepPlanned, StepRaised, StepRead
+from mtpserve.engine.recording import MAGIC, Event, Preamble, Header, Recording, StepPlanned, StepRaised, StepRead
 from mtpserve.engine.replay import run
 from tests.models.checkpoints import mimo
 
@@ -43,7 +43,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def parts(path: Path) -> tuple[Head, Header, list[Event]]:
+def parts(path: Path) -> tuple[Preamble, Header, list[Event]]:
     recording = Recording(path)
     return recording.head, recording.header, list(recording.events())
 
@@ -102,7 +102,7 @@ def test_what_was_written_before_a_crash_is_replayed(recorded: Path, capsys: pyt
         (lambda data, rest: MAGIC, "ends before the first step"),
         (lambda data, rest: data[: len(MAGIC) + 300], "ends before the first step"),
         (lambda data, rest: data.replace(b"StepPlanned", b"StepPlanmed", 1), "is damaged at byte "),
-        (lambda data, rest: rest(Head(3, "9.1")), "was written by mtpserve 9.1 in format 3; mtpserve "),
+        (lambda data, rest: rest(Preamble(3, "9.1")), "was written by mtpserve 9.1 in format 3; mtpserve "),
     ],
     ids=["missing", "foreign", "empty", "header", "damaged", "newer"],
 )  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_file_that_is_no_recording_is_one_line(
 ) -> None:
     _, header, events = parts(recorded)
 
-    def rest(changed: Head) -> bytes:
+    def rest(changed: Preamble) -> bytes:
         write(tmp_path / "newer", changed, header, *events)
         return (tmp_path / "newer").read_bytes()
 

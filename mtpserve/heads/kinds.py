@@ -1,0 +1,68 @@
+"""What a draft model that is published apart is, by its config and the names of its tensors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mtpserve.core.drafters import DRAFTERS
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.gguf import SUFFIX
+from mtpserve.models.registry import FAMILIES
+from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.hf import HFConfig, read_config
+from mtpserve.weights.layouts import NUMBERED, numbers_in
+
+# By their names in --speculative-algorithm, for people.
+HEADS = {
+    "EAGLE3": "an EAGLE-3 head", "EAGLE": "an EAGLE head", "MEDUSA": "Medusa heads", "DFLASH": "a DFlash drafter", "NEXTN": "an MTP layer",
+}  # fmt: skip
+STANDALONE = "STANDALONE"
+# Parts of what the config says, then names of tensors: the first that is there decides.
+SAID = {"eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "nextn": "NEXTN"}
+NAMED = {
+    r"(?:medusa_heads?\.)?\d+\.\d+\.linear\.weight|(?:medusa_heads?\.)?blocks\.\d+\.layers\.\d+\.weight": "MEDUSA",
+    r"(?:model\.)?hidden_norm\.weight": "DFLASH",
+    r"d2t|(?:model\.)?midlayer\..+|(?:model\.)?layers\.0\.hidden_norm\.weight": "EAGLE3",
+    r"(?:model\.)?fc\.weight": "EAGLE",
+}
+NUMBERED_LAYER = re.compile(r"model\.layers\.(\d+)\..+")
+
+
+def algorithm_of(directory: Path) -> str | None:
+    """Its name in --speculative-algorithm; None where nothing tells."""
+    if directory.suffix == SUFFIX:
+        return STANDALONE
+    if not directory.is_dir():
+        return None
+    path = directory / "config.json"
+    values = read_config(directory) if path.is_file() else HFConfig(path, {})
+    said = f"{values.raw('architectures')} {values.raw('model_type')} {values.raw('speculators_model_type')}".lower()
+    keys = " ".join(key for key in values.values if key.endswith(("_num_heads", "_config")))
+    for part, kind in SAID.items():
+        if part in said or part in keys:
+            return kind
+    names = list(Checkpoint.open(directory).tensors) if any(directory.glob("*.safetensors")) else []
+    for pattern, kind in NAMED.items():
+        if any(re.fullmatch(pattern, name) for name in names):
+            return kind
+    if "eagle" in said:
+        return "EAGLE"
+    layers, apart = numbers_in(NUMBERED_LAYER, names), numbers_in(NUMBERED, names)
+    if apart and layers[0] == apart[0]:
+        return "NEXTN"
+    given = values.raw("architectures")
+    known = isinstance(given, list) and any(name in FAMILIES.entries for name in given)
+    return STANDALONE if names and known else None
+
+
+def require_kind(asked: str, directory: Path) -> None:
+    """Raises ConfigError where --speculative-algorithm `asked` names a kind of draft model, and another one is there."""
+    found = algorithm_of(directory)
+    if found is None or asked not in (*HEADS, "MTP", STANDALONE, "DRAFT_MODEL") or DRAFTERS.entries[asked] == DRAFTERS.entries[found]:
+        return
+    # EAGLE has several meanings, and an MTP layer may be a whole model's.
+    if found in {"EAGLE": ("EAGLE3", "NEXTN", STANDALONE), "MTP": (STANDALONE,), "NEXTN": (STANDALONE,)}.get(asked, ()):
+        return
+    what = HEADS.get(found, "a whole model")
+    raise ConfigError(f"--speculative-algorithm {asked}: {directory} is {what}, whose algorithm is {found}")
