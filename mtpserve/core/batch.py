@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 class Source(IntEnum):
     """The source of a draft."""
 
-    MTP = 0
+    MODEL = 0  # the draft model: an MTP layer, a head, or a model of its own
     NGRAM = 1
     PREDICTION = 2
     GRAMMAR = 3  # the only token that the request's grammar allows: costs no pass of any model
+
+    @staticmethod
+    def names(drafter: str) -> tuple[str, ...]:
+        """As traces and metrics have them; `drafter`: the draft model's."""
+        return (drafter, *(source.name.lower() for source in Source if source is not Source.MODEL))
 
 
 class Tree(NamedTuple):
@@ -142,4 +147,4 @@ class Drafts:
     count: Tensor  # [D] int64, how many of them are proposals; the rest is void
     probs: Tensor | None = None  # [D, K, vocabulary] float32, the distribution each was drawn from
     tree: Tree | None = None  # None: a chain
-    sources: Tensor | None = None  # [D, K] int64, of Source; None: MTP
+    sources: Tensor | None = None  # [D, K] int64, of Source; None: MODEL

@@ -26,5 +26,16 @@ DRAFTERS: Registry[DraftSource] = Registry(
         "DRAFT_MODEL": "mtpserve.heads.standalone:STANDALONE",
     },
 )
+MTP = "mtp"
+
+
+def source_name(drafter: str | None, path: str | None) -> str:
+    """Of a draft model in traces and metrics: `mtp` for the checkpoint's own layer, else the first of its algorithm's names. `path`: of the
+    draft model."""
+    if drafter is None or DRAFTERS.get(drafter).in_checkpoint(path):
+        return MTP
+    return next(name for name, target in DRAFTERS.entries.items() if target == DRAFTERS.entries[drafter]).lower()
+
+
 SEPARATE = ("EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")  # those that are only published apart from the model
 BLOCKS = ("DFLASH",)  # those that compute a block of drafts in one pass, and store all of its rows

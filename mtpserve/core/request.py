@@ -49,7 +49,7 @@ class Proposal(msgspec.Struct, frozen=True, gc=False):
 
     tokens: list[int] = []
     parents: list[int] = []  # the node that each continues
-    sources: list[str] = []  # the source of each: see core.batch.Source
+    sources: list[str] = []  # the source of each: see core.batch.Source.names
     path: list[int] = []  # the nodes that were accepted, in order
 
 
@@ -95,6 +95,7 @@ class ModelCard:
     kernels: str = ""  # what computes, and on which instruction set: identical output is promised on one
     tool_call_parser: str | None = None  # the formats that models of its family write, by the names of text/parsers/registry
     reasoning_parser: str | None = None
+    algorithm: str | None = None  # of speculation, as --speculative-algorithm names it; None: plain decoding
 
 
 @dataclass(frozen=True, slots=True)

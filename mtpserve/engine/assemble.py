@@ -23,6 +23,7 @@ from mtpserve.cache.stores import Stores
 from mtpserve.config import CacheConfig, SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import Attention, Features, LayerKind, ModelArch, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.drafters import source_name
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.grammars import GrammarCompiler
 from mtpserve.core.observers import CacheObserver
@@ -215,6 +216,14 @@ def make_tiers(
     return Tiers(groups, blocks, disk), Transfers(parts, blocks, disk)
 
 
+def watch_of(options: EngineOptions, vocab: int) -> Watchdog | None:
+    """Of a draft model."""
+    spec = options.spec
+    if options.floor is None or options.rates:
+        return None
+    return Watchdog(spec.steps, vocab, options.floor, source_name(spec.drafter, spec.checkpoint))
+
+
 def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
@@ -247,8 +256,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     )
     sampling = SeatSampling(sizes.seats, LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device)
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
-    kept = sizes.states or None
-    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size, kept)
+    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size, sizes.states or None)
     tiers, transfers = make_tiers(options, stores, states, passes, pages)
     drafters, graphs = DraftersByShape(spec, options.scheduler.chunked_prefill_size, passes, drafts), options.graphs(step, sampling)
     runner: ModelRunner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
@@ -270,8 +278,9 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         plain_above=spec.speculative_disable_by_batch_size,
         adaptive=spec.adaptive,
         # A prefix is of no use without the state after it.
-        fingerprint=options.fingerprint if states is None or kept else None,
+        fingerprint=options.fingerprint if states is None or sizes.states else None,
         observer=options.observer,
-        watch=None if options.floor is None or passes is None or options.rates else Watchdog(spec.steps, arch.vocab, options.floor),
+        watch=None if passes is None else watch_of(options, arch.vocab),
+        drafter=source_name(spec.drafter, spec.checkpoint),
         long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if device.type == "cpu" else None,
     )

@@ -145,6 +145,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
         synthetic_acceptance=None if curve is None else curve.name,
         tool_call_parser=family.tool_call_parser,
         reasoning_parser=family.reasoning_parser,
+        algorithm=None if spec.speculative_algorithm is None else spec.speculative_algorithm.upper(),
     )
     log.info(
         "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, dtype, device, engine.card.kernels,

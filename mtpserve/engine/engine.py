@@ -28,6 +28,7 @@ from mtpserve.cache.keys import root
 from mtpserve.config import SchedulerConfig
 from mtpserve.config.options import check
 from mtpserve.core.draft_sizes import DraftShape
+from mtpserve.core.drafters import MTP
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
 from mtpserve.core.observers import CacheObserver
 from mtpserve.core.protocols import Launched, ModelRunner
@@ -54,7 +55,8 @@ class Engine:
     `want` is the number of drafts to propose in each step; it stays what it is, since a seed's text may depend on it. What comes of
     a step does not depend on `overlap`; with 0 its events come with the call that launched it. While more requests run than `plain_above`
     no drafts are proposed: then a seed's text may depend on the load, though its law does not. `fingerprint`: of all that KV depends on
-    besides tokens; None: no prefix cache. `long_rows`: of a long prompt in one step, beside other requests.
+    besides tokens; None: no prefix cache. `long_rows`: of a long prompt in one step, beside other requests. `drafter`: the draft
+    model's name in traces and metrics.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Engine:
         observer: CacheObserver | None = None,
         long_rows: int | None = None,
         watch: Watchdog | None = None,
+        drafter: str = MTP,
     ) -> None:
         sizes = runner.sizes
         if not 0 <= want <= sizes.depth:
@@ -111,8 +114,10 @@ class Engine:
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
             service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers, most_deferred=sizes.deferred,
+            drafter=drafter,
         )  # fmt: skip
-        self._stats = new_stats(sizes.depth, pages.total)
+        self._drafter = drafter
+        self._stats = new_stats(sizes.depth, pages.total, drafter)
 
     @property
     def runner(self) -> ModelRunner:
@@ -205,7 +210,7 @@ class Engine:
         self._runner.reshape(shape)
         self._scheduler.most_deferred = self._runner.sizes.deferred
         self._want, self.policy, self._watch = shape.steps, None, Watchdog()  # it is not limited any more
-        self._stats = new_stats(self._runner.sizes.depth, self._pages.total)
+        self._stats = new_stats(self._runner.sizes.depth, self._pages.total, self._drafter)
         self.reset_prefix_cache()  # plain decoding keeps nothing of a draft model
 
     def close(self) -> None:
@@ -263,7 +268,7 @@ class Engine:
         if self._observer is not None:
             self._observer.cleared()  # whatever routers know of a predecessor
             self._publish()
-        self._stats = new_stats(self._runner.sizes.depth, self._pages.total)
+        self._stats = new_stats(self._runner.sizes.depth, self._pages.total, self._drafter)
 
     def _try(self, lengths: Seq[int], launched: bool = False) -> None:
         """Prompts of these lengths, at once. `launched`: also where decoding is captured, which a rule for the output prevents."""

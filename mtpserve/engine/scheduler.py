@@ -25,6 +25,7 @@ import msgspec
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.batch import Source
+from mtpserve.core.drafters import MTP
 from mtpserve.core.observers import CacheObserver
 from mtpserve.core.plan import Admission, KeptState, SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.request import Finish, Proposal, TokenLogprob
@@ -36,7 +37,6 @@ from mtpserve.engine.stopping import until_stop
 from mtpserve.engine.tiers import Tiers
 
 MOST_EXPECTED = 4096  # tokens that a request is expected to produce at most, whatever its limit is
-SOURCES = tuple(source.name.lower() for source in Source)
 
 
 class Planned(NamedTuple):
@@ -72,6 +72,7 @@ class Scheduler:
     def __init__(
         self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
         service: ServiceOrder = UNLIMITED, observer: CacheObserver | None = None, tiers: Tiers | None = None, most_deferred: int = 0,
+        drafter: str = MTP,
     ) -> None:  # fmt: skip
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
@@ -79,6 +80,7 @@ class Scheduler:
         self._max_running = max_running
         self._token_budget = token_budget
         self._max_drafts = max_drafts
+        self._sources = Source.names(drafter)
         self.most_deferred = most_deferred  # rows of a request that wait for a draft model to absorb them
         self._eos_ids = frozenset(eos_ids)
         self._service = service
@@ -338,7 +340,7 @@ class Scheduler:
             raise ValueError(f"the result of request {seq.id} does not fit its span: {result}")
 
     def _book(self, seq: Sequence, span: SpanPlan, result: SpanResult, kept_state: KeptState | None) -> Outcome:
-        proposal = Proposal(result.proposed, result.parents, [SOURCES[who] for who in result.sources], result.path)
+        proposal = Proposal(result.proposed, result.parents, [self._sources[who] for who in result.sources], result.path)
         if result.error is not None:
             self._end(seq, Finish.ERROR, result.error)
             return Outcome(seq, [], proposal=proposal)

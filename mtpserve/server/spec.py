@@ -19,6 +19,7 @@ ANSWER_S = 20.0  # a step may take long
 class SpecObject(Rendered):
     """`num_steps` is the deepest that is allowed now, `depth` the last choice. Where the depth is fixed, `fixed` says why."""
 
+    algorithm: str | None
     adaptive: bool
     configured_steps: int
     num_steps: int
@@ -47,7 +48,7 @@ class SpecBody(Strict):
 
 async def show_spec(service: Served) -> Response:
     """How deep the engine goes, what it has learned of acceptance, and what steps cost."""
-    return JSON(spec_object(await exchange(service, SpecChange())))
+    return JSON(spec_object(service, await exchange(service, SpecChange())))
 
 
 async def set_spec(service: Served, body: SpecBody) -> Response:
@@ -61,7 +62,7 @@ async def set_spec(service: Served, body: SpecBody) -> Response:
         raise InvalidRequest(f"{field} cannot be set to {str(value)[:50]}: {known.fixed}", field)
     if body.num_steps is not None and not 0 <= body.num_steps <= known.configured:
         raise InvalidRequest(f"num_steps must be in [0, {known.configured}], got {str(body.num_steps)[:50]}", "num_steps")
-    return JSON(spec_object(await exchange(service, SpecChange(body.adaptive, body.num_steps, bool(body.reset)))))
+    return JSON(spec_object(service, await exchange(service, SpecChange(body.adaptive, body.num_steps, bool(body.reset)))))
 
 
 async def exchange(service: Service, change: SpecChange) -> SpecReport:
@@ -71,9 +72,10 @@ async def exchange(service: Service, change: SpecChange) -> SpecReport:
         raise EngineBusy(f"the engine did not answer within {ANSWER_S:g} s") from None
 
 
-def spec_object(report: SpecReport) -> SpecObject:
+def spec_object(service: Service, report: SpecReport) -> SpecObject:
     state, steps = report.state, report.configured
     return SpecObject(
+        algorithm=service.client.card.algorithm,
         adaptive=state is not None and state.adaptive,
         configured_steps=steps,
         num_steps=steps if state is None else state.num_steps,

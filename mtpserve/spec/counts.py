@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from mtpserve.core.batch import Source
+from mtpserve.core.drafters import MTP
 from mtpserve.core.request import EngineStats, Proposal
 
 
-def new_stats(depth: int, pages_total: int) -> EngineStats:
-    """`depth` of the deepest draft."""
+def new_stats(depth: int, pages_total: int, drafter: str = MTP) -> EngineStats:
+    """`depth` of the deepest draft; `drafter`: the draft model's name among the sources."""
     return EngineStats(
         pages_total=pages_total,
         draft_tokens_per_position=[0] * depth,
         accepted_tokens_per_position=[0] * depth,
         steps_per_depth=[0] * (depth + 1),
         accept_lengths=[0] * (depth + 1),
-        draft_tokens_by_source={source.name.lower(): 0 for source in Source},
-        accepted_tokens_by_source={source.name.lower(): 0 for source in Source},
+        draft_tokens_by_source=dict.fromkeys(Source.names(drafter), 0),
+        accepted_tokens_by_source=dict.fromkeys(Source.names(drafter), 0),
     )
 
 

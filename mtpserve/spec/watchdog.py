@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol, TypeVar
 
-from mtpserve.core.batch import Source
+from mtpserve.core.drafters import MTP
 from mtpserve.core.errors import EngineBusy
 from mtpserve.core.request import DraftHealth, DraftState, Proposal, Request
 from mtpserve.core.sampling import SamplingParams
@@ -44,10 +44,9 @@ DOUBT_S, LONGEST_DOUBT_S = 2.0, 60.0  # between two decisions about clients' tex
 BACK_OFF_S, LONGEST_S = 30.0, 600.0  # until drafting is tried again, doubled as long as it fails
 SEAT_S, DEAD, EVIDENCE, REQUESTS = 4.0, 0.02, 512, 8  # the rule without the engine's own requests
 FIRST = -(2**31)  # a priority: before all requests of clients
-MTP = Source.MTP.name.lower()
 CAUSES = (
-    "the draft layer's weights are of another model or damaged, --speculative-draft-model-path names the wrong checkpoint, or the layer is "
-    "not trained"
+    "the draft model's weights are of another model or damaged, --speculative-draft-model-path names the wrong checkpoint, or it is not "
+    "trained"
 )
 
 
@@ -123,13 +122,16 @@ class Own:
 
 
 class Watchdog:
-    """`full`: the depth of the drafts; 0: there is nothing to watch. `vocab`: of the model. `clock` in seconds.
+    """`full`: the depth of the drafts; 0: there is nothing to watch. `vocab`: of the model. `drafter`: the draft model's name among the
+    sources. `clock` in seconds.
 
     The engine calls `start` once, `turn` and `limited` for each step that it plans, and `others` for what each one yielded.
     """
 
-    def __init__(self, full: int = 0, vocab: int = 1, floor: float = 0.4, clock: Callable[[], float] = perf_counter) -> None:
-        self.full, self.vocab, self.floor, self.clock = full, vocab, floor, clock
+    def __init__(
+        self, full: int = 0, vocab: int = 1, floor: float = 0.4, drafter: str = MTP, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self.full, self.vocab, self.floor, self.drafter, self.clock = full, vocab, floor, drafter, clock
         self.health = DraftHealth("unmeasured", floor=floor) if full else DraftHealth()
         self.reached = 0.0  # the best window, or the rate at start
         self._own: Own | None = None
@@ -159,7 +161,8 @@ class Watchdog:
         self._armed, self._window, self._since = True, FirstDrafts(), FirstDrafts()
         if tally.verified < FEWEST:
             log.info(
-                "the draft model was not tried out: there is time for %d verifications, and less than %d decide nothing",
+                "the draft model (%s) was not tried out: there is time for %d verifications, and less than %d decide nothing",
+                self.drafter,
                 tally.verified,
                 FEWEST,
             )
@@ -167,7 +170,7 @@ class Watchdog:
         self.health.start = self.reached = tally.rate
         if tally.rate >= self.floor:
             self.health.state = "ok"
-            log.info("the draft model was tried out: the first draft was accepted in %s verifications", tally)
+            log.info("the draft model (%s) was tried out: the first draft was accepted in %s verifications", self.drafter, tally)
             return
         found = f"at start the first draft was accepted in {tally} verifications, and at least {100 * self.floor:.0f} % are expected"
         self._name("weak", f"{found}: {tally.symptom}; probably {CAUSES}")
@@ -215,7 +218,7 @@ class Watchdog:
         for outcome in outcomes:
             own = self._own if self.owns(outcome.seq.id) else None
             proposal = outcome.proposal
-            if proposal.tokens and proposal.sources[0] == MTP and outcome.seq.error is None:
+            if proposal.tokens and proposal.sources[0] == self.drafter and outcome.seq.error is None:
                 self._seen(outcome.seq.id, proposal, own)
             if own is None:
                 kept.append(outcome)
@@ -268,7 +271,7 @@ class Watchdog:
         if not self._doubt:
             log.debug("clients' texts are hard to draft, the draft model works: its first draft is accepted in %s verifications", tally)
             if self._worse:
-                log.warning("the draft model has recovered: its first draft is accepted in %s verifications", tally)
+                log.warning("the draft model (%s) has recovered: its first draft is accepted in %s verifications", self.drafter, tally)
                 self.health.state = "ok"
         elif self.health.state != "weak":
             self._name("weak", f"{found}: {tally.symptom}; it drafts on, as deep as that is worth its time")
@@ -286,10 +289,12 @@ class Watchdog:
     def _name(self, state: DraftState, reason: str) -> None:
         self.health.state, self.health.reason = state, reason
         self.health.faults_total += 1
-        log.warning("DRAFT MODEL AT FAULT: %s", reason)
+        log.warning("DRAFT MODEL AT FAULT (%s): %s", self.drafter, reason)
 
     def _recover(self, engine: Host, tally: FirstDrafts) -> None:
-        log.warning("the draft model has recovered: its first draft is accepted in %s verifications; drafting is on", tally)
+        log.warning(
+            "the draft model (%s) has recovered: its first draft is accepted in %s verifications; drafting is on", self.drafter, tally
+        )
         self.health.state = "ok"
         self._window, self._since, self._doubt = FirstDrafts(), FirstDrafts(), False
         self._next, self._pause = 0.0, DOUBT_S

@@ -299,7 +299,7 @@ class FakeRunner:
             len(seat.drafts),
             proposed,
             parents=list(range(len(proposed))),
-            sources=[int(Source.MTP)] * len(proposed),
+            sources=[int(Source.MODEL)] * len(proposed),
             path=list(range(1, accepted + 1)),
             error=NOT_FINITE if admission.id in self.fail_ids and span.samples else None,
         )

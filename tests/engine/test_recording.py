@@ -15,7 +15,7 @@ from mtpserve.cli.main import main
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.engine.recording import MAGIC, Event, Preamble, Header, Recording, StepPlanned, StepRaised, StepRead
+from mtpserve.engine.recording import MAGIC, Event, Header, Preamble, Recording, StepPlanned, StepRaised, StepRead
 from mtpserve.engine.replay import run
 from tests.models.checkpoints import mimo
 

@@ -124,6 +124,20 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
     assert engine.stats.accepted_tokens_total == engine.stats.draft_tokens_total > 40
 
 
+def test_traces_counters_and_the_log_call_it_by_its_algorithm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llama(tmp_path)
+    engine = build_engine(config_of(tmp_path, drafted(tmp_path)))
+    with caplog.at_level("INFO"):
+        engine.try_out()
+    assert engine.card.algorithm == "STANDALONE" and "the draft model (standalone) was tried out" in caplog.text
+    engine.add(Request("a", prompts()[0], GREEDY))
+    events = [event for _ in range(3) for event in engine.step()]
+    assert {source for event in events for source in event.proposal.sources} == {"standalone"}
+    stats = engine.stats
+    assert list(stats.draft_tokens_by_source) == ["standalone", "ngram", "prediction", "grammar"]
+    assert stats.draft_tokens_by_source["standalone"] == stats.accepted_tokens_by_source["standalone"] == stats.draft_tokens_total == 6
+
+
 @pytest.mark.parametrize("rounding", ["none", "int8"])
 def test_its_memory_has_a_row_of_its_own(tmp_path: Path, rounding: str) -> None:
     """On a CPU its matrices may be rounded, and the text is the target's as before."""

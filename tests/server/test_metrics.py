@@ -40,6 +40,7 @@ def test_counts(http: httpx.AsyncClient, client: FakeClient) -> None:
     text = scrape(http, *requests, {"prompt": [5], "seed": 500})
     values = dict(re.findall(r"^(mtpserve_\S+) (\S+)$", text, re.MULTILINE))
     expected = {
+        'mtpserve_spec_algorithm{algorithm="none"}': 1,
         "mtpserve_prompt_tokens_total": 5,
         "mtpserve_generation_tokens_total": 9 + 4 + 4,
         "mtpserve_spec_drafts_total": 9,

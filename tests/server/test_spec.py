@@ -41,11 +41,12 @@ def learn(client: FakeClient) -> None:
 def test_what_is_known(http: httpx.AsyncClient, client: FakeClient) -> None:
     assert ask(http, "GET").json()["tokens_per_second"] is None
     learn(client)
+    client.card = replace(client.card, algorithm="EAGLE3+NGRAM")
     asyncio.run(http.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 4}))
     known = ask(http, "GET").json()
     assert (known["adaptive"], known["configured_steps"], known["num_steps"], known["depth"], known["fixed"]) == (True, 2, 2, 2, None)
     assert (known["tokens_per_second"], known["changes_total"], known["trials_total"]) == (321.5, 3, 7)
-    assert known["acceptance"] == [0.8, 0.8]
+    assert known["algorithm"] == "EAGLE3+NGRAM" and known["acceptance"] == [0.8, 0.8]
     assert (known["verified_per_position"], known["accepted_per_position"], known["steps_per_depth"]) == ([2, 2], [2, 0], [0, 0, 2])
     few, deep, many = known["step_times"]
     assert few == {"requests": 1, "rows": 1, "passes": 0, "milliseconds": 10.0, "seen": 8}

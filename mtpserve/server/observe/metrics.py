@@ -55,6 +55,10 @@ class MTPServe(Observer):
         stats, steps = now.stats, now.card.speculative_steps
         yield from self.rows(counters(now), gauges(now))
         yield accept_length(stats.accept_lengths, steps)
+        algorithm = now.card.algorithm or "none"
+        yield self.family(
+            GaugeMetricFamily, "spec_algorithm", "1, with --speculative-algorithm as the label.", [([algorithm], 1)], "algorithm"
+        )
         deep = [([str(depth)], count) for depth, count in enumerate(stats.steps_per_depth[: steps + 1])]
         help = "Steps with decoding requests, by how deep they drafted for the next one."
         yield self.family(CounterMetricFamily, "speculative_steps", help, deep, "depth")
