@@ -24,6 +24,11 @@ from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.hf import HFConfig
 from mtpserve.weights.rules import Rule
 
+# For a shell. Nothing but tensors is read.
+CONVERT = (
+    "python -c \"import torch; from safetensors.torch import save_file; tensors = torch.load('{}', weights_only=True); "
+    "save_file({{name: tensor.contiguous().clone() for name, tensor in tensors.items()}}, 'model.safetensors')\""
+)
 Make = Callable[[DecoderModel, Methods, torch.dtype, int, Kernels], nn.Module]  # trunk, methods, dtype, positions, kernels
 
 
@@ -68,7 +73,8 @@ def opened(directory: Path, config: EngineConfig) -> Checkpoint:
         return Checkpoint(directory, {})
     pickles = [file.name for pattern in ("*.bin", "*.pt") for file in sorted(directory.glob(pattern))]
     if pickles and not any(directory.glob("*.safetensors")):
-        raise LoadError(f"{directory}: {pickles[0]} is a pickle, which may run code when it is read: save its tensors as safetensors")
+        why = f"{pickles[0]} is a pickle, which may run code when it is read. As safetensors it will be loaded; in that directory"
+        raise LoadError(f"{directory}: {why}: {CONVERT.format(pickles[0])}")
     return Checkpoint.open(directory)
 
 

@@ -46,6 +46,8 @@ def algorithm_of(directory: Path) -> str | None:
     for pattern, kind in NAMED.items():
         if any(re.fullmatch(pattern, name) for name in names):
             return kind
+    if values.has("draft_vocab_size") or values.has("eagle_config"):
+        return "EAGLE3"
     if "eagle" in said:
         return "EAGLE"
     layers, apart = numbers_in(NUMBERED_LAYER, names), numbers_in(NUMBERED, names)

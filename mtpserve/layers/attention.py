@@ -15,7 +15,9 @@ from mtpserve.layers.torch_kernels import rope_store_apart
 
 
 class GQA(nn.Module):
-    def __init__(self, arch: ModelArch, kind: Attention, method: LinearMethod, kernels: Kernels) -> None:
+    """`inputs`: numbers of a row that it gets; None: the hidden size, which it always gives."""
+
+    def __init__(self, arch: ModelArch, kind: Attention, method: LinearMethod, kernels: Kernels, inputs: int | None = None) -> None:
         super().__init__()
         heads = arch.heads_of(kind)
         q, k, v = heads * arch.head_dim, kind.kv.heads * arch.head_dim, kind.kv.heads * kind.kv.value_dim
@@ -23,7 +25,7 @@ class GQA(nn.Module):
         self.all_heads = heads + 2 * kind.kv.heads
         self.gated, self.kv, self.value_scale = arch.out_gate, kind.kv, arch.value_scale
         self.in_window = kind.window is not None and arch.window_rope is not None  # its rotation
-        self.qkv = Linear(arch.hidden, ((1 + arch.out_gate) * q, k, v), method, bias=arch.qkv_bias)
+        self.qkv = Linear(inputs or arch.hidden, ((1 + arch.out_gate) * q, k, v), method, bias=arch.qkv_bias)
         self.gate = Linear(arch.hidden, (heads,), method) if arch.head_gate else None  # one number for each head
         self.out = Linear(heads * kind.kv.value_dim, (arch.hidden,), method, bias=arch.out_bias)
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None

@@ -1,0 +1,52 @@
+"""What heads with layers of grouped-query attention have in common: dimensions from the config, and the names of the layers' tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mtpserve.core.arch import Attention, ModelArch
+from mtpserve.core.errors import UnsupportedModel
+from mtpserve.models import gqa
+from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.rules import Copy, Drop, Rule
+
+
+def arch(config: HFConfig, checkpoint: Checkpoint, name: str, trunk: ModelArch) -> ModelArch:
+    """Of the layers, as Llama and Qwen3 have them: a bias or a norm of each head is there where its tensor is. The trunk's layers may be
+    of any kind but those between several residual streams. Raises LoadError or UnsupportedModel."""
+    if config.has("kv_lora_rank"):
+        raise config.unsupported("kv_lora_rank", "none, for a head whose layers have grouped-query attention")
+    if config.get_bool("mlp_bias", False):
+        raise config.unsupported("mlp_bias", "false")
+    if trunk.streams is not None:
+        raise UnsupportedModel(f"{config.path}: this head needs one hidden state of a layer, and a {trunk.family} has several")
+    bias = config.get_bool("attention_bias", False)
+    found = gqa.arch(
+        config.with_default("eos_token_id", 0),  # which heads need not name
+        name,
+        positions=2048,
+        qkv_bias=stores(checkpoint, "self_attn.q_proj.bias", bias),
+        out_bias=stores(checkpoint, "self_attn.o_proj.bias", bias),
+        head_norms=stores(checkpoint, "self_attn.q_norm.weight", config.raw("model_type") == "qwen3"),
+        trunk=gqa.windowed,
+    )
+    return replace(found, layers=tuple(replace(kind, heads=found.heads) for kind in found.layers if isinstance(kind, Attention)))
+
+
+def stores(checkpoint: Checkpoint, name: str, default: bool) -> bool:
+    """A tensor with a name that ends so. `default`: where there are no tensors, but a config alone."""
+    return any(stored.endswith(name) for stored in checkpoint.tensors) if checkpoint.tensors else default
+
+
+def prefix_of(checkpoint: Checkpoint) -> str:
+    """Before the names of all tensors but the language-model head's."""
+    return "model." if any(name.startswith("model.") for name in checkpoint.tensors) else ""
+
+
+def rules(prefix: str, weights: Sequence[tuple[str, str]], dropped: Sequence[tuple[str, str]]) -> list[Rule]:
+    """`weights`: patterns and parameters, `dropped`: patterns and reasons, of names after the prefix."""
+    start = re.escape(prefix)
+    return [Rule(start + name, target, Copy()) for name, target in weights] + [Rule(start + name, None, Drop(why)) for name, why in dropped]
