@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +21,13 @@ from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import plan
 from mtpserve.heads.eagle import EagleHead
 from mtpserve.heads.eagle3 import Eagle3Head
+from mtpserve.proof import prove
 from tests.heads.eagles import TinyHead, eagle, eagle3
 from tests.models.checkpoints import deepseek, llama, mimo, qwen3_moe, write, write_nextn
 from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.hybrids import qwen3_next
 from tests.models.own_layouts import gpt_oss
+from tests.proof.test_every_family import PROMPTS, write_tokenizer
 
 Make = Callable[..., Any]
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
@@ -167,6 +170,30 @@ def test_variants(fitting: TinyHead, variant: dict[str, Any]) -> None:
     assert texts(engine) == plain and engine.stats.draft_tokens_total > 10
 
 
+def test_drafts_after_steps_without_any(fitting: TinyHead) -> None:
+    """Rows whose absorption was deferred are absorbed with the features that they had."""
+    spec = drafted(fitting.directory, speculative_adaptive=True)
+    engine = build_engine(config_of(fitting.target.directory, spec), poison=True)
+    depths = cycle([0, 0, 0, 3, 0, 2, 3])
+    assert engine.policy is not None
+    engine.policy.choose = lambda seqs: next(depths)  # type: ignore[method-assign]
+    texts(engine, "first", fitting), texts(engine, "again", fitting)
+    assert engine.stats.draft_tokens_total > 40
+
+
+def test_the_proof_holds(fitting: TinyHead, tmp_path: Path) -> None:
+    """Every sampling feature: grammars, penalties, seeds and the rest, though the head knows a part of the vocabulary alone."""
+    target = llama(tmp_path / "target", num_hidden_layers=7)
+    write_tokenizer(target.directory)
+    options: dict[str, Any] = {
+        "model": str(target.directory), "dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 32, "random_seed": 1,
+        "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(fitting.directory), "speculative_num_steps": 3,
+    }  # fmt: skip
+    proof = prove(options, PROMPTS, tokens=16, draws=12)
+    assert proof.holds, (proof.divergences, proof.laws)
+    assert len(proof.laws) == 12 and min(proof.drafted[:3]) > 0
+
+
 def test_its_memory_has_a_row_of_its_own(fitting: TinyHead) -> None:
     rows = dict(plan(config_of(fitting.target.directory, drafted(fitting.directory))).memory.rows)
     numbers = sum(tensor.numel() for tensor in fitting.tensors.values() if tensor.is_floating_point())
@@ -179,8 +206,10 @@ def test_dummy_weights(tmp_path: Path) -> None:
     heads = eagle(tmp_path / "one", target), eagle3(tmp_path / "three", target)
     for file in tmp_path.rglob("*.safetensors*"):
         file.unlink()
-    for head in heads:
-        engine = build_engine(config_of(target.directory, drafted(head.directory, "EAGLE"), load_format="dummy"))
+    for head, kind in zip(heads, ("EAGLE head (a layer)", "EAGLE-3 head (taps 1, 2, 3, 15 tokens)"), strict=True):
+        config = config_of(target.directory, drafted(head.directory, "EAGLE"), load_format="dummy")
+        described, engine = plan(config).described, build_engine(config)
+        assert described.arch.draft is not None and described.arch.draft.kind == kind
         texts(engine)
         assert engine.stats.draft_tokens_total > 40
 
