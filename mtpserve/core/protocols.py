@@ -178,6 +178,17 @@ class DraftModel(Protocol):
         ...
 
 
+class BlockModel(DraftModel, Protocol):
+    """With `mask`: of what is committed it has keys and values alone, by `fill`, and one pass over a block gives all drafts."""
+
+    causal: tuple[bool, ...]  # of each layer: a block's rows see only those before them, and not all of them
+
+    def block(self, ids: Tensor, positions: Tensor, contexts: Seq[Context]) -> Hidden:
+        """ids [D, rows]: the last token, and a mask for each draft; positions likewise → the output for the first draft, and as features
+        what `step` makes the others of."""
+        ...
+
+
 class ChainedModules(DraftModel, Protocol):
     """With Features.chained: who calls it knows which row is before which, so that it calls one module after the other."""
 

@@ -70,13 +70,14 @@ def reduced_head(trunk: Trunk, model: DraftModel, token_map: list[int] | None) -
     """Where drafting has fewer tokens than the vocabulary: by the operator's map, or because the draft model has no more."""
     own = model.tokens
     if own is not None:
-        return ReducedHead(own, trunk.arch.vocab, lambda head: model.logits(head, 0))
+        return ReducedHead(own, trunk.arch.vocab, model.logits)
     if token_map is None:
         return None
     whole = cast(DecoderModel, trunk)
     tokens = torch.tensor(token_map, device=whole.norm.weight.device)
     log.info("the draft head has %d of %d tokens", len(tokens), trunk.arch.vocab)
-    return ReducedHead(tokens, trunk.arch.vocab, whole.logits_of(tokens))
+    multiply = whole.logits_of(tokens)
+    return ReducedHead(tokens, trunk.arch.vocab, lambda head, depth: multiply(head))
 
 
 def make_draft_model(spec: SpecConfig, trunk: Trunk) -> DraftModel | None:

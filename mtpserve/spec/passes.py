@@ -28,7 +28,7 @@ from torch import Tensor
 from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.deferred import DeferredRows
 from mtpserve.core.batch import Batch, Hidden, Verdict, Want
-from mtpserve.core.protocols import AttentionBackend, ChainedModules, DraftModel
+from mtpserve.core.protocols import AttentionBackend, BlockModel, ChainedModules, Context, DraftModel
 from mtpserve.spec.history import FeatureHistory
 from mtpserve.spec.modules import ModuleChain, behind
 from mtpserve.spec.propose import Propose, propose
@@ -47,11 +47,34 @@ class ReducedHead:
 
     tokens: Tensor  # [n] int64, ascending, so that ties are broken as in the whole vocabulary
     vocab: int
-    multiply: Callable[[Tensor], Tensor]  # [rows, hidden] → [rows, n] float32
+    multiply: Callable[[Tensor, int], Tensor]  # [rows, hidden], the drafts before them → [rows, n] float32
 
     def spread(self, logits: Tensor) -> Tensor:
         """[rows, n] → [rows, vocabulary]; -inf for tokens that are not in the map."""
         return logits.new_full((len(logits), self.vocab), -torch.inf).index_copy(1, self.tokens, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContext:
+    """core.protocols.Context: rows that are stored as `own` plans them, and attend as `whole` does."""
+
+    own: Context
+    whole: Context
+
+    @property
+    def slots(self) -> Tensor:
+        return self.own.slots
+
+    @property
+    def keys(self) -> Tensor:
+        return self.own.keys
+
+    @property
+    def values(self) -> Tensor:
+        return self.own.values
+
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self.whole.attend(q, sinks)
 
 
 class DraftPasses:
@@ -100,15 +123,19 @@ class DraftPasses:
 
     def block(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
         """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after them (DFlash, https://
-        arxiv.org/abs/2602.06036 §3). → the output for the first draft, and those for the others side by side."""
-        places = torch.arange(1, self.steps + 2, device=ids.device)
-        tokens = torch.where(places == 1, ids.unsqueeze(1), mask).flatten()
-        index = (index.unsqueeze(1) + places).flatten()
-        rows = self.rows(batch, seat_ids, tokens, index, index)
-        # Each sees all of them: as if all were the last one.
-        seen = replace(rows, index=(rows.kv_len - 1).repeat_interleave(self.steps + 1))
-        out = self.model.absorb(rows.ids, rows.positions, None, self.attention.plan(seen)).head.unflatten(0, (len(ids), -1))
-        return Hidden(out[:, 1], out[:, 2:].flatten(1))
+        arxiv.org/abs/2602.06036 §3). → as core.protocols.BlockModel.block."""
+        model, places = cast(BlockModel, self.model), torch.arange(1, self.steps + 2, device=ids.device)
+        tokens = torch.where(places == 1, ids.unsqueeze(1), mask)
+        index = index.unsqueeze(1) + places
+        rows = self.rows(batch, seat_ids, tokens.flatten(), index.flatten(), index.flatten())
+        own = self.attention.plan(rows)
+        if all(model.causal):
+            return model.block(tokens, index, own)
+        # Each sees all of them, and of a window what the last one sees: as if all were the last one.
+        last = (rows.kv_len - 1).repeat_interleave(self.steps + 1)
+        whole = self.attention.plan(replace(rows, index=last, positions=last))
+        seen = [own[i] if causal else BlockContext(own[i], whole[i]) for i, causal in enumerate(model.causal)]
+        return model.block(tokens, index, seen)
 
     def skip(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> None:
         """In the place of `absorb`, where nothing is drafted."""
@@ -202,7 +229,7 @@ class DraftPasses:
         the token of each column (None: the whole vocabulary). Rules and sampling need the whole vocabulary; the argmax alone does not. The
         logits may be anything, NaN too: see propose."""
         sampler, columns, reduced = batch.sampler, None, self.reduced
-        logits = self.model.logits(head, depth) if reduced is None else reduced.multiply(head)
+        logits = self.model.logits(head, depth) if reduced is None else reduced.multiply(head, depth)
         if reduced is not None and sampler.all_greedy and not sampler.has_rules:
             columns = reduced.tokens
         elif reduced is not None:

@@ -102,8 +102,8 @@ def test_a_tied_head_gives_copies_of_the_embedding() -> None:
     part = reduced_head(model, HOT)
     hidden = torch.randn(5, 32)
     assert part is not None
-    torch.testing.assert_close(part.multiply(hidden), model.logits(hidden)[:, HOT])
-    assert torch.equal(part.spread(part.multiply(hidden))[:, HOT], part.multiply(hidden))
+    torch.testing.assert_close(part.multiply(hidden, 0), model.logits(hidden)[:, HOT])
+    assert torch.equal(part.spread(part.multiply(hidden, 0))[:, HOT], part.multiply(hidden, 0))
 
 
 def demo(tmp_path: Path, size: int | None, dtype: str = "float32") -> EngineConfig:

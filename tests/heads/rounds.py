@@ -1,0 +1,90 @@
+"""Engines with a head, and what goes through their drafters: which request had which text, and the logits of each draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.batch import Batch, Hidden
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.engine import Engine
+from mtpserve.runtime.runner import Runner
+from mtpserve.spec.passes import DraftPasses
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+VOCAB = 24
+
+
+class Drafted(NamedTuple):
+    ids: list[int]  # committed
+    depth: int  # drafts before this one
+    before: int  # the token before it
+    logits: Tensor  # [vocabulary]
+
+
+def spec_of(name: str, path: Path, steps: int, **options: Any) -> SpecConfig:
+    return SpecConfig(
+        speculative_algorithm=name, speculative_draft_model_path=str(path), speculative_num_steps=steps,
+        **{"speculative_adaptive": False} | options,
+    )  # fmt: skip
+
+
+def engine_of(directory: Path, spec: SpecConfig, tokens: int = 400, backend: str = "reference", page_size: int = 4, **model: Any) -> Engine:
+    config = EngineConfig(
+        model=ModelConfig(**{"model": str(directory), "device": "cpu", "dtype": "float32", "attention_backend": backend} | model),
+        cache=CacheConfig(page_size=page_size, max_total_tokens=tokens),
+        spec=spec,
+        scheduler=SchedulerConfig(chunked_prefill_size=19, max_running_requests=4, schedule_conservativeness=0.0),
+    )
+    return build_engine(config, poison=True)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (7 + 6 * i,), generator=generator).tolist() for i in range(5)]
+
+
+def texts(engine: Engine, start: str = "", params: SamplingParams = GREEDY) -> list[list[int]]:
+    """What it says to all prompts at once."""
+    for i, prompt in enumerate(prompts()):
+        engine.add(Request(f"{start}{i}", prompt, params))
+    found: dict[str, list[int]] = {f"{start}{i}": [] for i in range(len(prompts()))}
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            found[event.id] += event.tokens
+    engine.check_integrity()
+    return list(found.values())
+
+
+def passes_of(engine: Engine) -> DraftPasses:
+    runner: Any = engine.runner
+    assert isinstance(runner, Runner)
+    drafter: Any = runner.drafter
+    return getattr(drafter, "base", drafter).passes  # type: ignore[no-any-return]
+
+
+def heard(engine: Engine) -> list[Drafted]:
+    """Grows while the engine runs."""
+    passes, drafts, fed = passes_of(engine), list[Drafted](), list[Tensor]()
+    logits, step = passes.logits, passes.step
+
+    def listen(head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor | None]:
+        found, columns = logits(head, depth, batch, seat_ids, *rest)
+        for row, seat in enumerate(seat_ids.tolist()):
+            ids = batch.seats.tokens[seat, : batch.seats.length[seat]].tolist()
+            drafts.append(Drafted(ids, depth, int(fed[-1][row]) if depth else ids[-1], found[row].clone()))
+        return found, columns
+
+    def stepped(rows: Batch, state: Tensor | None, depth: int) -> Hidden:
+        fed.append(rows.ids.clone())
+        return step(rows, state, depth)
+
+    passes.logits, passes.step = listen, stepped  # type: ignore[method-assign]
+    return drafts
