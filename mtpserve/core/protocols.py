@@ -179,14 +179,12 @@ class DraftModel(Protocol):
 
 
 class BlockModel(DraftModel, Protocol):
-    """With `mask`: of what is committed it has keys and values alone, by `fill`, and one pass over a block gives all drafts."""
+    """With `mask`: of what is committed it has keys and values alone, by `fill`."""
 
     causal: tuple[bool, ...]  # of each layer: a block's rows see only those before them, and not all of them
 
     def block(self, ids: Tensor, positions: Tensor, contexts: Seq[Context]) -> Hidden:
-        """ids [D, rows]: the last token, and a mask for each draft; positions likewise → the output for the first draft, and as features
-        what `step` makes the others of."""
-        ...
+        """[D, rows], the last token and a mask for each draft → the output for the first, as features what `step` makes the others of."""
 
 
 class ChainedModules(DraftModel, Protocol):
@@ -210,7 +208,6 @@ class DraftSource(Protocol):
 
     def build(self, trunk: Trunk) -> DraftModel:
         """The draft model that was loaded together with the trunk."""
-        ...
 
 
 class Seats(Protocol):

@@ -96,11 +96,12 @@ class Medusa(Separate):
         if values.get_float("logit_scale", 1.0) != 1:
             raise values.unsupported("logit_scale", "1")
         used, one = max(steps, 1), values.get_bool("original_lm_head", False)
+        theirs = [name for name in names if re.search(rf"lm_heads?\.|(?:^|\.)\d+\.{layers}\.weight", name)]
         # Where there are no tensors each has a head of its own.
-        own = (1 if one else used) if not names or any(re.search(rf"lm_heads?\.|(?:^|\.)\d+\.{layers}\.", name) for name in names) else 0
-        tokens = values.get_int("truncated_vocab_size", trunk.vocab, at_least=1)
-        if tokens < trunk.vocab and not own:
-            raise values.unsupported("truncated_vocab_size", "language-model heads of its own with so many tokens")
+        own = (1 if one else used) if theirs or not names else 0
+        # vLLM leaves out a head's rows for other tokens while it loads. Here such a head keeps all.
+        rows = checkpoint.tensors[theirs[0]].shape[0] if theirs else values.get_int("truncated_vocab_size", trunk.vocab, at_least=1)
+        tokens = min(rows, trunk.vocab)
         arch = MedusaArch(used, layers, any(name.endswith(".bias") for name in names), own, tokens, tokens < trunk.vocab)
         kind = f"{heads} Medusa heads of {layers} residual block{'s' * (layers > 1)}"
         drafts = DraftArch(kind, (), MedusaHeads.features, own_head=own > 0)

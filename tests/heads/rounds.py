@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +16,14 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
+from mtpserve.proof import Proof, prove
 from mtpserve.runtime.runner import Runner
 from mtpserve.spec.passes import DraftPasses
+from tests.models.checkpoints import Tiny
+from tests.proof.test_every_family import PROMPTS, write_tokenizer
 
-GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-VOCAB = 24
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+VOCAB, BATCH = 24, 500
 
 
 class Drafted(NamedTuple):
@@ -88,3 +93,36 @@ def heard(engine: Engine) -> list[Drafted]:
 
     passes.logits, passes.step = listen, stepped  # type: ignore[method-assign]
     return drafts
+
+
+def first_two(directory: Path, spec: SpecConfig, draws: int, seed: int) -> Counter[tuple[int, ...]]:
+    """How often each pair of tokens follows a prompt. The second one is a draft that was kept, or what replaced it."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", attention_backend="reference"),
+        cache=CacheConfig(page_size=8, max_total_tokens=BATCH * 32),
+        spec=spec,
+        scheduler=SchedulerConfig(chunked_prefill_size=BATCH * 4, max_running_requests=BATCH),
+    )
+    engine, counts = build_engine(config), Counter[tuple[int, ...]]()
+    for start in range(seed, seed + draws, BATCH):
+        # One token more than is counted, or nothing would be drafted for the second.
+        for i in range(BATCH):
+            engine.add(Request(str(i), [5, 11, 3], SamplingParams(max_tokens=3, temperature=0.7, seed=start + i, ignore_eos=True)))
+        found: dict[str, list[int]] = {str(i): [] for i in range(BATCH)}
+        while engine.has_work:
+            for event in engine.step():
+                found[event.id] += event.tokens
+        counts.update(tuple(tokens[:2]) for tokens in found.values())
+    assert spec.steps == 0 or engine.stats.accepted_tokens_total > draws / 20
+    return counts
+
+
+def proved(trunk: Tiny, directory: Path, name: str, head: Path) -> Proof:
+    target = directory / "target"
+    shutil.copytree(trunk.directory, target)
+    write_tokenizer(target)
+    options: dict[str, Any] = {
+        "model": str(target), "dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 32, "random_seed": 1,
+        "speculative_algorithm": name, "speculative_draft_model_path": str(head), "speculative_num_steps": 3,
+    }  # fmt: skip
+    return prove(options, PROMPTS[:2], tokens=16, draws=12)

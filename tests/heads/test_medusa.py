@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from mtpserve.config import SpecConfig
 from mtpserve.core.errors import ConfigError, LoadError, UnsupportedModel
-from tests.heads.rounds import GREEDY, VOCAB, engine_of, heard, spec_of, texts
+from tests.heads.rounds import GREEDY, VOCAB, engine_of, first_two, heard, proved, spec_of, texts
 from tests.models.checkpoints import Tiny, llama
+from tests.spec.test_distribution import p_value
 
 HEADS, HIDDEN = 4, 48
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -38,7 +40,9 @@ def write(directory: Path, layout: str) -> dict[str, Tensor]:
 
     for i in range(HEADS):
         for j in range(layers):
-            names = (f"{i}.{j}.linear.weight", f"{i}.{j}.linear.bias") if "medusa_num_heads" in config else (f"blocks.{i}.layers.{j}.weight",)
+            names = (
+                (f"{i}.{j}.linear.weight", f"{i}.{j}.linear.bias") if "medusa_num_heads" in config else (f"blocks.{i}.layers.{j}.weight",)
+            )
             for name in names:
                 matrix(name, *((HIDDEN, HIDDEN) if name.endswith("weight") else (HIDDEN,)))
         if layout == "authors":
@@ -129,16 +133,33 @@ def test_errors(trunk: Tiny, tmp_path: Path) -> None:
         (tmp_path / "head" / "config.json").write_text(json.dumps(LAYOUTS["vLLM"] | config))
         engine_of(trunk.directory, spec_of("MEDUSA", tmp_path / "head", steps))
 
-    with pytest.raises(ConfigError, match="speculative-num-steps must be at most 4, got 5: .* has 4 Medusa heads"):
+    with pytest.raises(ConfigError, match=r"speculative-num-steps must be at most 4, got 5: .* has 4 Medusa heads"):
         start(5)
     with pytest.raises(ConfigError, match="hidden_size is 64, and the model's is 48"):
         start(hidden_size=64)
-    with pytest.raises(UnsupportedModel, match="logit_scale = 0.5 is not supported"):
+    with pytest.raises(UnsupportedModel, match=r"logit_scale = 0\.5 is not supported"):
         start(logit_scale=0.5)
-    with pytest.raises(LoadError, match="token_map"):
-        start(truncated_vocab_size=9)
     with pytest.raises(LoadError, match=r"blocks\.0\.layers\.1\.weight"):
         start(num_hidden_layers=2)
-    (tmp_path / "head" / "medusa_lm_head.safetensors").rename(tmp_path / "head" / "medusa_lm_head.pt")
-    with pytest.raises(LoadError, match="medusa_lm_head.pt is a pickle"):
+    tensors = {name: tensor[:9] if "lm_heads" in name else tensor for name, tensor in write(tmp_path / "fewer", "vLLM").items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "head" / "medusa_lm_head.safetensors")
+    with pytest.raises(LoadError, match="token_map"):
         start()
+    (tmp_path / "head" / "medusa_lm_head.safetensors").rename(tmp_path / "head" / "medusa_lm_head.pt")
+    with pytest.raises(LoadError, match=r"medusa_lm_head\.pt is a pickle"):
+        start()
+
+
+def test_what_is_drawn(trunk: Tiny, tmp_path: Path) -> None:
+    """By rejection with each head's own q: the law of plain decoding."""
+    write(tmp_path / "head", "authors")
+    law = partial(first_two, trunk.directory, draws=4000)
+    assert p_value(law(SpecConfig(), seed=0), law(spec_of("MEDUSA", tmp_path / "head", 2), seed=10**6)) > 1e-4
+
+
+def test_the_proof_holds(trunk: Tiny, tmp_path: Path) -> None:
+    """Every sampling feature: grammars, penalties, seeds and the rest, in the same batches."""
+    write(tmp_path / "head", "authors")
+    proof = proved(trunk, tmp_path, "MEDUSA", tmp_path / "head")
+    assert proof.holds, (proof.divergences, proof.laws)
+    assert len(proof.laws) == 12 and min(proof.drafted[:2]) > 0
