@@ -99,7 +99,8 @@ def test_rows_of_a_head_packed_or_not(dtype: torch.dtype, outputs: int) -> None:
 def test_a_tied_head_gives_copies_of_the_embedding() -> None:
     model = tiny_model()
     model.head = TiedHead(model.embed, Unquantized(torch_kernels()))
-    part = reduced_head(model, HOT)
+    assert model.mtp_head is not None
+    part = reduced_head(model, model.mtp_head, HOT)
     hidden = torch.randn(5, 32)
     assert part is not None
     torch.testing.assert_close(part.multiply(hidden, 0), model.logits(hidden)[:, HOT])
