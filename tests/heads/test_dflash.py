@@ -219,7 +219,7 @@ def test_other_backends(trunk: Tiny, name: str, backend: str, tmp_path: Path) ->
         drafts = heard(engine)
         # An interpreted kernel takes its time.
         for name, prompt in (("one", list(range(12))), ("other", [5, 3, 1]))[: 2 if backend == "cpu" else 1]:
-            engine.add(Request(name, prompt, SamplingParams(max_tokens=8 if backend == "cpu" else 3, temperature=0)))
+            engine.add(Request(name, prompt, SamplingParams(max_tokens=8 if backend == "cpu" else 2, temperature=0)))
         while engine.has_work:
             assert all(event.error is None for event in engine.step())
         for ids, depth, before, logits in drafts:
@@ -268,7 +268,7 @@ def test_dummy_weights(trunk: Tiny, tmp_path: Path) -> None:
 def test_what_is_drawn(trunk: Tiny, tmp_path: Path) -> None:
     """By rejection with the block's q: the law of plain decoding."""
     write(tmp_path / "drafter", second())
-    law = partial(first_two, trunk.directory, draws=4000)
+    law = partial(first_two, trunk.directory, draws=2000)
     assert p_value(law(SpecConfig(), seed=0), law(spec_of("DFLASH", tmp_path / "drafter", 2), seed=10**6)) > 1e-4
 
 

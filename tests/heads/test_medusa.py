@@ -153,7 +153,7 @@ def test_errors(trunk: Tiny, tmp_path: Path) -> None:
 def test_what_is_drawn(trunk: Tiny, tmp_path: Path) -> None:
     """By rejection with each head's own q: the law of plain decoding."""
     write(tmp_path / "head", "authors")
-    law = partial(first_two, trunk.directory, draws=4000)
+    law = partial(first_two, trunk.directory, draws=2000)
     assert p_value(law(SpecConfig(), seed=0), law(spec_of("MEDUSA", tmp_path / "head", 2), seed=10**6)) > 1e-4
 
 
