@@ -235,5 +235,6 @@ def speculative(value: object, options: Mapping[str, Option]) -> Values:
         raise ConfigError(f"--speculative-config must be a JSON object, got {value!r}")
     for key in value:
         if key not in SPECULATIVE_KEYS:
-            raise ConfigError(f"unknown key {key!r} in --speculative-config; accepted: {', '.join(SPECULATIVE_KEYS)}")
+            advice = INSTEAD.get(dashed(str(key)), f"accepted: {', '.join(SPECULATIVE_KEYS)}")
+            raise ConfigError(f"unknown key {key!r} in --speculative-config; {advice}")
     return {SPECULATIVE_KEYS[key]: options[SPECULATIVE_KEYS[key]].read(inner) for key, inner in value.items()}

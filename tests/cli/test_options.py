@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,23 @@ def test_both_dialects_mean_the_same(arguments: str) -> None:
     assert (engine.model.model, engine.spec.steps, engine.scheduler.max_running_requests) == ("demo", 2, 8)
 
 
+@pytest.mark.parametrize(
+    ("method", "drafter"),
+    [
+        ("mtp", "MTP"), ("deepseek_mtp", "MTP"), ("eagle", "EAGLE"), ("eagle3", "EAGLE3"), ("medusa", "MEDUSA"), ("dflash", "DFLASH"),
+        ("draft_model", "DRAFT_MODEL"), ("STANDALONE", "STANDALONE"), ("NEXTN", "NEXTN"), ("ngram", None),
+    ],
+)  # fmt: skip
+def test_both_dialects_name_drafters(method: str, drafter: str | None) -> None:
+    """vLLM's methods in one object, SGLang's algorithms in options of their own."""
+    path = {"model": "/draft"} if drafter is not None else {}
+    config = json.dumps({"method": method, "num_speculative_tokens": 2, **path})
+    options = ["--speculative-algorithm", method.upper(), "--speculative-num-steps", "2"]
+    options += ["--speculative-draft-model-path", "/draft"] if path else []
+    for spec in (parse("--speculative-config", config).engine.spec, parse(*options).engine.spec):
+        assert (spec.drafter, spec.ngram, spec.steps, spec.checkpoint) == (drafter, drafter is None, 2, path.get("model"))
+
+
 def test_what_peers_call_otherwise_has_no_option_here() -> None:
     """Advice for an option that exists would never be seen."""
     known = {spelling for option in all_options() for spelling in option.spellings}
@@ -103,7 +121,11 @@ def test_unique_beginnings_count() -> None:
         (["--dtype", "bf16"], ["--dtype", "bfloat16", "'bf16'"]),
         (["--mem-fraction-static", "nan"], ["--mem-fraction-static"]),
         (["--speculative-num-steps", "3"], ["--speculative-num-steps", "--speculative-algorithm"]),
-        (["--speculative-algorithm", "MEDUSA"], ["MEDUSA", "NEXTN"]),
+        (["--speculative-algorithm", "LOOKAHEAD"], ["LOOKAHEAD", "NEXTN"]),
+        (["--speculative-algorithm", "MEDUSA"], ["--speculative-draft-model-path must be the draft model of MEDUSA, got None"]),
+        (["--speculative-config", '{"method":"draft_model"}'], ["--speculative-draft-model-path must be the draft model of draft_model"]),
+        (["--speculative-config", '{"method":"ngram","prompt_lookup_max":4}'], ["'prompt_lookup_max'", "leave it out"]),
+        (["--speculative-config", '{"method":"eagle3","speculative_token_tree":"[(0,)]"}'], ["--speculative-eagle-topk"]),
         (["--speculative-algorithm", "MTP", "--speculative-num-steps", "8"], ["--speculative-num-steps", "8"]),
         (["--speculative-config", "{"], ["--speculative-config", "JSON"]),
         (["--speculative-config", "[]"], ["--speculative-config", "object"]),
