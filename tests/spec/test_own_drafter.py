@@ -10,8 +10,9 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Request
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.engine.engine import Engine
+from tests.spec.test_logprobs import PARAMS, close, scores
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -68,6 +69,38 @@ def test_chunks_of_a_prompt_change_no_draft() -> None:
             tokens += [token for event in engine.step() for token in event.proposal.tokens]
         drafted.append(tokens)
     assert drafted[0] == drafted[1]
+
+
+CONTROLLED = [
+    *PARAMS,
+    SamplingParams(max_tokens=20, temperature=0, speculation=Speculation(enabled=False)),
+    SamplingParams(max_tokens=20, temperature=0, speculation=Speculation(num_steps=1), repetition_penalty=1.4),
+    SamplingParams(max_tokens=20, temperature=0.9, seed=4, speculation=Speculation(num_steps=2), presence_penalty=0.5),
+    SamplingParams(max_tokens=20, temperature=0.7, seed=5, top_k=9, logprobs=2, min_tokens=3, allowed_token_ids=tuple(range(20))),
+]
+
+
+@pytest.mark.parametrize("target", ["TAPPING", "SMALL"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requests_of_every_kind_in_one_batch(target: str, shape: str) -> None:
+    """Rules, log-probabilities, depths of their own; where drafts are point masses also what is sampled is the very same."""
+    plain, found = scores(tiny_engine(tiny_model("mimo"), 0), CONTROLLED), scores(engine_with(target, shape), CONTROLLED)
+    same = [str(i) for i, params in enumerate(CONTROLLED) if params.temperature == 0 or shape != "chain"]
+    assert len(same) >= 7 and [found[0][i] for i in same] == [plain[0][i] for i in same]
+    for ours, theirs in zip(found[1:], plain[1:], strict=True):
+        close({i: ours[i] for i in same}, {i: theirs[i] for i in same})
+
+
+@pytest.mark.parametrize("target", ["TAPPING", "SMALL"])
+def test_requests_draft_no_deeper_than_they_ask(target: str) -> None:
+    engine, deepest = engine_with(target, "chain"), dict[str, int]()
+    for i, (prompt, each) in enumerate(zip(prompts(len(CONTROLLED)), CONTROLLED, strict=True)):
+        engine.add(Request(str(i), prompt, each))
+    while engine.has_work:
+        for event in engine.step():
+            deepest[event.id] = max(deepest.get(event.id, 0), len(event.proposal.tokens))
+            assert set(event.proposal.sources) <= {"own"}
+    assert [deepest[str(i)] for i in range(4, 9)] == [3, 0, 1, 2, 3]
 
 
 def test_its_name_is_known_as_long_as_it_is_registered() -> None:
