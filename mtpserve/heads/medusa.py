@@ -99,6 +99,8 @@ class Medusa(Separate):
         theirs = [name for name in names if re.search(rf"lm_heads?\.|(?:^|\.)\d+\.{layers}\.weight", name)]
         # Where there are no tensors each has a head of its own.
         own = (1 if one else used) if theirs or not names else 0
+        if config.spec.speculative_token_map is not None:
+            raise ConfigError("--speculative-token-map needs a draft model that multiplies the head alone, which Medusa heads do not")
         # vLLM leaves out a head's rows for other tokens while it loads. Here such a head keeps all.
         rows = checkpoint.tensors[theirs[0]].shape[0] if theirs else values.get_int("truncated_vocab_size", trunk.vocab, at_least=1)
         tokens = min(rows, trunk.vocab)

@@ -135,6 +135,8 @@ def test_errors(trunk: Tiny, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"speculative-num-steps must be at most 4, got 5: .* has 4 Medusa heads"):
         start(5)
+    with pytest.raises(ConfigError, match="speculative-token-map needs a draft model"):
+        engine_of(trunk.directory, spec_of("MEDUSA", tmp_path / "head", 3, speculative_token_map="tokens.txt"))
     with pytest.raises(ConfigError, match="hidden_size is 64, and the model's is 48"):
         start(hidden_size=64)
     with pytest.raises(UnsupportedModel, match=r"logit_scale = 0\.5 is not supported"):
