@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,10 +18,13 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.proof import Proof, prove
+from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.sampling import Asked
 from mtpserve.spec.passes import DraftPasses
 from tests.models.checkpoints import Tiny
 from tests.proof.test_every_family import PROMPTS, write_tokenizer
+from tests.runtime.recorders import Watched, blinded
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 VOCAB, BATCH = 24, 500
@@ -126,3 +130,16 @@ def proved(trunk: Tiny, directory: Path, name: str, head: Path) -> Proof:
         "speculative_algorithm": name, "speculative_draft_model_path": str(head), "speculative_num_steps": 3,
     }  # fmt: skip
     return prove(options, PROMPTS[:2], tokens=16, draws=12)
+
+
+def captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Captures every kind of decoding step, and runs each once more, where it may read nothing on the host. → how many these are."""
+    runner = blinded(engine, monkeypatch)
+    graphs = StepGraphs(runner.step, runner.sampling, Watched(), 4)
+    trees = runner.sizes.trees
+    graphs.record_all([Asked.of([], False)], trees)
+    for recorded in graphs.recorded.values():
+        assert recorded is not None
+        with torch.inference_mode():
+            recorded.again()
+    return len(graphs.recorded)

@@ -21,7 +21,7 @@ from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.spec import sizes
-from tests.heads.rounds import GREEDY, VOCAB, engine_of, first_two, heard, proved, spec_of, texts
+from tests.heads.rounds import GREEDY, VOCAB, captured, engine_of, first_two, heard, proved, spec_of, texts
 from tests.models.checkpoints import LAYERS, Tiny, deepseek, llama
 from tests.spec.test_distribution import p_value
 
@@ -256,6 +256,16 @@ def test_another_trunk_n_grams_and_int8(tmp_path: Path) -> None:
     assert texts(engine_of(trunk, spec_of("DFLASH+NGRAM", tmp_path / "drafter", 3))) == plain
     spec = spec_of("DFLASH", tmp_path / "drafter", 3, speculative_draft_model_quantization="int8", speculative_adaptive=True)
     assert texts(engine_of(trunk, spec, backend="cpu")) == texts(engine_of(trunk, SpecConfig(), backend="cpu"))
+
+
+@pytest.mark.parametrize("shape", [{}, {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}], ids=["chain", "tree"])
+def test_a_captured_step_reads_nothing_on_the_host(
+    trunk: Tiny, shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The stand-in for attention knows one group of pages.
+    write(tmp_path / "drafter", {key: value for key, value in second().items() if key != "layer_types"})
+    spec = spec_of("DFLASH", tmp_path / "drafter", 3, **shape)
+    assert captured(engine_of(trunk.directory, spec), monkeypatch) > 2
 
 
 def test_dummy_weights(trunk: Tiny, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtpserve.config import SpecConfig
 from mtpserve.core.errors import ConfigError, LoadError, UnsupportedModel
-from tests.heads.rounds import GREEDY, VOCAB, engine_of, first_two, heard, proved, spec_of, texts
+from tests.heads.rounds import GREEDY, VOCAB, captured, engine_of, first_two, heard, proved, spec_of, texts
 from tests.models.checkpoints import Tiny, llama
 from tests.spec.test_distribution import p_value
 
@@ -118,6 +118,15 @@ def test_beside_n_grams_and_on_cpu_kernels(trunk: Tiny, tmp_path: Path) -> None:
     assert texts(engine_of(trunk.directory, spec_of("MEDUSA+NGRAM", tmp_path / "head", 3))) == plain
     spec = spec_of("MEDUSA", tmp_path / "head", 3, speculative_draft_model_quantization="int8", speculative_adaptive=True)
     assert texts(engine_of(trunk.directory, spec, backend="cpu")) == texts(engine_of(trunk.directory, SpecConfig(), backend="cpu"))
+
+
+@pytest.mark.parametrize("shape", [{}, {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}], ids=["chain", "tree"])
+def test_a_captured_step_reads_nothing_on_the_host(
+    trunk: Tiny, shape: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "head", "some tokens")
+    spec = spec_of("MEDUSA", tmp_path / "head", 3, **shape)
+    assert captured(engine_of(trunk.directory, spec), monkeypatch) > 2
 
 
 def test_dummy_weights(trunk: Tiny, tmp_path: Path) -> None:
