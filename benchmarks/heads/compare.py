@@ -3,7 +3,7 @@ decoding of the same requests in the same run (S), at several batch sizes and te
 
     python benchmarks/heads/compare.py --model demo --json benchmarks/results/drafters_demo.json
 
-Drafters are what train.py has written for the model, HEADS/MODEL-KIND, the model's own MTP layer, n-grams, and both. Each has an engine of
+Drafters are what train_heads.py has written for the model, HEADS/MODEL-KIND, the model's own MTP layer, n-grams, and both. Each has an engine of
 its own, in which its shapes and plain decoding take turns (as `mtpserve bench spec` does it). Prompts are held-out files.
 """
 
@@ -21,7 +21,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.record import save
-from train import TOKEN_MAP
+from train_heads import TOKEN_MAP
 
 from mtpserve.cli.bench_spec import SpecGrid, config_of, measure, named
 from mtpserve.config import EngineConfig, ModelConfig

@@ -22,7 +22,7 @@ PROMPT, TOKENS = list(range(300, 316)), 20
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """All kinds, after two steps, in numbers that bfloat16 has. Blocks count more than they do so early, so that drafts differ."""
     sys.path.insert(0, str(HEADS))
-    import train
+    import train_heads as train
 
     train.HELD_OUT = 1
     out = tmp_path_factory.mktemp("heads")

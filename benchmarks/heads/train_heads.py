@@ -1,7 +1,7 @@
 """Trains draft models for a trunk, all of one kind of text, from one recipe, and each with the same tokens:
 
-    python benchmarks/heads/train.py --model demo --kinds eagle3 medusa dflash standalone --tokens 1500000
-    python benchmarks/heads/train.py --model smollm2 --kinds eagle eagle3 --draft-vocab 4096 --tokens 400000
+    python benchmarks/heads/train_heads.py --model demo --kinds eagle3 medusa dflash standalone --tokens 1500000
+    python benchmarks/heads/train_heads.py --model smollm2 --kinds eagle eagle3 --draft-vocab 4096 --tokens 400000
 
 The text is the Python standard library's source, without the files that the demo's corpus holds out. The trunk reads it once for all kinds;
 each learns the trunk's distribution at the temperature of the demo model's own training, by cross-entropy. Later drafts count less.
