@@ -150,7 +150,7 @@ def test_shapes() -> None:
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--output-len", "2"], "--output-len must be at least 8"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl: No such file"),
-        (["--speculative-algorithm", "NGRAM", "--eagle-topk", "2"], "--speculative-eagle-topk must be 1 without an MTP layer"),
+        (["--speculative-algorithm", "NGRAM", "--eagle-topk", "2"], "--speculative-eagle-topk must be 1 without a draft model"),
         (["--context-length", "64"], "need 2.. tokens with drafts, the context has 64"),
     ],
 )

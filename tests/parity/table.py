@@ -44,7 +44,7 @@ def tables() -> Tensor:
 class TableHead:
     """core.protocols.DraftModel"""
 
-    lag, features, layers = 1, Features(last="post"), ()
+    lag, features, layers, at_once, mask, tokens = 1, Features(last="post"), (), False, None, None
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor, contexts: object) -> Hidden:
         state = ids.float().unsqueeze(1) + VOCAB
@@ -63,8 +63,8 @@ class TableModel:
     """core.protocols.Trunk; a hidden state is the number of a row of `tables`."""
 
     arch: Any = SimpleNamespace(
-        layers=(Attention(KVLayout("gqa", 1, 1, 1)),), num_layers=1, hidden=1, residual=1, heads=1, scale=1.0, vocab=VOCAB
-    )
+        layers=(Attention(KVLayout("gqa", 1, 1, 1)),), num_layers=1, hidden=1, residual=1, heads=1, scale=1.0, vocab=VOCAB, draft=None,
+    )  # fmt: skip
 
     mtp_head = TableHead()
 

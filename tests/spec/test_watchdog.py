@@ -315,7 +315,8 @@ def test_a_head_that_gets_worse_while_serving() -> None:
 
 
 def test_texts_are_the_same_through_all_of_it() -> None:
-    engine = demo()
+    # At a fixed depth: on a busy machine drafting may not be worth its time, and what is not drafted shows no fault.
+    engine = demo(adaptive=False)
     engine._watch.clock = lambda: 0.0
     engine.try_out()
     prompts = [[(101 * i + j) % 2000 for j in range(6)] for i in range(8)]

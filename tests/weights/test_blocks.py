@@ -40,7 +40,7 @@ def kept(tiny: Tiny) -> dict[str, bool]:
     found = describe(config(tiny), want_mtp=True)
     model = load_model(found, torch.float32, CPU, 64, torch_kernels(), progress=False, kept=storage.Storage(True, torch.float32))
     sizes = fixed(found, torch.float32, 64, storage.Storage(True, torch.float32))
-    assert sizes.trunk + sizes.mtp == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert sizes.trunk + sizes.draft == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return {name: parameter.dtype == FP8 for name, parameter in model.named_parameters() if parameter.dim() > 1 and "scale" not in name}
 
 

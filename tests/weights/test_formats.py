@@ -257,7 +257,7 @@ def test_what_is_kept_is_planned(tmp_path: Path, layout: str, part: str) -> None
     found, storage = described(both(tmp_path, layout, part)[0]), Storage(True, torch.float32, keep_int4=True)
     model = load_model(found, torch.float32, torch.device("cpu"), 64, torch_kernels(), progress=False, kept=storage)
     sizes = fixed(found, torch.float32, 64, storage)
-    assert sizes.trunk + sizes.mtp == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert sizes.trunk + sizes.draft == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     for name, parameter in model.named_parameters():
         drafts, routed = name.startswith("mtp_head."), ".experts." in name
         there = {"all": True, "trunk": not drafts, "MTP layer": drafts, "experts": routed}[part]

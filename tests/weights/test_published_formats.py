@@ -114,7 +114,7 @@ def test_every_tensor_has_its_place_and_memory_is_that_of_the_files(tmp_path: Pa
     described = describe(config, want_mtp="num_nextn_predict_layers" in published)
     sizes = fixed(described, torch.bfloat16, 64, Storage(True, torch.bfloat16, keep_int4=True))
     copies = sum(2 * torch.Size(shape).numel() for name, (_, shape) in header.items() if name.count("layers") and "_tokens" in name) * 2
-    assert abs(sizes.trunk + sizes.mtp - (size - copies)) < 0.03 * size
+    assert abs(sizes.trunk + sizes.draft - (size - copies)) < 0.03 * size
     report = inspect_model(config)
     labels = {kind: parameters for _, _, parameters, kind, _ in report.weights}
     assert case.label in labels and "I32" not in labels and sum(row[4] for row in report.weights) == size
@@ -144,7 +144,7 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     widened = sum(count for name, count in numbers.items() if "wo_a" in name) - 2 * sum(
         numbers[name] for name in own if name.endswith(COPIES)
     )
-    assert abs(sizes.trunk + sizes.mtp - size - widened) < 0.01 * size
+    assert abs(sizes.trunk + sizes.draft - size - widened) < 0.01 * size
     report = inspect_model(config)
     assert {"MXFP4", "float8, blocks of 128 x 128"} < {row[3] for row in report.weights}
     assert sum(row[4] for row in report.weights) == size
