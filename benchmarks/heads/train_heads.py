@@ -103,10 +103,10 @@ class Pupil:
     def expected(self, texts: list[Seen]) -> list[float]:
         """Of each draft, the share that is accepted if those before it are what the text has: sum min(p, q)."""
         shares = [
-            [torch.minimum(chances, (logits / TEMPERATURE).softmax(-1)).sum(-1).mean() for logits, chances in self.drafter.drafted(seen)]
+            torch.stack([torch.minimum(p, (logits / TEMPERATURE).softmax(-1)).sum(-1).mean() for logits, p in self.drafter.drafted(seen)])
             for seen in texts
         ]
-        return torch.tensor(shares).mean(0).tolist()  # type: ignore[no-any-return]
+        return torch.stack(shares).mean(0).tolist()  # type: ignore[no-any-return]
 
     def save(self, out: Path, report: dict[str, object]) -> None:
         out.mkdir(parents=True, exist_ok=True)
