@@ -7,6 +7,7 @@ draft number d (from 0) stands for token p + 2 + d, of which the trunk's own dis
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -155,19 +156,20 @@ def unrolled(
         yield state
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module, ABC):
     own_head = True  # False: it drafts with the trunk's, and needs a token map where it has learnt a part of the vocabulary
 
     def __init__(self, given: Given) -> None:
         super().__init__()
         self.given = given
 
+    @abstractmethod
     def drafted(self, seen: Seen) -> Drafted:
-        raise NotImplementedError
+        """Logits and the trunk's distribution of each draft, as `Drafted` says."""
 
+    @abstractmethod
     def config(self) -> dict[str, Any]:
         """As it is published."""
-        raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
         """By their published names."""
