@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from mtpserve.cache.pool import KVPool
+from mtpserve.cache.pool import IndexKeys, KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import Context
@@ -19,8 +19,8 @@ class SelectingContext(Context, Protocol):
     and attends to what the last layer before it has selected."""
 
     @property
-    def index_keys(self) -> Tensor:
-        """The layer's own [slots, 1, dim]."""
+    def index_keys(self) -> IndexKeys:
+        """The layer's own."""
         ...
 
     def select(self, q: Tensor, weights: Tensor) -> None:
@@ -55,9 +55,7 @@ class CompressingContext(Context, Protocol):
         ...
 
     @property
-    def entry_index_keys(self) -> Tensor:
-        """[entries, 1, dim]"""
-        ...
+    def entry_index_keys(self) -> IndexKeys: ...
 
     def select(self, q: Tensor, weights: Tensor) -> None:
         """As SelectingContext.select, among entries."""
@@ -121,7 +119,7 @@ class LayerContext(Generic[P]):
         return self.planned.attend(q, self.layer, sinks)
 
     @property
-    def index_keys(self) -> Tensor:
+    def index_keys(self) -> IndexKeys:
         return self.planned.pool.index_keys(self.layer)
 
     def select(self, q: Tensor, weights: Tensor) -> None:
@@ -140,7 +138,7 @@ class LayerContext(Generic[P]):
         return cast(BatchCompression, self.planned).entries.keys(self.layer)
 
     @property
-    def entry_index_keys(self) -> Tensor:
+    def entry_index_keys(self) -> IndexKeys:
         return cast(BatchCompression, self.planned).entries.index_keys(self.layer)
 
 

@@ -70,7 +70,7 @@ def best_of(seen: list[Tensor], best: int, pool: KVPool, layer: int, q: Tensor, 
     chosen, keys = list(seen), pool.index_keys(layer)
     scored = [row for row, slots in enumerate(seen) if len(slots) > best]
     for rows, slots, counts in alike(seen, scored, MAX_TOKENS):
-        there = pool.widened(keys[slots]).squeeze(2).float()  # [n, length, dim]
+        there = keys.at(slots)  # [n, length, dim]
         scores = torch.bmm(weights[rows].unsqueeze(1), torch.bmm(q[rows].float(), there.mT).relu_()).squeeze(1)
         scores.masked_fill_(torch.arange(slots.shape[1], device=slots.device) >= counts, -torch.inf)
         places = scores.sort(dim=-1, descending=True, stable=True).indices[:, :best].sort(-1).values

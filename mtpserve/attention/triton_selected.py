@@ -49,8 +49,10 @@ class SelectedSpans:
 
     def select(self, q: Tensor, weights: Tensor, layer: int) -> None:
         batch, seen, keys = self.batch, self.seen, self.pool.index_keys(layer)
-        where = self.page_table, batch.row_seats, seen.ends, batch.tree_bits, seen.starts, self.pool.page_size, self.best
-        self.choice.slots, self.choice.counts = select(q.contiguous(), weights.contiguous(), keys, *where, shift=batch.shift)
+        where = self.page_table, batch.row_seats, seen.ends, batch.tree_bits, seen.starts
+        self.choice.slots, self.choice.counts = select(
+            q.contiguous(), weights.contiguous(), keys.rows, *where, self.pool.page_size, self.best, scales=keys.scales, shift=batch.shift
+        )
 
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         assert sinks is None, "no published model has sinks where tokens are selected"

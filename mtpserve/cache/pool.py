@@ -3,12 +3,14 @@ slot. Who holds which page: see pages.py.
 
     slot = page_of_the_request[index // page_size] * page_size + index % page_size
 
-All may be stored in float8 (e4m3, scale 1, numbers beyond ±448 cut off): the reader widens them.
+All may be stored in float8 (e4m3), and the reader widens them: keys and values with scale 1, numbers beyond ±448 cut off; index keys with
+a scale for each of them, as DeepSeek-V3.2's own code does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from mtpserve_kernels.cache import reference
@@ -18,12 +20,33 @@ from mtpserve.core.arch import KVLayout
 
 Compact = Callable[[Tensor, Tensor, Tensor], None]
 FP8, LARGEST = torch.float8_e4m3fn, 448.0
+SCALE_BYTES = 4
+
+
+class IndexKeys(NamedTuple):
+    """A layer's: rows [slots, 1, dim], and where these are float8 their scales [slots, 1, 1] float32."""
+
+    rows: Tensor
+    scales: Tensor | None
+
+    def store(self, slots: Tensor, keys: Tensor) -> None:
+        """keys [T, 1, dim], slots [T]"""
+        if self.scales is not None:
+            scales = scale_of(keys)
+            store(self.scales, slots, scales)
+            keys = keys.float() / scales
+        store(self.rows, slots, keys)
+
+    def at(self, slots: Tensor) -> Tensor:
+        """slots [...] → float32 [..., dim]"""
+        rows = self.rows[slots].squeeze(-2).float()
+        return rows if self.scales is None else rows * self.scales[slots].squeeze(-2)
 
 
 class KVPool:
     """k [layers, slots, heads, key_dim]; v [layers, slots, heads, value_dim], or None for the latent layout (v is part of k); index
-    [layers, slots, 1, index_dim], or None; inputs [layers, slots, 1, inputs_dim], of which entries are made, or None. `parts` are all of
-    them.
+    [layers, slots, 1, index_dim], or None; scales [layers, slots, 1, 1] float32, of index keys in float8, or None; inputs [layers, slots,
+    1, inputs_dim], of which entries are made, or None. `parts` are all of them.
 
     There are slots `beyond` those of the pages. `dtype` is what the layers compute in, `stored` what they are kept in (None: the same), but
     for the inputs.
@@ -43,8 +66,9 @@ class KVPool:
         self.k = made(layout.heads, layout.key_dim)
         self.v = made(layout.heads, layout.value_dim) if layout.kind == "gqa" else None
         self.index = made(1, index_dim) if index_dim else None
+        self.scales = made(1, 1, torch.float32) if index_dim and stored == FP8 else None
         self.inputs = made(1, inputs_dim, dtype) if inputs_dim else None
-        self.parts = [each for each in (self.k, self.v, self.index, self.inputs) if each is not None]
+        self.parts = [each for each in (self.k, self.v, self.index, self.scales, self.inputs) if each is not None]
         if poison:
             for part in self.parts:
                 part.fill_(torch.nan)
@@ -81,10 +105,10 @@ class KVPool:
         """[slots, heads, value_dim], a view of the keys for the latent layout."""
         return self.k[layer, :, :, : self.layout.value_dim] if self.v is None else self.v[layer]
 
-    def index_keys(self, layer: int) -> Tensor:
-        """[slots, 1, index_dim], of layers that have them."""
+    def index_keys(self, layer: int) -> IndexKeys:
+        """Of layers that have them."""
         assert self.index is not None
-        return self.index[layer]
+        return IndexKeys(self.index[layer], None if self.scales is None else self.scales[layer])
 
     def inputs_of(self, layer: int) -> Tensor:
         """[slots, 1, inputs_dim], of layers that make entries."""
@@ -102,8 +126,15 @@ class KVPool:
 
 
 def store(part: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows [T, heads, dim] to slots [T] of one layer's keys, values or index keys [slots, heads, dim], in plain torch."""
+    """Write rows [T, heads, dim] to slots [T] of one layer's part [slots, heads, dim], in plain torch."""
     if part.dtype == FP8:
         # As bytes: torch moves few float8 numbers by index. NaN passes the clamp, as it must.
         part, rows = part.view(torch.uint8), rows.clamp(-LARGEST, LARGEST).to(FP8).view(torch.uint8)
     part.index_copy_(0, slots, rows.to(part.dtype))
+
+
+def scale_of(keys: Tensor) -> Tensor:
+    """keys [..., dim] → [..., 1] float32, by which they are divided before they become float8: the smallest power of two that brings the
+    largest number to 448 at most, or 1 for zeros. A power of two rounds nothing (ue8m0, as the published models have it)."""
+    exponent = torch.frexp(keys.float().abs().amax(-1, keepdim=True) / LARGEST).exponent
+    return (exponent.clamp(-126, 127) + 127 << 23).view(torch.float32)  # by its bits: pow is not exact on every device

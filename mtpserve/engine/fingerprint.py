@@ -13,7 +13,7 @@ from mtpserve.engine.planning import Plan
 from mtpserve.weights.checkpoint import Checkpoint
 
 SAMPLE = 512  # bytes of each tensor that are read
-VERSION = b"mtpserve pages 1"  # of what a page holds, and in which order
+VERSION = b"mtpserve pages 2"  # of what a page holds, and in which order
 
 
 def fingerprint(config: EngineConfig, planned: Plan) -> bytes:

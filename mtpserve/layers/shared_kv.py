@@ -90,7 +90,7 @@ class Compressor(nn.Module):
             parts = context.inputs[completed.tokens].squeeze(2).split(self.sizes, -1)
             store(context.entries, completed.slots, self.maker(parts[0], there, turned))
             if indexer is not None:
-                store(context.entry_index_keys, completed.slots, indexer.maker(parts[1], there, turned))
+                context.entry_index_keys.store(completed.slots, indexer.maker(parts[1], there, turned))
         if indexer is not None:
             indexer(x, latent, rotation, context)
 

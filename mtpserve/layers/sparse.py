@@ -1,9 +1,8 @@
 """Latent attention to selected tokens: DeepSeek-V3.2's sparse attention (https://arxiv.org/abs/2512.02556 §2.1).
 
 The lightning indexer scores tokens with heads of its own: their queries come from the normed latent of q, their one key from the layer's
-input, as the weight of each head. The published code rotates queries and keys by a Hadamard matrix before it rounds them to float8, with a
-scale for each token. The rotation changes no product, and keys that come out of a norm of 128 numbers are far from both ends of float8's
-range (their largest is at most 11 times the norm's weight, of 448), so that a scale would save no bits: both are left out.
+input, as the weight of each head. With --kv-cache-dtype fp8_e4m3 index keys have a scale for each token, as in the published code. That
+rotates queries and keys by a Hadamard matrix before it rounds them, too: a rotation changes no product, and is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpserve.attention.contexts import SelectingContext
-from mtpserve.cache.pool import store
 from mtpserve.core.arch import Attention, ModelArch
 from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.kernels import Kernels
@@ -58,7 +56,7 @@ class Indexer(nn.Module):
 
     def store(self, x: Tensor, rotation: Rotation, context: SelectingContext) -> None:
         key = self.key_norm(self.key(x)).unsqueeze(1)
-        store(context.index_keys, context.slots, self.rotated(key, rotation))
+        context.index_keys.store(context.slots, self.rotated(key, rotation))
 
     def rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
         return rotation.rotate(x) if self.interleaved else rotation.rotate_halves(x)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from mtpserve_kernels.tiling import MAX_SCORES
 
+from mtpserve.cache.pool import FP8, SCALE_BYTES
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import Attention, ModelArch, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.errors import NoRoom
@@ -94,11 +95,19 @@ class TokenSizes:
     itemsize: int  # of what is not rounded
 
     def token(self, kind: Attention) -> int:
-        return kind.numbers * self.stored.itemsize + kind.inputs * self.itemsize
+        return kind.numbers * self.stored.itemsize + self.scale(kind.index_dim) + kind.inputs * self.itemsize
+
+    def entry(self, kind: Attention) -> int:
+        """Of one that stands for several tokens."""
+        return 0 if kind.compressed is None else kind.entry * self.stored.itemsize + self.scale(kind.compressed.index_dim)
+
+    def scale(self, index_dim: int) -> int:
+        """Of an index key."""
+        return SCALE_BYTES if index_dim and self.stored == FP8 else 0
 
     def part_of_entry(self, kind: Attention) -> int:
         """Rounded up; 0: the layer has none."""
-        return 0 if kind.compressed is None else columns(kind.entry * self.stored.itemsize, kind.compressed.every)
+        return 0 if kind.compressed is None else columns(self.entry(kind), kind.compressed.every)
 
 
 def columns(tokens: int, page_size: int) -> int:
@@ -151,7 +160,7 @@ def plan_memory(
             ("hidden rows that the draft model absorbs later", running * boundary * deferred_rows(config, arch)),
             ("states of recurrent layers", (running + 1) * state_bytes),
             ("inputs of recurrent layers that wait for a verdict", (running + 1) * waiting_bytes),
-            ("entries that nodes of trees complete", (running + 1) * entries_of_nodes(config, arch, stored)),
+            ("entries that nodes of trees complete", (running + 1) * entries_of_nodes(config, arch, sizes)),
             (f"one step's numbers{ESTIMATE}", rows),
             (f"captured steps{ESTIMATE}", captured),
         ]
@@ -198,10 +207,10 @@ def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
     return draft_sizes(config.spec, config.scheduler.chunked_prefill_size).deferred if every else 0
 
 
-def entries_of_nodes(config: EngineConfig, arch: ModelArch, stored: torch.dtype) -> int:
+def entries_of_nodes(config: EngineConfig, arch: ModelArch, sizes: TokenSizes) -> int:
     """Bytes of one request."""
     nodes = draft_sizes(config.spec, config.scheduler.chunked_prefill_size).nodes
-    return nodes * sum(kind.entry for kind in attention_kinds(arch.layers)) * stored.itemsize
+    return nodes * sum(map(sizes.entry, attention_kinds(arch.layers)))
 
 
 def kept_states(config: EngineConfig, size: int, running: int, budget: int | None) -> int:
@@ -213,7 +222,7 @@ def kept_states(config: EngineConfig, size: int, running: int, budget: int | Non
 
 def entries_of_page(kind: Attention, sizes: TokenSizes, page_size: int) -> int:
     """In bytes, of one layer."""
-    return 0 if kind.compressed is None else page_size // kind.compressed.every * kind.entry * sizes.stored.itemsize
+    return 0 if kind.compressed is None else page_size // kind.compressed.every * sizes.entry(kind)
 
 
 def kv_rows(arch: ModelArch, sizes: TokenSizes, page_size: int, pages: tuple[int, ...], running: int, ahead: int) -> list[tuple[str, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from mtpserve.cache.stores import Stores
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
 from mtpserve.core.arch import Attention, Compressed, KVLayout, Selected, page_groups, tokens_of_entries
 from mtpserve.engine import assemble, build
+from tests.models.compressed_checkpoints import deepseek_v4
+from tests.models.sparse_checkpoints import deepseek_v32
 
 FP8 = torch.float8_e4m3fn
 GQA, LATENT = KVLayout("gqa", 2, 8, 8), KVLayout("mla", 1, 24, 16)
@@ -69,8 +73,13 @@ def test_slots_move(layout: KVLayout) -> None:
         assert torch.equal(made.widened(made.keys(layer)[:4]), wanted[[0, 2, 3, 3]])
 
 
-def test_the_plan_and_the_stores_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [None, deepseek_v32, deepseek_v4], ids=["demo", "deepseek v3.2", "deepseek v4"])
+def test_the_plan_and_the_stores_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Callable[[Path], object] | None) -> None:
+    model: dict[str, str] = {}
     sizes, made = {}, []
+    if make is not None:
+        make(tmp_path)
+        model = {"model": str(tmp_path)}
 
     class Kept(Stores):
         def __init__(self, *given: Any, **options: Any) -> None:
@@ -80,12 +89,14 @@ def test_the_plan_and_the_stores_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "Stores", Kept)
     for dtype in ("auto", "bfloat16", "fp8", "fp8_e4m3"):
         config = EngineConfig(
-            model=ModelConfig(dtype="float32", device="cpu"), cache=CacheConfig(max_total_tokens=64, kv_cache_dtype=dtype)
+            model=ModelConfig(dtype="float32", device="cpu", **model), cache=CacheConfig(max_total_tokens=256, kv_cache_dtype=dtype)
         )
-        sizes[dtype] = sum(size for what, size in build.plan(config).memory.rows if "KV" in what)
+        sizes[dtype] = sum(size for what, size in build.plan(config).memory.rows if "KV" in what or "entries" in what)
         build.build_engine(config)
         assert made[-1] == sizes[dtype]
-    assert sizes["auto"] == 2 * sizes["bfloat16"] == 4 * sizes["fp8"] == 4 * sizes["fp8_e4m3"]
+    assert sizes["auto"] > sizes["bfloat16"] > sizes["fp8"] == sizes["fp8_e4m3"]
+    if make is None:  # else there are scales, and numbers that are not rounded
+        assert sizes["auto"] == 2 * sizes["bfloat16"] == 4 * sizes["fp8"]
 
 
 def test_index_keys_are_stored_beside_the_keys() -> None:
@@ -97,13 +108,32 @@ def test_index_keys_are_stored_beside_the_keys() -> None:
     assert stores.nbytes == 4 * 12 * (2 * own.numbers + other.numbers)
     pool = stores.stores[0].pool
     for layer in range(2):
-        store(pool.index_keys(layer), torch.arange(4), torch.full((4, 1, 12), layer + 1.0).cumsum(0))
+        pool.index_keys(layer).store(torch.arange(4), torch.full((4, 1, 12), layer + 1.0).cumsum(0))
     stores.move(0, torch.tensor([[2, 3]]), torch.tensor([[1, 2]]))
     for layer in range(2):
-        assert (pool.index_keys(layer)[:4, 0, 0] / (layer + 1)).tolist() == [1, 3, 4, 4]
-    assert pool.index_keys(0)[4:].isnan().all() and stores.stores[1].pool.index is None
+        assert (pool.index_keys(layer).rows[:4, 0, 0] / (layer + 1)).tolist() == [1, 3, 4, 4]
+    assert pool.index_keys(0).rows[4:].isnan().all() and stores.stores[1].pool.index is None
     stores.clear_last()
-    assert not pool.index_keys(1)[8:].any()
+    assert not pool.index_keys(1).rows[8:].any()
+
+
+def test_index_keys_in_float8_have_a_scale_each() -> None:
+    """Keys of any size keep 4 bits of each number, NaN is not lost; scales move with their keys, and are counted."""
+    kind = Attention(LATENT, selected=Selected(5, 12))
+    stores = Stores([kind] * 2, (3,), 4, torch.float32, torch.device("cpu"), poison=True, stored=torch.float8_e4m3fn)
+    assert stores.nbytes == 2 * 12 * (kind.numbers + 4)
+    keys = torch.randn(10, 1, 12, generator=torch.Generator().manual_seed(0))
+    keys *= torch.tensor([1, 448, 449, 1e-6, 1e-30, 1e30, 1e38, 2**-9, 0, torch.nan]).view(-1, 1, 1)
+    pool = stores.stores[0].pool
+    for layer in range(2):
+        pool.index_keys(layer).store(torch.arange(10), keys)
+    stores.move(0, torch.tensor([[7]]), torch.tensor([[0]]))
+    for found in map(pool.index_keys, range(2)):
+        assert found.scales is not None and (found.scales[:9].frexp().mantissa == 0.5).all(), "powers of two"
+        there, wanted = found.at(torch.arange(12)), torch.cat([keys[7:8, 0], keys[1:9, 0]])
+        rounded = 2**-4 * wanted.abs() + 2**-10 * found.scales[:9, 0]
+        assert ((there[:9] - wanted).abs() <= rounded).all() and (found.rows[:8].float().abs().amax((1, 2)) > 200).all()
+        assert there[9:].isnan().all()
 
 
 def test_layers_of_one_kind_share_a_store() -> None:

@@ -88,7 +88,8 @@ def selection(fp8: bool) -> None:
         for heads, tree, shift in ((64, False, 0), (64, True, 1), (32, True, 0)):
             q, keys = torch.zeros(2, heads, 128, dtype=dtype), torch.zeros(64, 1, 128, dtype=stored or dtype)
             bits = ints(2) if tree else None
-            select(q, torch.zeros(2, heads), keys, ints(4, 4096), ints(2), ints(2), bits, bits, 64, 2048, shift=shift)
+            scales = torch.zeros(64, 1, 1) if keys.dtype == torch.float8_e4m3fn else None
+            select(q, torch.zeros(2, heads), keys, ints(4, 4096), ints(2), ints(2), bits, bits, 64, 2048, scales=scales, shift=shift)
         latent = torch.zeros(64, 1, 576, dtype=stored or dtype)
         for heads in (1, 16, 64, 128):
             for splits in (1, 8):

@@ -54,6 +54,19 @@ def test_slots_are_the_references(device: torch.device, heads: int, dim: int, pa
         agree(*run(rows_of(RAGGED, heads, dim, page, device, tree, shift, seed), best, shift, **options))
 
 
+@pytest.mark.parametrize(("tree", "shift"), [(False, 0), (True, 1)])
+def test_keys_have_scales(device: torch.device, tree: bool, shift: int) -> None:
+    made = rows_of(RAGGED, 5, 20, 4, device, tree, shift, 0)
+    keys = made["keys"]
+    dice = torch.Generator().manual_seed(2)
+    scales = 2.0 ** torch.randint(-9, 9, (len(keys), 1, 1), generator=dice).to(device)
+    scales[keys.isnan().any(-1, keepdim=True)] = torch.nan
+    given = made["q"], made["weights"], keys, *made["where"], made["page"], 9
+    expected = reference.select(*given, scales=scales, shift=shift)
+    agree(select(*given, scales=scales, shift=shift, splits=3, block=32), expected)
+    assert not torch.equal(expected[0], reference.select(*given, shift=shift)[0])
+
+
 @pytest.mark.parametrize("best", [1, 31, 64, 127])
 def test_all_scores_are_equal(device: torch.device, best: int) -> None:
     """0, or minus 0, or all alike: the first columns are taken."""

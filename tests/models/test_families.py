@@ -195,18 +195,21 @@ WITHOUT_MTP = [llama, mistral, gpt_oss, qwen2, qwen2_moe, qwen3, qwen3_moe]
 WITH_MTP = [qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, glm4_moe, glm4_moe_lite, deepseek_v32, glm_dsa, ernie, mimo_v2, step]
 
 
-@pytest.mark.parametrize("make", [*WITHOUT_MTP, *WITH_MTP])
-def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make) -> None:
+KEYS = [*((make, "auto") for make in (*WITHOUT_MTP, *WITH_MTP)), (deepseek_v32, "fp8_e4m3"), (glm_dsa, "fp8_e4m3")]
+
+
+@pytest.mark.parametrize(("make", "stored"), KEYS)
+def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make, stored: str) -> None:
     """Chunks, small pages and preemption, too; all requests at once against each one alone."""
     tiny = make(tmp_path)
     # Texts that repeat themselves, so that n-grams are drafted, too.
     asked = [[token % 5 + i for token in range(n)] for i, n in enumerate((9, 17, 30, 1, 12, 21))]
     sampling = [SamplingParams(max_tokens=24, temperature=0.6 * (i % 2), seed=i, ignore_eos=True) for i in range(len(asked))]
-    plain = [run(engine_of(tiny, SpecConfig(), 400, 64), [ids], one)[0] for ids, one in zip(asked, sampling, strict=True)]
+    plain = [run(engine_of(tiny, SpecConfig(), 400, 64, stored), [ids], one)[0] for ids, one in zip(asked, sampling, strict=True)]
     for shape in SHAPES if tiny.mtp is not None else SHAPES[-1:]:
         # A small pool preempts, and its budget cuts prompts; one shape has a large one, too.
         for tokens, budget in ((110, 14), (400, 64)) if shape is SHAPES[1] or tiny.mtp is None else ((110, 14),):
-            engine = engine_of(tiny, shape, tokens, budget)
+            engine = engine_of(tiny, shape, tokens, budget, stored)
             texts = run(engine, asked, sampling)
             # With a fixed depth only the law of a sampled text is that of plain decoding.
             kept = [i for i in range(len(asked)) if i % 2 == 0 or shape.speculative_adaptive]
@@ -216,10 +219,10 @@ def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make) -> None:
             assert engine.stats.accepted_tokens_total > 0 or (tiny.mtp is not None and shape is SHAPES[-1])
 
 
-def engine_of(tiny: Tiny, spec: SpecConfig, tokens: int, budget: int) -> Engine:
+def engine_of(tiny: Tiny, spec: SpecConfig, tokens: int, budget: int, stored: str) -> Engine:
     config = EngineConfig(
         model=ModelConfig(model=str(tiny.directory), device="cpu", dtype="float32"),
-        cache=CacheConfig(page_size=5, max_total_tokens=tokens),
+        cache=CacheConfig(page_size=5, max_total_tokens=tokens, kv_cache_dtype=stored),
         spec=spec,
         scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=budget),
     )

@@ -68,16 +68,17 @@ def test_drafts_are_those_of_a_computation_from_scratch(tmp_path: Path, place: t
 
 
 @pytest.mark.parametrize(
-    ("backend", "spec"),
+    ("backend", "spec", "stored"),
     [
-        ("reference", {"speculative_num_steps": 1}),
-        ("reference", CHAIN),
-        ("reference", TREE),
-        ("cpu", TREE),
-        ("exact", TREE),
+        ("reference", {"speculative_num_steps": 1}, "auto"),
+        ("reference", CHAIN, "auto"),
+        ("reference", TREE, "auto"),
+        ("reference", TREE, "fp8_e4m3"),
+        ("cpu", TREE, "auto"),
+        ("exact", TREE, "auto"),
     ],
 )
-def test_texts_do_not_depend_on_drafts(tmp_path: Path, backend: str, spec: dict[str, Any]) -> None:
+def test_texts_do_not_depend_on_drafts(tmp_path: Path, backend: str, spec: dict[str, Any], stored: str) -> None:
     if backend == "cpu":
         pytest.importorskip("mtpserve_kernels.cpu.library")
     exact = {"speculative_exact": True} if backend == "exact" else {}
@@ -85,8 +86,8 @@ def test_texts_do_not_depend_on_drafts(tmp_path: Path, backend: str, spec: dict[
     # Texts that repeat themselves, so that the same tokens come in several trees.
     asked = [[token % 5 + i for token in range(n)] for i, n in enumerate((9, 17, 30, 1))]
     greedy = replace(GREEDY, max_tokens=20)
-    plain = [run(engine_of(tiny, {}, backend=backend), [ids], greedy)[0] for ids in asked]
-    engine = engine_of(tiny, spec | exact, 108, 14, backend)
+    plain = [run(engine_of(tiny, {}, backend=backend, kv_cache_dtype=stored), [ids], greedy)[0] for ids in asked]
+    engine = engine_of(tiny, spec | exact, 108, 14, backend, kv_cache_dtype=stored)
     assert run(engine, asked, greedy) == plain
     assert engine.stats.accepted_tokens_total > 5 * (spec is TREE) and (spec is TREE or engine.stats.preemptions_total > 0)
 

@@ -53,12 +53,12 @@ def span_mla(
 
 def select(
     q: Tensor, weights: Tensor, keys: Tensor, page_table: Tensor, seats: Tensor, ends: Tensor, bits: Tensor | None, starts: Tensor | None,
-    page_size: int, best: int, *, shift: int = 0,
+    page_size: int, best: int, *, scales: Tensor | None = None, shift: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [T, heads, D], weights [T, heads] float32, index keys [slots, 1, D]; seats, ends, bits and starts [T]: of each row, see
-    `select.py`. → the slots of the `best` columns that the row sees, those with the largest scores, in the order of columns [T, best]
-    int64, and how many they are [T] int64; what follows is void. Of equal scores the earlier column's counts more, and NaN more than any
-    number."""
+    """q [T, heads, D], weights [T, heads] float32, index keys [slots, 1, D] and their scales [slots, 1, 1] float32 (None: 1); seats, ends,
+    bits and starts [T]: of each row, see `select.py`. → the slots of the `best` columns that the row sees, those with the largest scores,
+    in the order of columns [T, best] int64, and how many they are [T] int64; what follows is void. Of equal scores the earlier column's
+    counts more, and NaN more than any number."""
     slots, counts = seats.new_zeros(len(q), best), torch.empty_like(ends)
     for row, (seat, end) in enumerate(zip(seats.tolist(), ends.tolist(), strict=True)):
         columns = torch.arange(end, device=q.device)
@@ -69,6 +69,7 @@ def select(
         seen = page_table[seat, place // page_size] * page_size + place % page_size
         if len(seen) > best:
             scores = weights[row] @ (q[row].float() @ keys[seen, 0].float().T).relu()
+            scores = scores if scales is None else scores * scales[seen, 0, 0]
             seen = seen[scores.sort(descending=True, stable=True).indices[:best].sort().values]
         slots[row, : len(seen)], counts[row] = seen, len(seen)
     return slots, counts

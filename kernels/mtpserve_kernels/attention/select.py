@@ -1,6 +1,6 @@
 """Which tokens a row attends to: those whose index keys have the best scores, as lists of slots (DeepSeek-V3.2's lightning indexer).
 
-    score(row, column) = sum over the index heads of  weight * relu(q · key)               https://arxiv.org/abs/2512.02556 §2.1
+    score(row, column) = scale of the key * sum over the index heads of  weight * relu(q · key)       https://arxiv.org/abs/2512.02556 §2.1
 
 `index_score_kernel` has a row and a split of its columns, and multiplies all heads of the row with a block of keys. `choose_kernel` has a
 row: it finds the score of the last column that is taken by its bits, eight at a time from the highest, as a radix select does, and then
@@ -52,7 +52,7 @@ def _ordered(b_scores):
 
 @triton.jit(do_not_specialize=["first", "stride_scores"])
 def index_score_kernel(
-    p_q, p_weights, p_keys, p_scores, p_page_table, p_seats, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
+    p_q, p_weights, p_keys, p_scales, p_scores, p_page_table, p_seats, p_ends, p_bits, p_starts, first, stride_pages, stride_scores,
     HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, SHIFT: tl.constexpr, BEST: tl.constexpr,
 ):  # fmt: skip
     BH: tl.constexpr = triton.next_power_of_2(HEADS) if HEADS > 16 else 16
@@ -81,6 +81,8 @@ def index_score_kernel(
             b_products = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
             # NaN is not less than 0, and must not be lost: it becomes the best score, so that it is attended to.
             b_score = tl.sum(tl.where(b_products <= 0, 0.0, b_products) * b_weight[:, None], 0)
+            if p_scales is not None:
+                b_score *= tl.load(p_scales + b_slot, mask=b_seen, other=0.0)
             b_score = tl.where(b_score != b_score, float("inf"), tl.where(b_score == 0, 0.0, b_score))  # no -0
             tl.store(p_out + o_column, tl.where(b_seen, b_score, float("-inf")), mask=o_column < end)
 
@@ -139,12 +141,14 @@ def choose_kernel(
 
 def select(
     q: Tensor, weights: Tensor, keys: Tensor, page_table: Tensor, seats: Tensor, ends: Tensor, bits: Tensor | None, starts: Tensor | None,
-    page_size: int, best: int, *, shift: int = 0, splits: int | None = None, scores: int = MAX_SCORES, block: int = BLOCK,
+    page_size: int, best: int, *, scales: Tensor | None = None, shift: int = 0, splits: int | None = None,
+    scores: int = MAX_SCORES, block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See reference.select. `scores`: how many of them are in memory at a time, for as many rows as that is. `splits`: of each row."""
     rows, heads, dim = q.shape
     assert keys.shape[1:] == (1, dim) and keys.is_contiguous() and q.is_contiguous() and weights.is_contiguous(), (q.shape, keys.shape)
     assert weights.shape == (rows, heads) and weights.dtype == torch.float32 and page_table.stride(1) == 1, (weights.shape, weights.dtype)
+    assert scales is None or (scales.numel() == len(keys) and scales.is_contiguous() and scales.dtype == torch.float32), scales
     columns = page_table.shape[1] * page_size
     each = max(1, min(scores // columns, rows))
     slots = torch.empty(rows, best, dtype=torch.int64, device=q.device)
@@ -157,8 +161,8 @@ def select(
         if columns > best:
             BN, warps = (16, 8) if q.dtype == torch.float32 else (128, 4)
             index_score_kernel[(part, splits or splits_for(part, processors_of(q.device)))](
-                q, weights, keys, made, *where, first, page_table.stride(0), made.stride(0), HEADS=heads, D=dim, BN=BN, PAGE=page_size,
-                SHIFT=shift, BEST=best, num_warps=warps, num_stages=2,
+                q, weights, keys, scales, made, *where, first, page_table.stride(0), made.stride(0), HEADS=heads, D=dim, BN=BN,
+                PAGE=page_size, SHIFT=shift, BEST=best, num_warps=warps, num_stages=2,
             )  # fmt: skip
         choose_kernel[(part,)](
             made, slots, counts, *where, first, page_table.stride(0), made.stride(0), PAGE=page_size, SHIFT=shift, BEST=best, B=block,
