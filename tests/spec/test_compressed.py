@@ -89,7 +89,7 @@ def test_texts_do_not_depend_on_drafts(tmp_path: Path, backend: str, spec: dict[
     plain = [run(engine_of(tiny, {}, backend=backend, kv_cache_dtype=stored), [ids], greedy)[0] for ids in asked]
     engine = engine_of(tiny, spec | exact, 108, 14, backend, kv_cache_dtype=stored)
     assert run(engine, asked, greedy) == plain
-    assert engine.stats.accepted_tokens_total > 5 * (spec is TREE) and (spec is TREE or engine.stats.preemptions_total > 0)
+    assert engine.stats.accepted_tokens_total >= 5 * (spec is TREE) and (spec is TREE or engine.stats.preemptions_total > 0)
 
 
 def test_a_row_on_a_cpu_is_the_same_however_a_text_is_cut(tmp_path: Path) -> None:
