@@ -117,8 +117,8 @@ def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:
         return None
     source, directory = cast(HeadSource, DRAFTERS.get(spec.drafter)), Path(spec.speculative_draft_model_path)
     head = source.open(directory, config, trunk)
-    if head.same_text:
-        require_same_tokens(config.model, directory, trunk.vocab)
+    if head.vocab is not None:
+        require_same_tokens(config.model, directory, trunk.vocab, head.vocab)
     return head
 
 

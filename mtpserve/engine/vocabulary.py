@@ -13,25 +13,30 @@ from mtpserve.core.gguf import SUFFIX
 log = logging.getLogger(__name__)
 
 
-def require_same_tokens(model: ModelConfig, draft: Path, vocab: int) -> None:
-    """Raises ConfigError naming the first of the `vocab` tokens that differs."""
-    if model.numbers_for_text:
-        return
-    if draft.suffix != SUFFIX and not (draft / "tokenizer.json").is_file():
-        log.warning("%s has no tokenizer.json: that its tokens are the model's is taken for granted", draft)
+def require_same_tokens(model: ModelConfig, draft: Path, vocab: int, drafted: int) -> None:
+    """`vocab`, `drafted`: the sizes of their embeddings, which may differ by padding. Raises ConfigError naming the first token that
+    differs."""
+    readable = draft.suffix == SUFFIX or (draft / "tokenizer.json").is_file()
+    if model.numbers_for_text or not readable:
+        if drafted != vocab:
+            why = "no text is read" if model.numbers_for_text else f"{draft} has no tokenizer.json"
+            sizes = f"vocab_size is {drafted}, and the model's is {vocab}"
+            raise ConfigError(f"--speculative-draft-model-path: {draft}: {sizes}; whether that is padding cannot be seen, since {why}")
+        if not readable:
+            log.warning("%s has no tokenizer.json: that its tokens are the model's is taken for granted", draft)
         return
     # Not at the top: it takes a second to import.
     from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
 
     ours, theirs = tokenizer_of(model), Tokenizer(draft)
-    digests = []
+    most, digests = max(vocab, drafted), []
     for tokenizer in (ours, theirs):
         digest = blake2b(digest_size=16)
-        for token in range(vocab):
+        for token in range(most):
             digest.update(tokenizer.token_bytes(token) + b"\0")
         digests.append(digest.digest())
     if digests[0] == digests[1]:
         return
-    first = next((token for token in range(vocab) if ours.token_bytes(token) != theirs.token_bytes(token)), 0)
+    first = next((token for token in range(most) if ours.token_bytes(token) != theirs.token_bytes(token)), 0)
     differs = f"token {first} is {ours.token_text(first)!r} to the model and {theirs.token_text(first)!r} to {draft}"
     raise ConfigError(f"--speculative-draft-model-path: the draft model needs the model's tokenizer: {differs}")

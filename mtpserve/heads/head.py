@@ -35,14 +35,14 @@ Make = Callable[[DecoderModel, Methods, torch.dtype, int, Kernels], nn.Module]  
 @dataclass(frozen=True, slots=True)
 class Head:
     """A draft model as far as config and headers tell. `rules`: from its tensors to the parameters of what `make` gives. `floor`: as in
-    models.family.Family. `same_text`: its tokenizer must be the model's."""
+    models.family.Family. `vocab`: of one that reads text by itself, whose tokenizer must be the model's, its vocabulary with padding."""
 
     checkpoint: Checkpoint
     arch: DraftArch
     rules: list[Rule]
     make: Make
     floor: float = 0.2
-    same_text: bool = False
+    vocab: int | None = None
 
     def inside(self, prefix: str) -> list[Rule]:
         """The rules where the module is a part of another one."""

@@ -1,5 +1,8 @@
 """A model of its own as the draft model (https://arxiv.org/abs/2211.17192): any family that keeps all it knows of a text in pages, with the
-target's vocabulary. It gets no features of the target, and its rows are stored in the same pages."""
+target's tokens. It gets no features of the target, and its rows are stored in the same pages.
+
+Models of one tokenizer may pad their embeddings to different sizes (Qwen2.5: 151,936 rows up to 3B, 152,064 from 7B on). What only the
+target has is never drafted, and what only the draft model has is left out."""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from mtpserve.core.arch import Attention, DraftArch, Features, LayerKind, ModelA
 from mtpserve.core.batch import Hidden
 from mtpserve.core.errors import UnsupportedModel
 from mtpserve.core.protocols import Context
-from mtpserve.heads.head import Head, Separate, opened, same
+from mtpserve.heads.head import Head, Separate, opened
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.models.family import Family, dropped
@@ -31,24 +34,32 @@ log = logging.getLogger(__name__)
 class StandaloneModel(nn.Module):
     """core.protocols.DraftModel."""
 
-    lag, at_once, mask, tokens, features = 0, False, None, None, Features()
+    lag, at_once, mask, features = 0, False, None, Features()
 
-    def __init__(self, model: DecoderModel, layers: tuple[LayerKind, ...]) -> None:
+    def __init__(self, model: DecoderModel, layers: tuple[LayerKind, ...], vocab: int) -> None:
+        """`vocab`: the target's."""
         super().__init__()
-        self.model, self.layers = model, layers
+        self.model, self.layers, self.vocab = model, layers, vocab
+
+    @property
+    def tokens(self) -> Tensor | None:
+        own = self.model.arch.vocab
+        return None if own >= self.vocab else torch.arange(own, device=self.model.norm.weight.device)
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
+        if self.model.arch.vocab < self.vocab:  # padding that the target has said
+            ids = ids.clamp(max=self.model.arch.vocab - 1)
         return self.model.trunk(ids, positions, contexts, self.features)
 
     def step(self, ids: Tensor, positions: Tensor, state: Tensor | None, contexts: Sequence[Context]) -> Hidden:
-        return self.model.trunk(ids, positions, contexts, self.features)
+        return self.absorb(ids, positions, state, contexts)
 
     def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
         """A layer's keys need the output of the one before it, so that nothing but the last layer's output could be left out."""
-        self.model.trunk(ids, positions, contexts, self.features)
+        self.absorb(ids, positions, features, contexts)
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
-        return self.model.logits(head)
+        return self.model.logits(head)[:, : self.vocab]
 
 
 class Standalone(Separate):
@@ -58,7 +69,6 @@ class Standalone(Separate):
         values = read_config(directory)
         family, checkpoint = family_of(values), opened(directory, config)
         arch = family.arch(values, 0)
-        same("vocab_size", values, arch.vocab, trunk.vocab)
         longest = config.model.context_length or trunk.max_positions
         if arch.max_positions < longest:
             log.warning("%s: %d positions, and requests may have %d: later drafts may be worse", values.path, arch.max_positions, longest)
@@ -71,7 +81,7 @@ class Standalone(Separate):
         rules = [rule if rule.target is None else replace(rule, target=f"model.{rule.target}") for rule in rules]
         kind = f"draft model ({arch.family}, {arch.num_layers} layers of {arch.hidden})"
         drafts = DraftArch(kind, layers, scale=arch.scale, own_head=True)
-        return Head(checkpoint, drafts, rules, partial(make, family, arch, layers), same_text=True)
+        return Head(checkpoint, drafts, rules, partial(make, family, arch, layers), vocab=arch.vocab)
 
 
 def paged(kind: Attention) -> bool:
@@ -83,7 +93,7 @@ def make(
     positions: int, kernels: Kernels,
 ) -> StandaloneModel:  # fmt: skip
     own = Methods(methods.draft, methods.draft_head or methods.head, methods.draft)
-    return StandaloneModel(family.build(arch, own, dtype, positions, kernels), layers)
+    return StandaloneModel(family.build(arch, own, dtype, positions, kernels), layers, trunk.arch.vocab)
 
 
 STANDALONE = Standalone()

@@ -162,11 +162,36 @@ def test_who_keeps_more_than_keys_and_values_is_refused(tmp_path: Path, make: Ma
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    llama(tmp_path / "target"), llama(tmp_path / "drafter", vocab_size=25)
-    with pytest.raises(
-        ConfigError, match=r"--speculative-draft-model-path: .*drafter/config.json: vocab_size is 25, and the model's is 24"
-    ):
-        plan(config_of(tmp_path / "target", drafted(tmp_path / "drafter")))
+    """Where no tokenizer tells that the difference is padding, or it tells that it is not."""
+    for name, vocab in (("target", 24), ("drafter", 25)):
+        llama(tmp_path / name, vocab_size=vocab)
+    config = config_of(tmp_path / "target", drafted(tmp_path / "drafter"))
+    with pytest.raises(ConfigError, match=r"drafter: vocab_size is 25, and the model's is 24; whether that is padding .*no tokenizer.json"):
+        plan(config)
+    for name in ("target", "drafter"):
+        write_tokenizer(tmp_path / name)
+    with pytest.raises(ConfigError, match="needs the model's tokenizer: token 24 is '' to the model and 'y' to"):
+        plan(config)
+
+
+@pytest.mark.parametrize(("vocab", "drafter"), [(24, 30), (30, 24)])
+def test_paddings_of_one_vocabulary_may_differ(tmp_path: Path, vocab: int, drafter: int) -> None:
+    """The text is the target's, which speaks of padding, too, since it is random; what both know is drafted."""
+    for name, size in (("target", vocab), ("drafter", drafter)):
+        llama(tmp_path / name, vocab_size=24)
+        write_tokenizer(tmp_path / name)
+        llama(tmp_path / name, vocab_size=size)
+    plain = texts(build_engine(config_of(tmp_path / "target", SpecConfig())))
+    for options in ({}, {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}):
+        engine = build_engine(config_of(tmp_path / "target", drafted(tmp_path / "drafter", **options)), poison=True)
+        assert texts(engine) == plain and engine.stats.draft_tokens_total > 40
+    assert (max(map(max, plain)) > 23) == (vocab == 30)
+    proof = prove(
+        {"model": str(tmp_path / "target"), "dtype": "float32", "max_total_tokens": 2048, "random_seed": 1,
+         "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(tmp_path / "drafter")},
+        PROMPTS, tokens=16, draws=60,
+    )  # fmt: skip
+    assert proof.holds, (proof.divergences, proof.laws)
 
 
 def test_the_first_token_that_differs_is_named(tmp_path: Path) -> None:
