@@ -115,6 +115,8 @@ class WatchedScheduler(Scheduler):
         coming = columns < len(seq.keys) and seq.keys[columns] in self._prefixes._coming
         if coming or (self._tiers is not None and self._pages.matched(seq.keys, found=self._tiers.found) > columns):
             return True
+        if self._tiers is not None and self._tiers.is_loading(seq.loading):  # pages that the tier has dropped since
+            return True
         return not long and self._is_long(seq, columns * self._pages.page_size)
 
     # ------------------------------------------------------------------------------------------------------ end
