@@ -3,7 +3,8 @@
 python benchmarks/never_slower.py --json FILE
 
 The demo, and the demo inflated to some hundred million parameters (common/inflate.py), which answers the same. `untrained` is that with a
-random projection in its draft layer, which guesses next to nothing.
+random projection in its draft layer, which guesses next to nothing. MODEL+ALGORITHM, like smollm2+EAGLE3, is a model with the head that
+heads/train_heads.py has written for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from common.demo import prompts
@@ -31,17 +33,38 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
+from mtpserve.weights.hub import fetched
 
 DEPTH, TOKENS, PROMPT = 3, 128, 128
 SLICE_S = 0.25  # an arm's turn: what slows the machine down for seconds slows all arms down
 RESAMPLED = 1000  # times, for the spread of a ratio
 # As many layers as MiMo-7B has, the smallest of the published models with a draft layer: what drafting costs, it costs relative to them.
 LARGE = {"layers": 36, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 32, "experts_per_token": 4}
-ARMS = {
-    "plain": SpecConfig(),
-    **{f"k = {k}": SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=k, speculative_adaptive=False) for k in (1, DEPTH)},
-    "adaptive": SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=DEPTH),
-}
+INFLATED = ("demo", "large", "untrained")
+HEADS = Path(__file__).parent / "heads" / "checkpoints"
+
+
+def arms(**drafter: str) -> dict[str, SpecConfig]:
+    """`drafter`: options of SpecConfig."""
+    options: dict[str, Any] = drafter or {"speculative_algorithm": "NEXTN"}
+    fixed = {f"k = {k}": SpecConfig(speculative_num_steps=k, speculative_adaptive=False, **options) for k in (1, DEPTH)}
+    return {"plain": SpecConfig(), **fixed, "adaptive": SpecConfig(speculative_num_steps=DEPTH, **options)}
+
+
+ARMS = arms()
+
+
+def arms_of(model: str, algorithm: str) -> dict[str, SpecConfig]:
+    """With the head that was trained for it."""
+    if not algorithm:
+        return ARMS
+    head = HEADS / f"{model}-{algorithm.lower()}"
+    if not head.is_dir():
+        raise SystemExit(f"{head} is not there: heads/train_heads.py writes it")
+    options = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head)}
+    if (tokens := head / "token_map.json").is_file():
+        options["speculative_token_map"] = str(tokens)
+    return arms(**options)
 
 
 def large(folder: Path) -> Path:
@@ -85,9 +108,10 @@ def engine_of(model: Path, spec: SpecConfig, most: int) -> Engine:
 class Load:
     """As many requests at a time as are asked for: when one ends, the next one starts. All arms get the same ones in the same order."""
 
-    def __init__(self, engine: Engine, requests: int, temperature: float) -> None:
+    def __init__(self, engine: Engine, requests: int, temperature: float, model: str = "demo") -> None:
+        """`model`: whose tokenizer makes the prompts."""
         self.engine, self.requests, self.temperature = engine, requests, temperature
-        self.prompts, self.started, self.ended = prompts(16), 0, 0
+        self.prompts, self.started, self.ended = prompts(16, model), 0, 0
 
     def start(self) -> None:
         number, self.started = self.started, self.started + 1
@@ -133,9 +157,9 @@ class Row:
     depths: list[int]  # the adaptive arm's steps by depth
 
 
-def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int) -> Row:
+def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int, texts: str = "demo") -> Row:
     """All arms have their requests open, always as many, and step in short turns. Each arm's first tenth of the turns warms up."""
-    loads = {name: Load(engine, requests, temperature) for name, engine in engines.items()}
+    loads = {name: Load(engine, requests, temperature, texts) for name, engine in engines.items()}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in engines}
     deepest, adaptive = engines[f"k = {DEPTH}"], engines["adaptive"]
     before, steps = list(deepest.stats.accept_lengths), list(adaptive.stats.steps_per_depth)
@@ -171,7 +195,7 @@ def spread(turns: list[tuple[int, float]], others: list[tuple[int, float]]) -> t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=["demo", "large", "untrained"], default=["demo", "large", "untrained"])
+    parser.add_argument("--models", nargs="+", default=list(INFLATED))
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--turns", type=int, default=60, help=f"of each arm, for each cell, {SLICE_S} seconds each")
@@ -182,11 +206,15 @@ def main() -> None:
         folder = Path(name)
         inflated = large(folder) if {"large", "untrained"} & set(args.models) else None
         for model in args.models:
-            path = ModelConfig().directory if model == "demo" or inflated is None else inflated
+            base, _, algorithm = model.partition("+")
+            if not algorithm and model not in INFLATED:
+                raise SystemExit(f"--models must be of {', '.join(INFLATED)} or like smollm2+EAGLE3, got {model}")
+            named = fetched(EngineConfig(model=ModelConfig(model=base))).model if algorithm else ModelConfig()
+            path = named.directory if inflated is None or model not in ("large", "untrained") else inflated
             path = untrained(path, folder) if model == "untrained" else path
-            engines = {arm: engine_of(path, spec, max(args.requests)) for arm, spec in ARMS.items()}
+            engines = {arm: engine_of(path, spec, max(args.requests)) for arm, spec in arms_of(base, algorithm).items()}
             for requests, temperature in product(args.requests, args.temperatures):
-                row = measured(model, engines, requests, temperature, args.turns)
+                row = measured(model, engines, requests, temperature, args.turns, str(named.directory))
                 rows.append(row)
                 found = f"{row.against_plain:.2f} x plain, {row.against_best:.2f} x {row.best}; steps by depth {row.depths}"
                 print(f"{model}, {requests} requests, T = {temperature}: {found}", file=sys.stderr, flush=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
+from mtpserve.text.tokenizer import tokenizer_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo_model"))
 from corpus import held_out, read
@@ -30,8 +29,8 @@ def engine_of(spec: SpecConfig, dtype: str = "auto", model: str = "demo") -> Eng
 
 def prompts(count: int, model: str = "demo") -> list[list[int]]:
     """The first tokens of `count` held-out files."""
-    tokenizer = Tokenizer.from_file(str(ModelConfig(model=model).directory / "tokenizer.json"))
-    encoded = (tokenizer.encode(read(path)).ids for path in held_out())
+    tokenizer = tokenizer_of(ModelConfig(model=model))
+    encoded = (tokenizer.encode(read(path)) for path in held_out())
     prompts = [ids[:PROMPT] for ids in encoded if len(ids) > 2 * PROMPT][:count]
     if len(prompts) < count:
         raise SystemExit(f"only {len(prompts)} held-out files are long enough for a prompt of {PROMPT} tokens")

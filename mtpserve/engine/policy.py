@@ -51,6 +51,7 @@ HELD, SEEN = 8, 3  # steps of a trial that measures a time, at most, and times a
 # Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
 # cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 … ms at first, and trials would consist of such steps.
 SETTLING = 0.01
+LEARNED = 0.004  # seconds of steps of which one is learned, where nothing changes: learning takes 12 µs
 CHANGE = 0.001  # seconds that the first steps after a trial's beginning and end take longer
 NEAR = 0.9  # a depth that is expected to give this share of the best is tried for as long
 CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured, but for plain decoding's
@@ -84,6 +85,7 @@ class DepthPolicy:
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
         self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
+        self._unlearned = 0.0  # seconds of steps since one was learned
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
 
     # ------------------------------------------------------------------------------------------------- choice
@@ -239,6 +241,11 @@ class DepthPolicy:
         self._passes, self._since = work.passes, seconds + (self._since if work.passes == self._passes else 0.0)
         # While nothing is drafted it is usual to catch up at times.
         if settled and (work.passes == 0 or not any(span.late for span in plan.spans)) and (self._beside == 0 or self._beside > ALONE):
+            self._unlearned += seconds
+            if self._held == 0 and self._unlearned < LEARNED:
+                self.times.observed += 1
+                return
+            self._unlearned = 0.0
             self.times.observe(work, seconds)
             if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
                 self._seen += 1
