@@ -33,6 +33,7 @@ from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.hub import fetched
 
 ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "standalone": "STANDALONE"}
+WITH_NGRAMS = ("EAGLE3",)  # beside the model's own layer
 TREES = ((3, 2, 6), (3, 4, 12), (5, 2, 10), (5, 4, 20))  # depth, topk, nodes
 DEEPEST = 7
 
@@ -89,7 +90,9 @@ def arms(model: str, heads: Path) -> list[Arm]:
         path = heads / f"{Path(model).stem}-{kind}"
         if path.is_dir():
             count = json.loads((path / "config.json").read_text()).get("medusa_num_heads", DEEPEST)
-            found.append(Arm(algorithm, algorithm, path, numbers(Checkpoint.open(path)), min(count, DEEPEST)))
+            own, deepest = numbers(Checkpoint.open(path)), min(count, DEEPEST)
+            names = [algorithm, f"{algorithm}+NGRAM"] if algorithm in WITH_NGRAMS else [algorithm]
+            found += [Arm(name, name, path, own, deepest) for name in names]
     return [*found, Arm("NGRAM", "NGRAM", None, 0)]
 
 
