@@ -3,6 +3,9 @@ decoding of the same requests in the same run (S), at several batch sizes and te
 
     python benchmarks/heads/compare.py --model demo --json benchmarks/results/drafters_demo.json
 
+With --layers N the trunk gets further layers that change nothing (common/inflate.py): the same acceptance, and drafting costs as much less
+against the trunk as with larger models.
+
 Drafters are what train_heads.py has written for the model, HEADS/MODEL-KIND, the model's own MTP layer, n-grams, and both. Each has an
 engine of its own, in which its shapes and plain decoding take turns (as `mtpserve bench spec` does it). Prompts are held-out files.
 """
@@ -12,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from common.inflate import Shape, inflate, opened
 from common.record import save
 from train_heads import TOKEN_MAP
 
@@ -177,15 +182,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, help="of the trunk, at least those that it has")
     parser.add_argument("--json")
     args = parser.parse_args(arguments)
+    with TemporaryDirectory() as folder:
+        compare(args, args.model if args.layers is None else deepened(args.model, Path(folder), args.layers))
+
+
+def deepened(model: str, folder: Path, layers: int) -> str:
+    """Its name is the model's, by which heads are found."""
+    source = fetched(EngineConfig(model=ModelConfig(model=model))).model.directory
+    inflate(source, folder / Path(model).stem, replace(Shape.of(opened(source).config.values), layers=layers))
+    return str(folder / Path(model).stem)
+
+
+def compare(args: argparse.Namespace, model: str) -> None:
     loads = [SpecLoad(*each) for each in product(args.batches, args.temperatures)]
-    there, rows, cells, different = arms(args.model, args.heads), list[Row](), list[dict[str, object]](), list[str]()
+    there, rows, cells, different = arms(model, args.heads), list[Row](), list[dict[str, object]](), list[str]()
     for arm in there:
         if args.drafters and arm.name not in args.drafters:
             continue
         asked = SpecGrid(arm.shapes(args.depths), [], loads, 128, args.output, args.rounds, 0)
-        made, _ = measure(asked, config_of(asked, {"model": args.model} | arm.options), None)
+        made, _ = measure(asked, config_of(asked, {"model": model} | arm.options), None)
         rows += [Row(arm, temperature, made) for temperature in args.temperatures]
         cells += [{"drafter": arm.name, "parameters": arm.parameters} | as_row(each) for each in made]
         different += [
@@ -196,7 +214,9 @@ def main(arguments: list[str] | None = None) -> None:
     for table in tables(rows, args.depths, args.batches):
         Console(width=140).print(table)
     print(*said, sep="\n")
-    save(args.json, {"model": args.model, "output": args.output, "rounds": args.rounds, "cells": cells, "words": said})
+    save(
+        args.json, {"model": args.model, "layers": args.layers, "output": args.output, "rounds": args.rounds, "cells": cells, "words": said}
+    )
 
 
 if __name__ == "__main__":
