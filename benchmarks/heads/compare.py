@@ -3,8 +3,8 @@ decoding of the same requests in the same run (S), at several batch sizes and te
 
     python benchmarks/heads/compare.py --model demo --json benchmarks/results/drafters_demo.json
 
-With --layers N the trunk gets further layers that change nothing (common/inflate.py): the same acceptance, and drafting costs as much less
-against the trunk as with larger models.
+With --layers N the trunk gets further layers that change nothing (common/inflate.py): acceptance stays, and drafting costs little against
+the trunk, as with larger models.
 
 Drafters are what train_heads.py has written for the model, HEADS/MODEL-KIND, the model's own MTP layer, n-grams, and both. Each has an
 engine of its own, in which its shapes and plain decoding take turns (as `mtpserve bench spec` does it). Prompts are held-out files.
