@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import peers_table
+from common import drafters_table, peers_table
 from common.leaves import Table, tables_of, text_of
 from common.plots import drawn
 
@@ -145,7 +145,11 @@ def against_vllm() -> str:
     return markdown(["model, requests at once", *map(str, at_once)], rows)
 
 
-README_TABLES: dict[str, Callable[[], str]] = {"decoding": decoding, "against_vllm": against_vllm}
+def drafters() -> str:
+    return drafters_table.text(RESULTS, markdown)
+
+
+README_TABLES: dict[str, Callable[[], str]] = {"decoding": decoding, "against_vllm": against_vllm, "drafters": drafters}
 
 
 def with_tables(readme: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from itertools import product
@@ -186,19 +187,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json")
     args = parser.parse_args(arguments)
     with TemporaryDirectory() as folder:
-        compare(args, args.model if args.layers is None else deepened(args.model, Path(folder), args.layers))
+        if args.layers is None:
+            compare(args, args.model, args.heads)
+        else:
+            compare(args, *deepened(args.model, args.heads, Path(folder), args.layers))
 
 
-def deepened(model: str, folder: Path, layers: int) -> str:
-    """Its name is the model's, by which heads are found."""
-    source = fetched(EngineConfig(model=ModelConfig(model=model))).model.directory
-    inflate(source, folder / Path(model).stem, replace(Shape.of(opened(source).config.values), layers=layers))
-    return str(folder / Path(model).stem)
+def deepened(model: str, heads: Path, folder: Path, layers: int) -> tuple[str, Path]:
+    """The model, and its heads, of which DFlash's say how many layers it has. Their names stay, by which heads are found."""
+    source, name = fetched(EngineConfig(model=ModelConfig(model=model))).model.directory, Path(model).stem
+    inflate(source, folder / name, replace(Shape.of(opened(source).config.values), layers=layers))
+    for head in heads.glob(f"{name}-*"):
+        made = Path(shutil.copytree(head, folder / "heads" / head.name))
+        config = json.loads((made / "config.json").read_text())
+        if "num_target_layers" in config:
+            (made / "config.json").write_text(json.dumps(config | {"num_target_layers": layers}))
+    return str(folder / name), folder / "heads"
 
 
-def compare(args: argparse.Namespace, model: str) -> None:
+def compare(args: argparse.Namespace, model: str, heads: Path) -> None:
     loads = [SpecLoad(*each) for each in product(args.batches, args.temperatures)]
-    there, rows, cells, different = arms(model, args.heads), list[Row](), list[dict[str, object]](), list[str]()
+    there, rows, cells, different = arms(model, heads), list[Row](), list[dict[str, object]](), list[str]()
     for arm in there:
         if args.drafters and arm.name not in args.drafters:
             continue
