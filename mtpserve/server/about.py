@@ -13,13 +13,16 @@ from starlette.responses import Response
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.config.server import NONE
+from mtpserve.core.errors import EngineBusy
 from mtpserve.core.request import DraftState
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Served, Service
 
 
 class Healthy(Rendered):
-    status: Literal["ok"]
+    """degraded: some engine of several is gone, or is just being started again."""
+
+    status: Literal["ok", "degraded"]
 
 
 class Drafting(Rendered):
@@ -32,8 +35,16 @@ class Drafting(Rendered):
     reason: str | None
 
 
+class EngineHealth(Rendered):
+    engine: int
+    state: Literal["starting", "up", "dead"]
+    restarts: int
+    reason: str | None  # of its last death
+
+
 class VerboseHealth(Healthy):
     drafting: Drafting
+    engines: list[EngineHealth]
 
 
 class Version(Rendered):
@@ -107,7 +118,8 @@ class InternalState(Rendered):
 
 def options(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
     """Every launch option that is not secret, under its own name."""
-    return {name: value for section in asdict(engine).values() for name, value in section.items()} | server.public()
+    sections = (section for section in asdict(engine).values() if isinstance(section, dict))
+    return {name: value for section in sections for name, value in section.items()} | server.public()
 
 
 OPTIONS = [(name, Any) for name in options(EngineConfig(), ServerConfig())]
@@ -122,13 +134,20 @@ ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
 async def health(service: Served, verbose: bool = False) -> Response:
-    """200 while new requests are taken; 503 while the model loads, while the server drains, and once the engine is dead. `verbose`: with
-    what is known of the draft model, which changes no status."""
+    """200 while some engine takes new requests; 503 while the model loads, while the server drains, and while no engine is up. `verbose`:
+    with what is known of the engines, and of the draft model, which changes no status."""
     service.check_alive()
+    engines = service.client.engines
+    up = sum(each.state == "up" for each in engines)
+    if up == 0:
+        raise EngineBusy(f"no engine is up: {engines[0].reason}; it is being started again")
+    status: Literal["ok", "degraded"] = "ok" if up == len(engines) else "degraded"
     if not verbose:
-        return JSON(Healthy("ok"))
+        return JSON(Healthy(status))
     known = service.client.stats().draft_health
-    return JSON(VerboseHealth("ok", Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)))
+    drafting = Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)
+    states = [EngineHealth(each.number, each.state, each.restarts_total, each.reason or None) for each in engines]
+    return JSON(VerboseHealth(status, drafting, states))
 
 
 async def version() -> Response:

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
-from mtpserve.core.protocols import EngineClient
+from mtpserve.core.clients import EngineClient
 from mtpserve.server import about
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
 from mtpserve.server.formats import formats_of
