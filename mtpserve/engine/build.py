@@ -81,6 +81,11 @@ def recorded_in(config: EngineConfig) -> str | None:
     return file if file is None or config.parallel.data_parallel_size == 1 else f"{file}.{config.replica}"
 
 
+def observer_of(config: EngineConfig) -> KVEvents | None:
+    events = config.cache.kv_events
+    return None if events is None else KVEvents(events.of(config.replica), config.cache.page_size, config.replica)
+
+
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
     """Loudly, of output that is not the model's."""
     if spec.lossy:
@@ -105,10 +110,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)
     config = planned.config
-    events = config.cache.kv_events
-    observer = (
-        None if events is None else KVEvents(events.of(config.replica), config.cache.page_size, config.replica)
-    )  # before anything is loaded: its port may be in use
+    observer = observer_of(config)  # before anything is loaded: its port may be in use
     dtype, device, kept, memory = planned.dtype, planned.device, planned.storage, planned.memory
     arch, spec, page_size = planned.described.arch, config.spec, config.cache.page_size
     for what, size in [*memory.rows, ("all", memory.total)]:
