@@ -125,6 +125,9 @@ def options(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
 OPTIONS = [(name, Any) for name in options(EngineConfig(), ServerConfig())]
 STATE = [
     ("version", str),
+    ("model_path", str),  # SGLang's name: routers tell by these which model a server has
+    ("tokenizer_path", str),
+    ("dp_size", int),
     ("lossy", bool),
     ("synthetic_acceptance", str | None),
     ("kernels", str),
@@ -211,6 +214,10 @@ async def server_info(service: Served) -> Response:
     card, stats = service.client.card, service.client.stats()
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
     launched |= {"tool_call_parser": service.formats.tool_calls or NONE, "reasoning_parser": service.formats.reasoning or NONE}
+    launched["served_model_name"] = card.name  # as SGLang has it: the first one
     counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[1:]}
-    state = {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
+    model = service.engine_config.model
+    state: dict[str, Any] = {"model_path": str(model.directory.absolute()), "tokenizer_path": str(model.tokenizer_directory.absolute())}
+    state["dp_size"] = service.engine_config.parallel.data_parallel_size
+    state |= {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
     return JSON(ServerInfo(**launched, **state, internal_states=[InternalState(stats.accept_length(), **counted)]))

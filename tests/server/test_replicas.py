@@ -69,6 +69,12 @@ def test_forty_of_forty_requests_end_well_when_an_engine_is_killed(checkpoint: P
         for number in range(count):
             assert f'mtpserve_replica_up{{engine="{number}"}} 1.0' in metrics
         assert 'mtpserve_replica_restarts_total{engine="0"} 1.0' in metrics
+        loads = (await http.get("/v1/loads")).json()
+        assert [each["dp_rank"] for each in loads["loads"]] == list(range(count)) and loads["aggregate"]["total_reqs"] == 0
+        assert sum(each["total_generation_tokens"] for each in loads["loads"]) == stats["stats"]["generation_tokens_total"]
+        assert (await http.get("/v1/loads?dp_rank=0")).json()["loads"] == loads["loads"][:1]
+        refused = await http.get(f"/v1/loads?dp_rank={count}")
+        assert refused.status_code == 400 and f"dp_rank must be in [0, {count - 1}]" in refused.json()["error"]["message"]
         assert not alive(first[0]) and len(engines(server)) == count
 
     with launched(checkpoint, "--dp", str(count), "--engine-restarts", "3") as server:
