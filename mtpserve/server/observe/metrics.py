@@ -171,7 +171,7 @@ def counters(now: Scrape) -> list[Row]:
 def gauges(now: Scrape) -> list[Row]:
     stats, rates, card = now.stats, now.rates, now.card
     return [
-        ("engine_up", "1 while the engine's process lives.", float(now.alive)),
+        ("engine_up", "1 while an engine takes requests.", float(now.alive)),
         ("requests_running", "Requests that the engine is computing.", stats.running),
         ("requests_waiting", "Requests that wait for the engine.", stats.waiting),
         ("kv_pages", "Pages in the KV pool.", stats.pages_total),
@@ -212,7 +212,8 @@ class Metrics:
 
         def scrape() -> Scrape:
             stats = client.stats()
-            return Scrape(stats, recent.rates(stats), client.card, client.dead is None, client.engines)
+            engines = client.engines
+            return Scrape(stats, recent.rates(stats), client.card, any(each.state == "up" for each in engines), engines)
 
         kinds = (MTPServe, *(OBSERVERS[name] for name in dialects))
         self.observers: list[Observer] = [kind(self.registry, scrape, client.card.name) for kind in kinds]
