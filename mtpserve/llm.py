@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
 from mtpserve.config import SECTIONS, EngineConfig
+from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, RequestFailed
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
@@ -250,4 +251,7 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     values: dict[str, dict[str, Any]] = {section: {} for section in sections}
     for name, value in options.items():
         values[homes[name]][name] = value
-    return EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
+    made = EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
+    for name, alone in (("data_parallel_size", 1), ("engine_restarts", None)):
+        check(getattr(made.parallel, name) == alone, name, getattr(made.parallel, name), "left out: one engine computes in this process")
+    return made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -208,16 +209,29 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Options of peers, accepted with their default: an engine has one device."""
+    """How many devices and processes compute. Those of peers that are not supported yet are accepted with their default."""
 
     tensor_parallel_size: int = option(1, "devices that share each layer: only 1 is supported yet", "tp", "tp-size")
     pipeline_parallel_size: int = option(1, "devices that share the layers: only 1 is supported yet", "pp", "pp-size")
-    data_parallel_size: int = option(1, "copies of the engine: only 1 is supported yet", "dp", "dp-size")
+    data_parallel_size: int = option(
+        1, "engines with a copy of the model each, on a GPU each or a part of the cores; a request goes where its prompt was seen", "dp",
+        "dp-size",
+    )  # fmt: skip
     expert_parallel_size: int = option(1, "devices that share the experts: only 1 is supported yet", "ep", "ep-size")
 
+    engine_restarts: int | None = option(
+        None, "how often an engine that has died is started again; its requests go on (default: 0 for one engine, else without end)"
+    )
+
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check(getattr(self, each.name) == 1, each.name, getattr(self, each.name), "1: an engine has one device")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+            check(getattr(self, name) == 1, name, getattr(self, name), "1: an engine has one device")
+        check(1 <= self.data_parallel_size <= 64, "data_parallel_size", self.data_parallel_size, "in [1, 64]")
+        check(self.engine_restarts is None or self.engine_restarts >= 0, "engine_restarts", self.engine_restarts, "at least 0")
+
+    @property
+    def restarts(self) -> int:
+        return (0 if self.data_parallel_size == 1 else sys.maxsize) if self.engine_restarts is None else self.engine_restarts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +262,7 @@ class CPUConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine process's configuration: everything but ServerConfig."""
+    """The engine process's configuration: everything but ServerConfig. `replica`: which of --data-parallel-size engines it is."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -257,6 +271,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cpu: CPUConfig = field(default_factory=CPUConfig)
+    replica: int = 0
 
 
-ENGINE_SECTIONS: dict[str, Callable[..., Any]] = get_type_hints(EngineConfig)
+ENGINE_SECTIONS: dict[str, Callable[..., Any]] = {name: kind for name, kind in get_type_hints(EngineConfig).items() if name != "replica"}

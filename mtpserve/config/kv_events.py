@@ -32,6 +32,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_size: Count = 100_000  # batches that wait to be published; more are dropped
     topic: str = ""
 
+    def of(self, engine: int) -> KVEventsConfig:
+        """Each of several engines has ports of its own, the first one's and those after it, as in vLLM."""
+        replay = None if self.replay_endpoint is None else moved(self.replay_endpoint, engine)
+        return msgspec.structs.replace(self, endpoint=moved(self.endpoint, engine), replay_endpoint=replay)
+
     @property
     def on(self) -> bool:
         return self.enable_kv_cache_events and self.publisher == "zmq"
@@ -54,6 +59,19 @@ def parse(text: str) -> KVEventsConfig:
             allowed = ALLOWED.get(name, "a number of at least 1")
             raise ConfigError(f"--kv-events-config: {name} must be {allowed}, got {value!r}") from error
     return KVEventsConfig(**values)
+
+
+def moved(endpoint: str, engine: int) -> str:
+    """A port that is to be found stays so, and nothing is done for the first engine."""
+    if engine == 0:
+        return endpoint
+    if endpoint.startswith("ipc://"):
+        return f"{endpoint}.{engine}"
+    host, _, port = endpoint.rpartition(":")
+    if port in ("*", "0"):
+        return endpoint
+    check(int(port) + engine < 65536, "kv_events_config", endpoint, "an endpoint with ports after it for all engines")
+    return f"{host}:{int(port) + engine}"
 
 
 def listens(endpoint: str) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence as Seq
+from collections.abc import Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mtpserve.core.arch import Features, LayerKind, ModelArch
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.plan import StepPlan, StepResult
-from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 
 if TYPE_CHECKING:
     import torch
@@ -370,31 +369,3 @@ class ModelRunner(Protocol):
         """Start one step, after those that were started before. A request that cannot be seated has an error in its span's result, and
         in those of all its later spans; any other fault is raised here, or by `result`."""
         ...
-
-
-class EngineClient(Protocol):
-    """The engine as the server sees it, in this process or another."""
-
-    card: ModelCard
-
-    def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
-        """Events until one has `finish`: each time those that have come since the last, at least one. Closing the iterator early aborts the
-        request. Raises EngineBusy or EngineDead."""
-        ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    def reset_prefix_cache(self) -> None:
-        """Requests that are submitted from now on find nothing that was computed before."""
-        ...
-
-    async def set_spec(self, change: SpecChange) -> SpecReport:
-        """How deep requests draft from now on, where that is not fixed. An empty change only asks. Raises EngineDead."""
-        ...
-
-    @property
-    def dead(self) -> str | None:
-        """None while the engine lives, else one line of why it does not."""
-        ...
-
-    def stats(self) -> EngineStats: ...

@@ -25,6 +25,9 @@ class Request:
     """`id` is made by the front end and unique while the request lives.
 
     What `sampling` says in text is here in tokens: the front end has the tokenizer, the engine none.
+
+    A request whose engine was lost goes on in another one, as after a preemption: `said` is what it had said by then, `scored` how many
+    prompt tokens, from the second on, had their log-probabilities reported. Noise depends on the seed and the index of a token alone.
     """
 
     id: str
@@ -33,6 +36,10 @@ class Request:
     bad_words: list[list[int]] = field(default_factory=list)  # every spelling of sampling.bad_words
     prediction: list[int] = field(default_factory=list)  # sampling.speculation.prediction
     salt: str = ""  # requests with different ones share no pages
+    seed: int | None = None  # drawn for it where sampling has none, so that another engine has the same; None: the engine draws one
+    said: list[int] = field(default_factory=list)
+    scored: int = 0
+    moved: bool = False  # from an engine that was lost: no queue is too long for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,3 +219,14 @@ class EngineStats:
         start = before or EngineStats()
         count = self.draft_tokens_total - start.draft_tokens_total
         return (self.accepted_tokens_total - start.accepted_tokens_total) / count if count else None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """One of the engines behind a front end."""
+
+    number: int
+    state: Literal["starting", "up", "dead"]
+    restarts_total: int
+    reason: str  # of its last death; "": it never died
+    stats: EngineStats  # those of its processes that have died included

@@ -75,6 +75,17 @@ class Grammars:
         return self.compiler.compile(spec)
 
 
+def recorded_in(config: EngineConfig) -> str | None:
+    """Of several engines each has a file of its own."""
+    file = config.scheduler.record_steps
+    return file if file is None or config.parallel.data_parallel_size == 1 else f"{file}.{config.replica}"
+
+
+def observer_of(config: EngineConfig) -> KVEvents | None:
+    events = config.cache.kv_events
+    return None if events is None else KVEvents(events.of(config.replica), config.cache.page_size, config.replica)
+
+
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
     """Loudly, of output that is not the model's."""
     if spec.lossy:
@@ -95,12 +106,11 @@ def log_rounding(methods: Methods) -> None:
 
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
-    bind(config.cpu)
+    bind(config)
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)
     config = planned.config
-    events = config.cache.kv_events
-    observer = None if events is None else KVEvents(events, config.cache.page_size)  # before anything is loaded: its port may be in use
+    observer = observer_of(config)  # before anything is loaded: its port may be in use
     dtype, device, kept, memory = planned.dtype, planned.device, planned.storage, planned.memory
     arch, spec, page_size = planned.described.arch, config.spec, config.cache.page_size
     for what, size in [*memory.rows, ("all", memory.total)]:
@@ -110,7 +120,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
     log_rounding(model.methods)
     curve = None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
     warn(spec, curve)
-    running, record = memory.max_running, config.scheduler.record_steps
+    running, record = memory.max_running, recorded_in(config)
     engine = assemble(
         model,
         EngineSizes(pages=memory.pages, page_size=page_size, seats=running, context=memory.context_length, states=memory.states),

@@ -1,6 +1,6 @@
 """The engine process as the front end sees it: starts it, submits, streams, notices its death, ends it.
 
-Implements `core.protocols.EngineClient`. One object per engine process; all methods belong to one event loop. It holds no text
+Implements `core.clients.EngineClient`. One object per engine process; all methods belong to one event loop. It holds no text
 and no HTTP: tokens in, tokens out.
 """
 
@@ -189,7 +189,7 @@ class ProcessClient:
         if self._draining:
             raise EngineBusy("the server is shutting down and takes no new requests")
         # The engine would say the same, but only between two steps.
-        if self.card.capacity is not None and len(self._open) >= self.card.capacity:
+        if self.card.capacity is not None and len(self._open) >= self.card.capacity and not request.moved:
             raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
         mailbox = self._open[request.id] = Mailbox()
         self._idle.clear()

@@ -9,15 +9,20 @@ import torch
 from mtpserve_kernels.cpu.library import Unavailable, library
 
 from mtpserve.config import EngineConfig
+from mtpserve.config.options import check
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    name = config.model.device
-    if name == "cuda" and not torch.cuda.is_available():
+    """The process's own: engine/threads has chosen it among several. Raises ConfigError."""
+    name, there = config.model.device, torch.cuda.device_count()
+    if name == "cuda" and not there:
         raise ConfigError("--device cuda: torch finds no GPU")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if name == "cpu" or not there:
+        return torch.device("cpu")
+    check(config.replica < there, "data_parallel_size", config.parallel.data_parallel_size, f"at most {there}, one engine for each GPU")
+    return torch.device("cuda")
 
 
 def dtype_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> torch.dtype:

@@ -152,19 +152,26 @@ class Engine:
             self._validate(request)
         scheduler, sampling, prompt_len = self._scheduler, request.sampling, len(request.prompt)
         # A request that only waits for the next step to be seated is not queued: with `running` seats, running + limit are taken.
-        if not own and self._max_queued is not None and len(scheduler.waiting) >= self._max_queued + scheduler.free_seats:
+        if (
+            not (own or request.moved)
+            and self._max_queued is not None
+            and len(scheduler.waiting) >= self._max_queued + scheduler.free_seats
+        ):
             raise QueueFull(f"{len(scheduler.waiting)} requests wait already and --max-queued-requests is {self._max_queued}")
         max_len = self.context_length if sampling.max_tokens is None else prompt_len + sampling.max_tokens
         if not compiled:
             self.compile(sampling.grammar)
-        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        seed = request.seed if sampling.seed is None else sampling.seed
+        if seed is None:
+            seed = self._seeds.getrandbits(63)
         seq = Sequence(
             request.id,
-            list(request.prompt),
+            request.prompt + request.said,
             prompt_len,
             sampling,
             max_len,
             seed,
+            prompt_scored=request.scored,
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
             root=None if own or self._fingerprint is None else root(self._fingerprint, request.salt),
@@ -346,6 +353,7 @@ class Engine:
         if not request.prompt:
             raise InvalidRequest("prompt must not be empty", "prompt")
         self._require_known(request.prompt, "prompt")
+        self._require_known(request.said, "said")
         sampling = request.sampling
         self._require_known(sampling.stop_token_ids, "stop_token_ids")
         self._require_known(sampling.allowed_token_ids, "allowed_token_ids")
@@ -356,12 +364,21 @@ class Engine:
         if prompt >= context:
             raise InvalidRequest(f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt")
         _require_fit(prompt, request.sampling, context)
+        _require_room(request, context)
         sampling.check_policy(self._policy)
 
     def _require_known(self, ids: Iterable[int], param: str) -> None:
         for token in ids:
             if not 0 <= token < self.card.vocab:
                 raise InvalidRequest(f"{param} must be token ids in [0, {self.card.vocab - 1}], got {token}", param)
+
+
+def _require_room(request: Request, context: int) -> None:
+    """A request that goes on has not come to its end yet."""
+    prompt, said, at_most = len(request.prompt), len(request.said), request.sampling.max_tokens
+    room = context - prompt if at_most is None else at_most
+    if said >= room:
+        raise InvalidRequest(f"{said} tokens were said already, and the request may say {room}", "said")
 
 
 def _require_device(error: Exception) -> None:

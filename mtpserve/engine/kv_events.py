@@ -57,8 +57,9 @@ class KVEvents:
     """core.observers.CacheObserver. Raises ConfigError for an endpoint that cannot be had. `endpoint`, `replay_endpoint`: where it really
     listens. It ends with `close`, or with the object, or with the process."""
 
-    def __init__(self, config: KVEventsConfig, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, config: KVEventsConfig, page_size: int, rank: int = 0) -> None:
+        """`rank`: of the engine among several, said with each batch."""
+        self._page_size, self._rank = page_size, rank
         self._pending: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         self._numbers, self._dropped = count(), 0
         self._encoder = msgspec.msgpack.Encoder()
@@ -95,7 +96,7 @@ class KVEvents:
     def publish(self) -> None:
         if not self._pending:
             return
-        batch, self._pending = self._encoder.encode((time(), self._pending, 0)), []
+        batch, self._pending = self._encoder.encode((time(), self._pending, self._rank)), []
         try:
             self._queue.send_multipart((next(self._numbers).to_bytes(8, "big"), batch), zmq.DONTWAIT)
         except zmq.Again:

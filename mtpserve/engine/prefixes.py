@@ -33,7 +33,7 @@ class Prefixes:
 
     def add(self, seq: Sequence) -> None:
         """A request arrives."""
-        self._extend(seq, seq.prompt_len)
+        self._extend(seq, prefill_end(seq))
 
     def columns(self, seq: Sequence) -> int | None:
         """Columns of a waiting request that are in the cache. None: it finds more in a few steps."""

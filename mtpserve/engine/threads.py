@@ -7,25 +7,40 @@ import os
 
 import torch
 
-from mtpserve.config import CPUConfig
+from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError
+from mtpserve.engine.compute import device_of
 
 log = logging.getLogger(__name__)
 
 
-def bind(config: CPUConfig) -> None:
-    """Before anything is allocated: memory is taken from the NUMA node of the core that touches it first. Raises ConfigError."""
-    if config.cores is not None:
-        here = allowed()
+def bind(config: EngineConfig) -> None:
+    """Before anything is allocated: memory is taken from the NUMA node of the core that touches it first. Of several engines each has a
+    GPU of its own, or a part of the cores. Raises ConfigError."""
+    cpu, here = config.cpu, allowed()
+    if cpu.cores is not None:
         if here is None:
             raise ConfigError("--cpu-affinity: this system does not bind processes to cores")
-        if missing := config.cores - here:
-            raise ConfigError(f"--cpu-affinity {config.cpu_affinity}: this process may not run on core {min(missing)}")
-        os.sched_setaffinity(0, config.cores)
-    threads = config.cpu_threads or (len(config.cores) if config.cores is not None else None)
+        if missing := cpu.cores - here:
+            raise ConfigError(f"--cpu-affinity {cpu.cpu_affinity}: this process may not run on core {min(missing)}")
+    on_gpu = device_of(config).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(config.replica)
+    cores = cpu.cores if on_gpu else part(cpu.cores or here, cpu.cores is not None, config)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    threads = cpu.cpu_threads or (len(cores) if cores is not None else None)
     if threads is not None:
         torch.set_num_threads(threads)
-    log.info("%d threads on cores %s", torch.get_num_threads(), config.cpu_affinity or "of the system's choice")
+    log.info("%d threads on cores %s", torch.get_num_threads(), "of the system's choice" if cores is None else sorted(cores))
+
+
+def part(cores: frozenset[int] | None, chosen: bool, config: EngineConfig) -> frozenset[int] | None:
+    """This engine's. None: those that the system chooses. Engines that are more than the cores share all of them."""
+    count, mine = config.parallel.data_parallel_size, config.replica
+    if cores is None or count == 1 or count > len(cores):
+        return cores if chosen else None
+    return frozenset(sorted(cores)[mine * len(cores) // count : (mine + 1) * len(cores) // count])
 
 
 def allowed() -> frozenset[int] | None:

@@ -13,13 +13,16 @@ from starlette.responses import Response
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.config.server import NONE
+from mtpserve.core.errors import EngineBusy
 from mtpserve.core.request import DraftState
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Served, Service
 
 
 class Healthy(Rendered):
-    status: Literal["ok"]
+    """degraded: some engine of several is gone, or is just being started again."""
+
+    status: Literal["ok", "degraded"]
 
 
 class Drafting(Rendered):
@@ -32,8 +35,16 @@ class Drafting(Rendered):
     reason: str | None
 
 
+class EngineHealth(Rendered):
+    engine: int
+    state: Literal["starting", "up", "dead"]
+    restarts: int
+    reason: str | None  # of its last death
+
+
 class VerboseHealth(Healthy):
     drafting: Drafting
+    engines: list[EngineHealth]
 
 
 class Version(Rendered):
@@ -107,12 +118,16 @@ class InternalState(Rendered):
 
 def options(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
     """Every launch option that is not secret, under its own name."""
-    return {name: value for section in asdict(engine).values() for name, value in section.items()} | server.public()
+    sections = (section for section in asdict(engine).values() if isinstance(section, dict))
+    return {name: value for section in sections for name, value in section.items()} | server.public()
 
 
 OPTIONS = [(name, Any) for name in options(EngineConfig(), ServerConfig())]
 STATE = [
     ("version", str),
+    ("model_path", str),  # SGLang's name: routers tell by these which model a server has
+    ("tokenizer_path", str),
+    ("dp_size", int),
     ("lossy", bool),
     ("synthetic_acceptance", str | None),
     ("kernels", str),
@@ -122,13 +137,20 @@ ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
 async def health(service: Served, verbose: bool = False) -> Response:
-    """200 while new requests are taken; 503 while the model loads, while the server drains, and once the engine is dead. `verbose`: with
-    what is known of the draft model, which changes no status."""
+    """200 while some engine takes new requests; 503 while the model loads, while the server drains, and while no engine is up. `verbose`:
+    with what is known of the engines, and of the draft model, which changes no status."""
     service.check_alive()
+    engines = service.client.engines
+    up = sum(each.state == "up" for each in engines)
+    if up == 0:
+        raise EngineBusy(f"no engine is up: {engines[0].reason}; it is being started again")
+    status: Literal["ok", "degraded"] = "ok" if up == len(engines) else "degraded"
     if not verbose:
-        return JSON(Healthy("ok"))
+        return JSON(Healthy(status))
     known = service.client.stats().draft_health
-    return JSON(VerboseHealth("ok", Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)))
+    drafting = Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)
+    states = [EngineHealth(each.number, each.state, each.restarts_total, each.reason or None) for each in engines]
+    return JSON(VerboseHealth(status, drafting, states))
 
 
 async def version() -> Response:
@@ -192,6 +214,10 @@ async def server_info(service: Served) -> Response:
     card, stats = service.client.card, service.client.stats()
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
     launched |= {"tool_call_parser": service.formats.tool_calls or NONE, "reasoning_parser": service.formats.reasoning or NONE}
+    launched["served_model_name"] = card.name  # as SGLang has it: the first one
     counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[1:]}
-    state = {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
+    model = service.engine_config.model
+    state: dict[str, Any] = {"model_path": str(model.directory.absolute()), "tokenizer_path": str(model.tokenizer_directory.absolute())}
+    state["dp_size"] = service.engine_config.parallel.data_parallel_size
+    state |= {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
     return JSON(ServerInfo(**launched, **state, internal_states=[InternalState(stats.accept_length(), **counted)]))

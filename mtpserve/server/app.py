@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
-from mtpserve.core.protocols import EngineClient
+from mtpserve.core.clients import EngineClient
 from mtpserve.server import about
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
 from mtpserve.server.formats import formats_of
@@ -32,6 +32,7 @@ from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Served, Service
 from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
 from mtpserve.server.sglang.generate import Generated, generate
+from mtpserve.server.sglang.loads import Loads, OneLoad, get_load, loads
 from mtpserve.server.sglang.parsing import ParsedCalls, SeparatedReasoning, parse_function_call, separate_reasoning
 from mtpserve.server.spec import SpecObject, set_spec, show_spec
 from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize
@@ -56,6 +57,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/v1/models/{id:path}",), about.model, (about.ModelObject, about.AnthropicModel)),
     ("GET", ("/model_info", "/get_model_info"), about.model_info, (about.ModelInfo,)),
     ("GET", ("/server_info", "/get_server_info"), about.server_info, (about.ServerInfo,)),
+    ("GET", ("/v1/loads", "/loads"), loads, (Loads,)),  # SGLang's, which routers poll; and its older one
+    ("GET", ("/get_load",), get_load, (list[OneLoad],)),
     ("GET", ("/v1/spec",), show_spec, (SpecObject,)),
     ("POST", ("/v1/spec",), set_spec, (SpecObject,)),
     ("POST", ("/v1/completions",), completions, (CompletionObject,)),

@@ -22,6 +22,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
 from mtpserve.engine.client import ProcessClient
 from mtpserve.engine.process import DEFAULT_FACTORY
+from mtpserve.engine.replicas import Replicas
 from mtpserve.server.http.access import with_keys
 from mtpserve.server.http.errors import error_response
 from mtpserve.server.http.limits import BoundedHTTP
@@ -132,7 +134,14 @@ class Launch:
     async def run(self, listener: socket.socket) -> int:
         signals = Signals()
         progress = sys.stderr.isatty()
-        client = ProcessClient(self.engine_config, factory=self.factory, progress=progress, log_level=self.server.log_level)
+        parallel = self.engine_config.parallel
+
+        def make(number: int) -> ProcessClient:
+            config = replace(self.engine_config, replica=number)
+            return ProcessClient(config, factory=self.factory, progress=progress and number == 0, log_level=self.server.log_level)
+
+        seed = self.engine_config.scheduler.random_seed
+        client = Replicas(make, parallel.data_parallel_size, restarts=parallel.restarts, seed=seed)
         http = HTTPServer(self.http)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         grace = 0.0
@@ -173,7 +182,7 @@ class Launch:
             raise ConfigError(f"--ssl-certfile {server.ssl_certfile}, --ssl-keyfile {server.ssl_keyfile}: {error}") from error
         return config
 
-    async def _start(self, client: ProcessClient, signals: Signals) -> Service | None:
+    async def _start(self, client: Replicas, signals: Signals) -> Service | None:
         """The tokenizer loads while the engine does, and the first failure ends both. None: a signal came first."""
         loading = asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, self.engine_config.model))
         if await first(loading, signals.first.wait()) == 1:
@@ -185,7 +194,7 @@ class Launch:
         service: Service = app.state.service
         return service
 
-    async def _until_the_end(self, client: ProcessClient, signals: Signals, service: Service) -> int:
+    async def _until_the_end(self, client: Replicas, signals: Signals, service: Service) -> int:
         reporting = asyncio.create_task(report(client.stats, self.server.log_interval, client.card.synthetic_acceptance))
         try:
             if await first(client.wait_dead(), signals.first.wait()) == 1:

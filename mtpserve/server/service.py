@@ -14,8 +14,8 @@ import msgspec
 from fastapi import Depends, Request as HTTPRequest
 
 from mtpserve.config import EngineConfig, ServerConfig
+from mtpserve.core.clients import EngineClient
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed
-from mtpserve.core.protocols import EngineClient
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.formats import Formats

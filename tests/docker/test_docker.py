@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mtpserve.cli import launch
 from mtpserve.cli.options import given, settings
-from mtpserve.server.app import create_app
+from mtpserve.server.app import ROUTES, create_app
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.text import tiny
@@ -152,7 +152,7 @@ def test_the_comments_commands_are_ours_too() -> None:
 
 @pytest.mark.parametrize("file", YAMLS, ids=lambda file: str(file.relative_to(DOCKER)))
 def test_yaml_is_yaml(file: Path) -> None:
-    assert isinstance(yaml.safe_load(file.read_text()), dict)
+    assert all(isinstance(document, dict) for document in yaml.safe_load_all(file.read_text()))
 
 
 def compose(name: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def compose(name: str) -> dict[str, Any]:
 
 def test_services_mount_build_and_start_what_exists() -> None:
     targets = set()
-    for services in (compose("compose.yaml"), compose("compose.cuda.yaml")):
+    for services in (compose("compose.yaml"), compose("compose.cuda.yaml"), compose("compose.replicas.yaml")):
         for name, service in services.items():
             for volume in service.get("volumes", []):
                 if volume.startswith("."):
@@ -170,7 +170,7 @@ def test_services_mount_build_and_start_what_exists() -> None:
             if build := service.get("build"):
                 targets.add(build["target"])
                 assert build["target"] in stages()
-            assert "image" in service or "build" in service
+            assert "image" in service or "build" in service or name in compose("compose.yaml")
             if name == "server":
                 assert settings(given(launch.parser().parse(service["command"]))).server.port == 30000
     assert targets == {"cpu", "cuda"}
@@ -206,6 +206,25 @@ def test_the_services_find_each_other_and_their_files() -> None:
     home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert str(Path(home).parent) == provider["options"]["path"]
     assert mounted("grafana")[home] == "./grafana/mtpserve.json"
+
+
+def test_kubernetes_probes_and_drains_what_the_server_has() -> None:
+    deployment, service = yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    config = settings(given(launch.parser().parse(container["args"]))).server
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": config.port} and pod["metadata"]["annotations"]["prometheus.io/port"] == str(config.port)
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > pause + config.drain_timeout
+    routes = {path for _, paths, *_ in ROUTES for path in paths}
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert all(probe["path"] in routes and probe["port"] in ports for probe in probes)
+    mounts = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == mounts and container["image"].split(":")[1] in stages()
+    chosen = deployment["spec"]["selector"]["matchLabels"]
+    assert chosen == pod["metadata"]["labels"] == service["spec"]["selector"]
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == list(ports)
 
 
 # ---------------------------------------------------------------------------------------------- metrics that are named

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from mtpserve.config import CPUConfig
+from mtpserve.config import CPUConfig, EngineConfig, ModelConfig, ParallelConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.engine import threads
 from mtpserve.engine.client import waiting
@@ -25,30 +27,63 @@ def restored() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
+def bound(engines: int = 1, replica: int = 0, **cpu: Any) -> EngineConfig:
+    model, parallel = ModelConfig(device="cpu"), ParallelConfig(data_parallel_size=engines)
+    return EngineConfig(model=model, parallel=parallel, cpu=CPUConfig(**cpu), replica=replica)
+
+
 def test_a_number_of_threads() -> None:
-    threads.bind(CPUConfig(cpu_threads=3))
+    threads.bind(bound(cpu_threads=3))
     assert torch.get_num_threads() == 3
 
 
 @needs_affinity
 def test_cores_and_as_many_threads() -> None:
     core = min(threads.allowed() or {0})
-    threads.bind(CPUConfig(cpu_affinity=str(core)))
+    threads.bind(bound(cpu_affinity=str(core)))
     assert threads.allowed() == {core} and torch.get_num_threads() == 1
-    threads.bind(CPUConfig(cpu_affinity=f"{core}-{core}", cpu_threads=2))
+    threads.bind(bound(cpu_affinity=f"{core}-{core}", cpu_threads=2))
     assert torch.get_num_threads() == 2
+
+
+@needs_affinity
+@pytest.mark.parametrize(
+    ("engines", "cores", "expected"), [(2, "0-3", [{0, 1}, {2, 3}]), (3, "1,2,5,7", [{1}, {2}, {5, 7}]), (3, "0-1", [{0, 1}] * 3)]
+)
+def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch, engines: int, cores: str, expected: list[set[int]]) -> None:
+    """Each has a part; all of them, where there are fewer cores than engines."""
+    found: list[set[int]] = []
+    monkeypatch.setattr(threads, "allowed", lambda: frozenset(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: found.append(set(chosen)))
+    for replica in range(engines):
+        threads.bind(bound(engines, replica, cpu_affinity=cores))
+        assert torch.get_num_threads() == len(found[-1])
+    assert found == expected
+    threads.bind(bound(2, 1))
+    assert found[-1] == {4, 5, 6, 7}
+
+
+def test_each_engine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for replica in range(2):
+        threads.bind(replace(bound(2, replica), model=ModelConfig()))
+    assert chosen == [0, 1]
+    with pytest.raises(ConfigError, match="--data-parallel-size must be at most 2, one engine for each GPU, got 3"):
+        threads.bind(replace(bound(3, 2), model=ModelConfig()))
 
 
 @needs_affinity
 def test_a_core_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="--cpu-affinity 0-99999: this process may not run on core "):
-        threads.bind(CPUConfig(cpu_affinity="0-99999"))
+        threads.bind(bound(cpu_affinity="0-99999"))
 
 
 def test_a_system_that_does_not_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "allowed", lambda: None)
     with pytest.raises(ConfigError, match="does not bind"):
-        threads.bind(CPUConfig(cpu_affinity="0"))
+        threads.bind(bound(cpu_affinity="0"))
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "1-"])

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from mtpserve.core.errors import EngineDead, RequestFailed
-from mtpserve.core.request import EngineStats, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.core.request import EngineState, EngineStats, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.messages import Submit
 from tests.server.fake_engine import FakeEngine
 
@@ -59,3 +59,7 @@ class FakeClient:
 
     def stats(self) -> EngineStats:
         return self.engine.stats
+
+    @property
+    def engines(self) -> list[EngineState]:
+        return [EngineState(0, "up" if self.dead is None else "dead", 0, self.dead or "", self.stats())]

@@ -67,7 +67,7 @@ class FakeEngine:
         self.stats.prompt_tokens_total += len(request.prompt)
         self.found[request.id] = self._cached(request)
         self.stats.cached_prompt_tokens_total += self.found[request.id]
-        self.live[request.id] = (request, 0)
+        self.live[request.id] = (request, len(request.said))
         self._gauge()
 
     def abort(self, request_id: str) -> None:

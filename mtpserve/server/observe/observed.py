@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mtpserve.core.request import EngineStats, FirstTokenTimes, ModelCard, Request
+from mtpserve.core.request import EngineState, EngineStats, FirstTokenTimes, ModelCard, Request
 from mtpserve.server.observe.histogram import LoopHistogram
 
 WINDOW_S = 10.0
@@ -149,6 +149,7 @@ class Scrape:
     rates: Rates
     card: ModelCard
     alive: bool
+    engines: Sequence[EngineState]
 
     @property
     def page_share(self) -> float:

@@ -24,8 +24,17 @@ if TYPE_CHECKING:
     from mtpserve.server.service import Service
 
 
+class EngineRow(Rendered):
+    engine: int
+    state: str  # starting, up or dead
+    restarts: int
+    reason: str | None  # of its last death
+    stats: EngineStats
+
+
 class Stats(Rendered):
-    """The engine's counters and gauges as they are, and what is needed to read them. `dead` says why the engine is gone."""
+    """The engine's counters and gauges as they are, of several engines together, and what is needed to read them. `dead` says why the
+    engine is gone."""
 
     model: str
     version: str
@@ -37,6 +46,7 @@ class Stats(Rendered):
     page_size: int
     stats: EngineStats
     tiers: dict[str, Tier]  # of the prefix cache, below the device
+    engines: list[EngineRow]
 
 
 HTML = (Path(__file__).parent / "page.html").read_bytes()
@@ -88,5 +98,8 @@ async def stats(request: Request) -> Response:
         page_size=card.page_size,
         stats=counted,
         tiers=tiers(counted),
+        engines=[
+            EngineRow(each.number, each.state, each.restarts_total, each.reason or None, each.stats) for each in service.client.engines
+        ],
     )
     return JSON(body, headers={"Cache-Control": "no-store"})

@@ -1,0 +1,43 @@
+"""The engine as the server sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence as Seq
+from typing import Protocol
+
+from mtpserve.core.request import EngineState, EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+
+
+class RequestClient(Protocol):
+    """An engine in this process or another one."""
+
+    card: ModelCard
+
+    def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
+        """Events until one has `finish`: each time those that have come since the last, at least one. Closing the iterator early aborts the
+        request. Raises EngineBusy or EngineDead."""
+        ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that are submitted from now on find nothing that was computed before."""
+        ...
+
+    async def set_spec(self, change: SpecChange) -> SpecReport:
+        """How deep requests draft from now on, where that is not fixed. An empty change only asks. Raises EngineDead."""
+        ...
+
+    @property
+    def dead(self) -> str | None:
+        """None while the engine lives, else one line of why it does not."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class EngineClient(RequestClient, Protocol):
+    """One engine or several, as one; `stats` are those of all together."""
+
+    @property
+    def engines(self) -> Seq[EngineState]: ...

@@ -1,0 +1,104 @@
+"""How much each engine has to do, in SGLang's words: what routers poll to balance by load."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from starlette.responses import Response
+
+from mtpserve import __version__
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.request import EngineState, EngineStats, ModelCard
+from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.service import Served
+
+
+class EngineLoad(Rendered):
+    dp_rank: int  # of the engine among those of this server
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int  # in pages of the KV pool that are in use
+    max_total_num_tokens: int  # of the whole pool
+    token_usage: float  # the share of the two
+    cache_hit_rate: float  # of prompt tokens, since the start
+    total_prompt_tokens: int
+    total_generation_tokens: int
+
+
+class TotalLoad(Rendered):
+    """Of all engines."""
+
+    total_running_reqs: int
+    total_waiting_reqs: int
+    total_reqs: int
+    total_tokens: int
+    avg_token_usage: float
+
+
+class Loads(Rendered):
+    timestamp: str
+    version: str
+    dp_rank_count: int
+    loads: list[EngineLoad]
+    aggregate: TotalLoad
+
+
+class OneLoad(Rendered):
+    """SGLang's older form."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+def used_tokens(stats: EngineStats, card: ModelCard) -> int:
+    return stats.pages_used * card.page_size
+
+
+def load_of(engine: EngineState, card: ModelCard) -> EngineLoad:
+    stats = engine.stats
+    return EngineLoad(
+        dp_rank=engine.number,
+        num_running_reqs=stats.running,
+        num_waiting_reqs=stats.waiting,
+        num_total_reqs=stats.running + stats.waiting,
+        num_used_tokens=used_tokens(stats, card),
+        max_total_num_tokens=stats.pages_total * card.page_size,
+        token_usage=round(stats.pages_used / max(1, stats.pages_total), 4),
+        cache_hit_rate=round(stats.cached_prompt_tokens_total / max(1, stats.prompt_tokens_total), 4),
+        total_prompt_tokens=stats.prompt_tokens_total,
+        total_generation_tokens=stats.generation_tokens_total,
+    )
+
+
+async def loads(service: Served, dp_rank: int | None = None) -> Response:
+    """The engines that are up; with `dp_rank` one of them. 503 while the server drains, and once the engines are dead: a router then sends
+    its requests elsewhere."""
+    service.check_alive()
+    engines, card = service.client.engines, service.client.card
+    if dp_rank is not None and not 0 <= dp_rank < len(engines):
+        raise InvalidRequest(f"dp_rank must be in [0, {len(engines) - 1}], got {dp_rank}", "dp_rank")
+    found = [load_of(each, card) for each in engines if each.state == "up" and dp_rank in (None, each.number)]
+    total = TotalLoad(
+        total_running_reqs=sum(each.num_running_reqs for each in found),
+        total_waiting_reqs=sum(each.num_waiting_reqs for each in found),
+        total_reqs=sum(each.num_total_reqs for each in found),
+        total_tokens=sum(each.num_used_tokens for each in found),
+        avg_token_usage=round(sum(each.token_usage for each in found) / max(1, len(found)), 4),
+    )
+    return JSON(Loads(datetime.now(UTC).isoformat(), __version__, len(engines), found, total))
+
+
+async def get_load(service: Served) -> Response:
+    """The same in SGLang's older form."""
+    service.check_alive()
+    card = service.client.card
+    engines = [each for each in service.client.engines if each.state == "up"]
+    return JSON(
+        [
+            OneLoad(each.number, each.stats.running + each.stats.waiting, each.stats.waiting, used_tokens(each.stats, card))
+            for each in engines
+        ]
+    )
