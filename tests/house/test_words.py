@@ -99,11 +99,14 @@ def test_the_server_asserts_nothing_that_a_client_sends() -> None:
 
 
 def test_durations_are_measured_with_monotonic_clocks() -> None:
-    """A machine's date may jump. It is read for dates alone: when an answer was made, when the server began, when a cache has changed."""
+    """A machine's date may jump. It is read for dates alone: when an answer was made, when the server began, when a cache has changed, how old a load is."""
     wanted = {"time.time", "datetime"}
     dated = {name(file) for file in sources(PACKAGE, KERNELS) for node in ast.walk(tree(file)) if wanted & set(imported(node))}
     events = "mtpserve/engine/kv_events.py"
-    assert dated == {events, *(f"mtpserve/server/{file}.py" for file in ("openai/answer", "openai/responses/answer", "app"))}
+    assert dated == {
+        events,
+        *(f"mtpserve/server/{file}.py" for file in ("openai/answer", "openai/responses/answer", "sglang/loads", "app")),
+    }
     calls = [
         f"{name(file)}:{node.lineno}"
         for file in sources(PACKAGE, KERNELS)
