@@ -99,7 +99,8 @@ def test_the_server_asserts_nothing_that_a_client_sends() -> None:
 
 
 def test_durations_are_measured_with_monotonic_clocks() -> None:
-    """A machine's date may jump. It is read for dates alone: when an answer was made, when the server began, when a cache has changed, how old a load is."""
+    """A machine's date may jump. It is read for dates alone: when an answer was made, when the server began, when a cache has changed or a
+    load was told."""
     wanted = {"time.time", "datetime"}
     dated = {name(file) for file in sources(PACKAGE, KERNELS) for node in ast.walk(tree(file)) if wanted & set(imported(node))}
     events = "mtpserve/engine/kv_events.py"

@@ -89,7 +89,7 @@ async def loads(service: Served, dp_rank: int | None = None) -> Response:
         total_tokens=sum(each.num_used_tokens for each in found),
         avg_token_usage=round(sum(each.token_usage for each in found) / max(1, len(found)), 4),
     )
-    return JSON(Loads(datetime.fromtimestamp(time(), UTC).isoformat(), __version__, len(engines), found, total))
+    return JSON(Loads(datetime.fromtimestamp(int(time()), UTC).isoformat(), __version__, len(engines), found, total))
 
 
 async def get_load(service: Served) -> Response:
