@@ -125,6 +125,7 @@ class StepTime:
     requests: int  # that decode
     rows: int  # of the trunk
     passes: int  # after the trunk's
+    sampled: bool  # some of the requests were not greedy
     milliseconds: float
     seen: int
 

@@ -334,7 +334,7 @@ class Engine:
     def _timed(self, planned: Planned, seconds: float) -> None:
         if self._want == 0 or not planned.seqs:
             return
-        work = work_of(planned.plan)
+        work = work_of(planned.plan, planned.seqs)
         self._stats.steps_per_depth[work.passes] += work.requests > 0
         if self.policy is not None:
             self.policy.stepped(planned.plan, work, seconds)

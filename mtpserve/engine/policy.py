@@ -21,7 +21,7 @@ drafts that are coupled to the target's noise (spec/accept), by which its text i
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -63,9 +63,13 @@ class DepthChoice(NamedTuple):
     value: float  # tokens per second
 
 
-def work_of(plan: StepPlan) -> StepWork:
+def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> StepWork:
     drafted = sum(span.drafts_next for span in plan.spans)
-    return StepWork(drafted, sum(span.width for span in plan.spans), plan.want if drafted else 0)
+    return StepWork(drafted, sum(span.width for span in plan.spans), plan.want if drafted else 0, is_sampled(seqs))
+
+
+def is_sampled(seqs: Iterable[Sequence]) -> bool:
+    return any(seq.sampling.temperature > 0 for seq in seqs)
 
 
 class DepthPolicy:
@@ -86,6 +90,7 @@ class DepthPolicy:
         self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._unlearned = 0.0  # seconds of steps since one was learned
+        self._sampled = False  # the requests of the last choice
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
 
     # ------------------------------------------------------------------------------------------------- choice
@@ -139,7 +144,7 @@ class DepthPolicy:
 
     def _best(self, seqs: Seq[Sequence], depth: int) -> DepthChoice:
         """The best numbers of drafts for a step of this depth."""
-        ranks = self._ranks(depth)
+        ranks, self._sampled = self._ranks(depth), is_sampled(seqs)
         kinds = dict[tuple[int, int], list[int]]()
         for i, seq in enumerate(seqs):
             kinds.setdefault((round(seq.factor * STEPS), _limit(seq, ranks)), []).append(i)
@@ -166,7 +171,7 @@ class DepthPolicy:
         return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
 
     def _value(self, requests: int, drafts: int, depth: int, gained: float) -> float:
-        seconds = self.times.seconds(StepWork(requests, requests + drafts, depth))
+        seconds = self.times.seconds(StepWork(requests, requests + drafts, depth, self._sampled))
         # Before anything was measured all depths cost the same.
         return (requests + gained) / (seconds or 1.0) * (RISK if depth else 1.0)
 
@@ -199,7 +204,7 @@ class DepthPolicy:
         if self.trials % 2 or not deeper:
             count, old, fresh = len(seqs), [], max(FRESH, FRESH_S / (self._usual(seqs) or FRESH_S))
             for depth, value in values.items():
-                age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth))
+                age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, self._sampled))
                 if (age is None or age > fresh) and value > CLOSE * self.value * (depth > 0):
                     old.append((age is None, age or 0, -depth))
             if old:
@@ -221,7 +226,7 @@ class DepthPolicy:
         ranks = self._ranks(depth)
         drafts = sum(ranks - (seq.most or 0) for seq in tried) + sum(seq.most or 0 for seq in seqs)
         gained = sum(self._expected(seq, ranks) - self._expected(seq, seq.most or 0) for seq in tried)
-        return self.times.seconds(StepWork(count, count + drafts, depth)) - usual - gained / value
+        return self.times.seconds(StepWork(count, count + drafts, depth, self._sampled)) - usual - gained / value
 
     def _expected(self, seq: Sequence, drafts: int) -> float:
         """How many of a request's drafts are accepted."""
@@ -229,7 +234,7 @@ class DepthPolicy:
 
     def _usual(self, seqs: Seq[Sequence]) -> float:
         """Seconds of a step as it was chosen."""
-        return self.times.seconds(StepWork(len(seqs), len(seqs) + sum(seq.most or 0 for seq in seqs), self.depth))
+        return self.times.seconds(StepWork(len(seqs), len(seqs) + sum(seq.most or 0 for seq in seqs), self.depth, is_sampled(seqs)))
 
     # ------------------------------------------------------------------------------------------- what is learned
 

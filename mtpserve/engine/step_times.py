@@ -1,7 +1,7 @@
 """How long the engine's steps take on this machine, learned from the steps that it computes.
 
-Steps that are alike (rows, passes, requests) share a cell. Machines get slower and faster while they serve, by what else runs on them, by
-longer contexts, by more experts that texts need: an observation is a cell's usual time by a factor that all cells share,
+Steps that are alike (rows, passes, requests; greedy or sampled) share a cell. Machines get slower and faster while they serve, by what else
+runs on them, by longer contexts, by more experts that texts need: an observation is a cell's usual time by a factor that all cells share,
 
     log seconds = log cell + log pace + noise
 
@@ -38,6 +38,7 @@ NAMES = ("step", "first_rows", "rows", *(f"rows_above_{bend}" for bend in BENDS)
 TERMS = len(NAMES)
 PROVISIONAL = 0.1  # weight of what was measured before the engine served
 FULL = 1.0  # observations after which a cell counts for half against the formula
+BORROWED = 5  # observations that a sampled cell begins with, at most, those of the greedy one: its own first one may be a disturbance
 
 
 class StepWork(NamedTuple):
@@ -46,12 +47,14 @@ class StepWork(NamedTuple):
     requests: int  # that decode
     rows: int  # of the trunk, those of prompts too
     passes: int  # after the trunk's
+    sampled: bool = False  # some of the requests are not greedy: drawing costs by rows, and most where drafts are drawn
 
 
 class CellKey(NamedTuple):
     requests: int
     rows: int
     passes: int
+    sampled: bool
 
 
 @dataclass(slots=True)
@@ -74,11 +77,11 @@ def middle(bucket: int) -> int:
 
 
 def key_of(work: StepWork) -> CellKey:
-    return CellKey(bucket(work.requests), bucket(work.rows), work.passes)
+    return CellKey(bucket(work.requests), bucket(work.rows), work.passes, work.sampled)
 
 
 def terms_of(work: StepWork) -> list[float]:
-    requests, rows, passes = work
+    requests, rows, passes, _ = work
     convex = (max(rows - bend, 0) for bend in BENDS)
     return [1.0, min(rows, EXACT), rows, *convex, passes, passes * requests]
 
@@ -94,7 +97,9 @@ class StepTimes:
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step took so long."""
         key, found = key_of(work), log(max(seconds, 1e-9)) - self.pace
-        cell = self.cells.get(key)
+        cell, greedy = self.cells.get(key), self._greedy(work)
+        if cell is None and greedy is not None:
+            cell = self.cells[key] = Cell(terms_of(work), greedy.log, min(greedy.seen, BORROWED))
         if cell is None:
             cell = self.cells[key] = Cell(terms_of(work), found)
         else:
@@ -126,12 +131,15 @@ class StepTimes:
             cell.last = None
 
     def seconds(self, work: StepWork) -> float:
-        """Expected; 0 before anything was fitted."""
+        """Expected; 0 before anything was fitted. Of sampled steps that were not seen yet what greedy ones take."""
         expected = self._formula(terms_of(work)) * exp(self.pace)
-        cell = self.cells.get(key_of(work))
+        cell = self.cells.get(key_of(work)) or self._greedy(work)
         if cell is None or (usual := self._formula(cell.terms)) <= 0:
             return expected
         return expected * pow(exp(cell.log) / usual, cell.seen / (cell.seen + FULL))
+
+    def _greedy(self, work: StepWork) -> Cell | None:
+        return self.cells.get(key_of(work._replace(sampled=False)))
 
     def age(self, work: StepWork) -> int | None:
         """Observations since a step like it; None: there was none that served."""
@@ -142,7 +150,7 @@ class StepTimes:
         """For people."""
         scale = 1000 * exp(self.pace)
         steps = [
-            StepTime(middle(key.requests), middle(key.rows), middle(key.passes), round(scale * exp(cell.log), 4), cell.seen)
+            StepTime(middle(key.requests), middle(key.rows), middle(key.passes), key.sampled, round(scale * exp(cell.log), 4), cell.seen)
             for key, cell in sorted(self.cells.items())
         ]
         return StepCosts(steps, {name: scale * value for name, value in zip(NAMES, self.coefficients, strict=True)})

@@ -19,7 +19,7 @@ from mtpserve.engine.costs import PROFILES, ModelShape, StepCost
 from mtpserve.engine.policy import EVERY, DepthPolicy
 from mtpserve.engine.scheduler import Planned, Scheduler
 from mtpserve.engine.simulator import Simulation
-from mtpserve.engine.step_times import StepWork
+from mtpserve.engine.step_times import StepTimes, StepWork
 from mtpserve.engine.traces import TraceConversation, TraceTurn
 from mtpserve.spec.simulated import SimulatedDevice
 from mtpserve.spec.sizes import draft_sizes
@@ -233,3 +233,20 @@ def test_a_tree_gets_as_many_nodes_as_pay() -> None:
     for i in range(300):
         policy.verified(seq, 8, [1, 3, 6] if i % 3 else [2])
     assert policy.choose([seq]) == 3 and seq.most == 6  # no node after the sixth was ever accepted
+
+
+def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
+    """Drawing may cost more where drafts are drawn, too: what is known of greedy steps holds until sampled ones are seen."""
+    times = StepTimes()
+    for _ in range(300):
+        for depth, seconds in ((0, 0.02), (1, 0.025)):
+            times.observe(StepWork(4, 4 * (1 + depth), depth), seconds)
+    times.serve()
+    drawn = [StepWork(4, 4 * (1 + depth), depth, sampled=True) for depth in (0, 1)]
+    assert [times.seconds(work) for work in drawn] == pytest.approx([0.02, 0.025], rel=0.02)
+    for _ in range(40):
+        times.observe(drawn[1], 0.03)
+        times.observe(drawn[0], 0.02)
+    assert times.seconds(drawn[1]) / times.seconds(drawn[0]) == pytest.approx(1.5, rel=0.05)
+    greedy = [times.seconds(work._replace(sampled=False)) for work in drawn]
+    assert greedy[1] / greedy[0] == pytest.approx(1.25, rel=0.02)
