@@ -47,7 +47,7 @@ class StepWork(NamedTuple):
     requests: int  # that decode
     rows: int  # of the trunk, those of prompts too
     passes: int  # after the trunk's
-    sampled: bool = False  # some of the requests are not greedy: drawing costs by rows, and most where drafts are drawn
+    sampled: bool = False  # some of the requests are not greedy: drawing costs by rows
 
 
 class CellKey(NamedTuple):
