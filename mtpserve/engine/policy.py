@@ -90,7 +90,6 @@ class DepthPolicy:
         self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._unlearned = 0.0  # seconds of steps since one was learned
-        self._sampled = False  # the requests of the last choice
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
 
     # ------------------------------------------------------------------------------------------------- choice
@@ -144,7 +143,7 @@ class DepthPolicy:
 
     def _best(self, seqs: Seq[Sequence], depth: int) -> DepthChoice:
         """The best numbers of drafts for a step of this depth."""
-        ranks, self._sampled = self._ranks(depth), is_sampled(seqs)
+        ranks, sampled = self._ranks(depth), is_sampled(seqs)
         kinds = dict[tuple[int, int], list[int]]()
         for i, seq in enumerate(seqs):
             kinds.setdefault((round(seq.factor * STEPS), _limit(seq, ranks)), []).append(i)
@@ -161,7 +160,7 @@ class DepthPolicy:
         least = next((count for count, (_, rank, _) in enumerate(nodes, 1) if -rank == needed), len(nodes)) if depth else 0
         step = max(len(nodes) // POINTS, 1)
         counts = sorted({*(count for count in range(step, len(nodes), step) if count >= least), len(nodes)} if depth else {0})
-        value, count = max((self._value(len(seqs), count, depth, gained[count]), count) for count in counts)
+        value, count = max((self._value(StepWork(len(seqs), len(seqs) + count, depth, sampled), gained[count]), count) for count in counts)
         most = [0] * len(seqs)
         for _, _, i in nodes[:count]:
             most[i] += 1
@@ -170,10 +169,10 @@ class DepthPolicy:
     def _ranks(self, depth: int) -> int:
         return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
 
-    def _value(self, requests: int, drafts: int, depth: int, gained: float) -> float:
-        seconds = self.times.seconds(StepWork(requests, requests + drafts, depth, self._sampled))
+    def _value(self, work: StepWork, gained: float) -> float:
+        seconds = self.times.seconds(work)
         # Before anything was measured all depths cost the same.
-        return (requests + gained) / (seconds or 1.0) * (RISK if depth else 1.0)
+        return (work.requests + gained) / (seconds or 1.0) * (RISK if work.passes else 1.0)
 
     # ------------------------------------------------------------------------------------------------- trials
 
@@ -204,7 +203,7 @@ class DepthPolicy:
         if self.trials % 2 or not deeper:
             count, old, fresh = len(seqs), [], max(FRESH, FRESH_S / (self._usual(seqs) or FRESH_S))
             for depth, value in values.items():
-                age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, self._sampled))
+                age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, is_sampled(seqs)))
                 if (age is None or age > fresh) and value > CLOSE * self.value * (depth > 0):
                     old.append((age is None, age or 0, -depth))
             if old:
@@ -226,7 +225,7 @@ class DepthPolicy:
         ranks = self._ranks(depth)
         drafts = sum(ranks - (seq.most or 0) for seq in tried) + sum(seq.most or 0 for seq in seqs)
         gained = sum(self._expected(seq, ranks) - self._expected(seq, seq.most or 0) for seq in tried)
-        return self.times.seconds(StepWork(count, count + drafts, depth, self._sampled)) - usual - gained / value
+        return self.times.seconds(StepWork(count, count + drafts, depth, is_sampled(seqs))) - usual - gained / value
 
     def _expected(self, seq: Sequence, drafts: int) -> float:
         """How many of a request's drafts are accepted."""

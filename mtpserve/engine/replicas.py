@@ -128,7 +128,7 @@ class Replicas:
         self._aborted: set[str] = set()  # of those that wait
         self._changed = asyncio.Event()  # set, and made anew, when an engine has come up or a request has ended
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._draining = self._stopping = False
+        self._draining = False
         self._keepers: list[asyncio.Task[None]] = []
 
     # -- life -----------------------------------------------------------------------------------------------------------------
@@ -146,7 +146,6 @@ class Replicas:
 
     async def stop(self, grace: float = 2.0) -> None:
         """Ends the processes, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
-        self._stopping = True
         self._die("the server is shutting down")
         for keeper in self._keepers:
             keeper.cancel()
@@ -180,6 +179,7 @@ class Replicas:
         """Starts an engine again whenever it has died."""
         while True:
             replica.reason = await replica.client.wait_dead()
+            replica.state = "starting"  # from here on what it has counted is in `lost` alone
             if monotonic() - replica.since > STEADY_S:
                 replica.deaths = 0
             replica.lost = total([replica.lost, counters(replica.client.stats())])
@@ -198,7 +198,6 @@ class Replicas:
 
     async def _revive(self, replica: Replica) -> bool:
         """False: it was started often enough."""
-        replica.state = "starting"
         while replica.restarts < self._restarts:
             pause = PAUSES[min(replica.deaths, len(PAUSES) - 1)]
             replica.restarts, replica.deaths = replica.restarts + 1, replica.deaths + 1
@@ -245,7 +244,7 @@ class Replicas:
                             yield events
                     return
                 except EngineDead:
-                    if left == 0 or self._stopping or self.dead is not None:
+                    if left == 0 or self.dead is not None:
                         raise
                 request = replace(request, said=list(progress.said), scored=progress.scored, moved=True)
         finally:

@@ -97,8 +97,8 @@ class StepTimes:
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step took so long."""
         key, found = key_of(work), log(max(seconds, 1e-9)) - self.pace
-        cell, greedy = self.cells.get(key), self._greedy(work)
-        if cell is None and greedy is not None:
+        cell = self.cells.get(key)
+        if cell is None and (greedy := self._greedy(work)) is not None:
             cell = self.cells[key] = Cell(terms_of(work), greedy.log, min(greedy.seen, BORROWED))
         if cell is None:
             cell = self.cells[key] = Cell(terms_of(work), found)

@@ -40,6 +40,7 @@ class Local:
     async def stop(self, grace: float = 2.0) -> None:
         self.stopped = True
         self.die("stopped")
+        await asyncio.sleep(0.01)
 
     def die(self, reason: str = "killed") -> None:
         if not self.death.done():
@@ -169,6 +170,11 @@ def test_forty_of_forty_requests_end_well() -> None:
         tasks = [asyncio.create_task(bench.ask(asked(f"r{i}", prompt=[i, i]))) for i in range(40)]
         await settle(lambda: len(bench.now(0).served) > 10 and bench.now(0).counted.generation_tokens_total > 20)
         bench.now(0).die()
+        counted = [0]
+        while not all(task.done() for task in tasks) or bench.replicas.engines[0].state != "up":
+            counted.append(bench.replicas.stats().generation_tokens_total)
+            await asyncio.sleep(0)
+        assert counted == sorted(counted) and counted[-1] == 40 * 12, "nothing is counted twice while an engine is put away"
         assert [len(text) for text in await asyncio.gather(*tasks)] == [12] * 40
         await settle(lambda: bench.replicas.engines[0].state == "up")
         assert bench.replicas.engines[0].restarts_total == 1 and len(bench.made[0]) == 2
