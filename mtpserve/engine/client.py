@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, QueueFull, RequestFailed
+from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.messages import (
     INBOX,
@@ -121,14 +121,11 @@ class ProcessClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
         self._open: dict[str, Mailbox] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._ready: asyncio.Future[ModelCard] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(lambda future: future.cancelled() or future.exception())  # may end unawaited
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stats = EngineStats()
         self._asked: deque[asyncio.Future[SpecReport]] = deque()  # answers that are still to come; cancelled where nobody waits
-        self._draining = False
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -165,15 +162,6 @@ class ProcessClient:
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the open streams. False: some were still open after `timeout` seconds."""
-        self._draining = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
-
     async def wait_dead(self) -> str:
         return await asyncio.shield(self._death)
 
@@ -186,13 +174,10 @@ class ProcessClient:
     async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
         if self.dead is not None:
             raise EngineDead(self.dead)
-        if self._draining:
-            raise EngineBusy("the server is shutting down and takes no new requests")
         # The engine would say the same, but only between two steps.
         if self.card.capacity is not None and len(self._open) >= self.card.capacity and not request.moved:
             raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
         mailbox = self._open[request.id] = Mailbox()
-        self._idle.clear()
         self._send(Submit(request))
         try:
             while True:
@@ -279,8 +264,6 @@ class ProcessClient:
 
     def _forget(self, request_id: str) -> None:
         del self._open[request_id]
-        if not self._open:
-            self._idle.set()
 
     async def _watch(self, process: Process, listener: asyncio.Task[None]) -> None:
         """Once the process has ended: hear its last words, then declare it dead."""

@@ -309,19 +309,6 @@ def test_stopping_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(main())
 
 
-def test_drain_waits_for_what_runs_and_refuses_what_comes() -> None:
-    async def work(client: ProcessClient) -> None:
-        running = asyncio.create_task(collect(client, request(max_tokens=60)))
-        await until(lambda: client.stats().running == 1)
-        assert not await client.drain(0.01)
-        with pytest.raises(EngineBusy, match="shutting down"):
-            await collect(client, request("b"))
-        assert await client.drain(5)
-        assert len(await running) == 30
-
-    scenario(work)
-
-
 def test_signals_to_the_process_do_nothing() -> None:
     async def work(client: ProcessClient) -> None:
         assert client._process is not None

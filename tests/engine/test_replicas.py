@@ -294,8 +294,11 @@ def test_abort_and_drain() -> None:
         with pytest.raises(RequestFailed, match="aborted"):
             await waiting
         await settle(lambda: bench.replicas.engines[0].state == "up")
+        bench.now(0).held.clear()
         last = asyncio.create_task(bench.ask(asked("c")))
         await asyncio.sleep(0.005)
+        assert not await bench.replicas.drain(0.01), "it still runs"
+        bench.now(0).held.set()
         assert await bench.replicas.drain(5)
         assert len(await last) == 12
         with pytest.raises(EngineBusy, match="shutting down"):
