@@ -207,7 +207,7 @@ def run(pipe: Pipe, factory: str) -> int:
         start = pipe.wait()
         if not isinstance(start, Start):
             raise TypeError(f"expected Start, got {type(start).__name__}")
-        logging.basicConfig(level=start.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+        logging.basicConfig(level=start.log_level.upper(), format=log_format(start.config))
         pipe.send(Started())
         engine = load_factory(factory)(start.config, progress=start.progress)
         gc.collect()
@@ -222,6 +222,12 @@ def run(pipe: Pipe, factory: str) -> int:
         pipe.send(Fatal("engine", f"the engine failed: {type(error).__name__}: {one_line(error)}"))
         return 1
     return 0
+
+
+def log_format(config: EngineConfig) -> str:
+    """Lines of one of several engines say which one it is."""
+    which = f"engine {config.replica}: " if config.parallel.data_parallel_size > 1 else ""
+    return f"%(asctime)s %(levelname)s {which}%(message)s"
 
 
 def kind_of(error: MTPServeError) -> Literal["config", "load", "engine"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -112,6 +113,9 @@ def test_a_request_that_kills_engines_is_given_up(checkpoint: Path) -> None:
 
     with launched(checkpoint, "--dp", "4", "--engine-restarts", "9") as server:
         run(server, work)
+        server.process.send_signal(signal.SIGTERM)
+        log = server.end(10)[2]
+    assert len(re.findall(r"ERROR engine \d: the engine process ends", log)) == log.count("the engine process ends") == 4
 
 
 def test_an_engine_that_cannot_start_ends_the_server(checkpoint: Path) -> None:
