@@ -24,10 +24,6 @@ class RequestClient(Protocol):
         """Requests that are submitted from now on find nothing that was computed before."""
         ...
 
-    async def set_spec(self, change: SpecChange) -> SpecReport:
-        """How deep requests draft from now on, where that is not fixed. An empty change only asks. Raises EngineDead."""
-        ...
-
     @property
     def dead(self) -> str | None:
         """None while the engine lives, else one line of why it does not."""
@@ -41,3 +37,8 @@ class EngineClient(RequestClient, Protocol):
 
     @property
     def engines(self) -> Seq[EngineState]: ...
+
+    async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
+        """How deep requests draft from now on, where that is not fixed; an empty change only asks. The reports of the engines that are up,
+        at least one, by number. Raises EngineDead."""
+        ...

@@ -43,6 +43,10 @@ class LocalEngine(RequestClient, Protocol):
     async def stop(self, grace: float = 2.0) -> None: ...
     async def wait_dead(self) -> str: ...
 
+    async def set_spec(self, change: SpecChange) -> SpecReport:
+        """Raises EngineDead."""
+        ...
+
 
 @dataclass(slots=True)
 class Replica:
@@ -304,15 +308,14 @@ class Replicas:
         for replica in self._replicas:
             replica.client.reset_prefix_cache()
 
-    async def set_spec(self, change: SpecChange) -> SpecReport:
-        """Of all engines; the report is that of the first one that is up. Raises EngineDead."""
-        reports = await asyncio.gather(
-            *(replica.client.set_spec(change) for replica in self._replicas if replica.state == "up"), return_exceptions=True
-        )
-        known = [report for report in reports if isinstance(report, SpecReport)]
+    async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
+        """Of all engines that are up. Raises EngineDead."""
+        up = [replica for replica in self._replicas if replica.state == "up"]
+        reports = await asyncio.gather(*(replica.client.set_spec(change) for replica in up), return_exceptions=True)
+        known = {replica.number: report for replica, report in zip(up, reports, strict=True) if isinstance(report, SpecReport)}
         if not known:
             raise EngineDead(self.dead or "no engine is up")
-        return known[0]
+        return known
 
     def stats(self) -> EngineStats:
         return total([replica.stats() for replica in self._replicas])

@@ -16,7 +16,7 @@ from mtpserve.server.service import Served, Service
 ANSWER_S = 20.0  # a step may take long
 
 
-class SpecObject(Rendered):
+class SpecFields(Rendered):
     """`num_steps` is the deepest that is allowed now, `depth` the last choice. Where the depth is fixed, `fixed` says why."""
 
     algorithm: str | None
@@ -34,6 +34,16 @@ class SpecObject(Rendered):
     steps_per_depth: list[int]
     step_times: list[StepTime]
     coefficients_ms: dict[str, float]
+
+
+class EngineSpec(SpecFields):
+    engine: int
+
+
+class SpecObject(SpecFields):
+    """The first engine's that is up, and each one's by itself."""
+
+    engines: list[EngineSpec]
 
 
 class SpecBody(Strict):
@@ -56,7 +66,7 @@ async def set_spec(service: Served, body: SpecBody) -> Response:
     service.check_alive()
     if body == SpecBody():
         raise InvalidRequest("give adaptive, num_steps or reset", "adaptive")
-    known = await exchange(service, SpecChange())
+    known = next(iter((await exchange(service, SpecChange())).values()))  # what may be set is the same for all
     if known.fixed is not None:
         (field, value), *_ = body.model_dump(exclude_none=True).items()
         raise InvalidRequest(f"{field} cannot be set to {str(value)[:50]}: {known.fixed}", field)
@@ -65,16 +75,23 @@ async def set_spec(service: Served, body: SpecBody) -> Response:
     return JSON(spec_object(service, await exchange(service, SpecChange(body.adaptive, body.num_steps, bool(body.reset)))))
 
 
-async def exchange(service: Service, change: SpecChange) -> SpecReport:
+async def exchange(service: Service, change: SpecChange) -> dict[int, SpecReport]:
     try:
         return await asyncio.wait_for(service.client.set_spec(change), ANSWER_S)
     except TimeoutError:
         raise EngineBusy(f"the engine did not answer within {ANSWER_S:g} s") from None
 
 
-def spec_object(service: Service, report: SpecReport) -> SpecObject:
+def spec_object(service: Service, reports: dict[int, SpecReport]) -> SpecObject:
+    engines = [spec_of(service, report, number) for number, report in reports.items()]
+    fields = {name: getattr(engines[0], name) for name in SpecFields.__struct_fields__}
+    return SpecObject(**fields, engines=engines)
+
+
+def spec_of(service: Service, report: SpecReport, engine: int) -> EngineSpec:
     state, steps = report.state, report.configured
-    return SpecObject(
+    return EngineSpec(
+        engine=engine,
         algorithm=service.client.card.algorithm,
         adaptive=state is not None and state.adaptive,
         configured_steps=steps,

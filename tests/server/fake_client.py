@@ -52,10 +52,10 @@ class FakeClient:
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
 
-    async def set_spec(self, change: SpecChange) -> SpecReport:
+    async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
         if self.dead is not None:
             raise EngineDead(self.dead)
-        return self.engine.set_spec(change)
+        return {0: self.engine.set_spec(change)}
 
     def stats(self) -> EngineStats:
         return self.engine.stats

@@ -19,6 +19,7 @@ from mtpserve.server.observe.page import HTML
 from mtpserve.server.observe.report import line
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
+from tests.server.fake_engine import FakeEngine
 from tests.server.test_errors import error
 
 TEXT = HTML.decode()
@@ -54,6 +55,21 @@ def test_what_is_known(http: httpx.AsyncClient, client: FakeClient) -> None:
     assert (bucket(many["requests"]), bucket(many["rows"]), many["milliseconds"]) == (bucket(40), bucket(120), 20.0)
     assert len(known["coefficients_ms"]) == 8 and all(value >= 0 for value in known["coefficients_ms"].values())
     assert any(known["coefficients_ms"].values())
+
+
+def test_each_of_several_engines(http: httpx.AsyncClient, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(client)
+    other = FakeEngine("fake", 0.0)
+    other.set_spec(SpecChange(num_steps=1))
+
+    async def both(change: SpecChange) -> dict[int, SpecReport]:
+        return {2: client.engine.set_spec(change), 3: other.set_spec(change)}
+
+    monkeypatch.setattr(client, "set_spec", both)
+    known = ask(http, "GET").json()
+    one, two = known.pop("engines")
+    assert (one, two["engine"], two["num_steps"], two["step_times"]) == (known | {"engine": 2}, 3, 1, [])
+    assert [each["num_steps"] for each in ask(http, "POST", {"num_steps": 0}).json()["engines"]] == [0, 0]
 
 
 def test_numbers_that_share_a_row_are_named_by_one_of_them() -> None:
@@ -129,7 +145,7 @@ def test_an_engine_that_does_not_answer(http: httpx.AsyncClient, client: FakeCli
         assert error(ask(http, method, body), 503)["code"] == "engine_dead"
     client.dead = None
 
-    async def never(change: SpecChange) -> SpecReport:
+    async def never(change: SpecChange) -> dict[int, SpecReport]:
         await asyncio.sleep(60)
         raise AssertionError
 
