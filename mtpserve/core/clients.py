@@ -38,6 +38,10 @@ class EngineClient(RequestClient, Protocol):
     @property
     def engines(self) -> Seq[EngineState]: ...
 
+    def where(self, request_id: str) -> int:
+        """The number of the engine that has a request; 0 while none has."""
+        ...
+
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
         """How deep requests draft from now on, where that is not fixed; an empty change only asks. The reports of the engines that are up,
         at least one, by number. Raises EngineDead."""

@@ -209,6 +209,11 @@ class EngineStats:
     draft_tokens_by_source: dict[str, int] = field(default_factory=dict)
     accepted_tokens_by_source: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def page_share(self) -> float:
+        """Of the KV pool's pages, in use."""
+        return self.pages_used / max(1, self.pages_total)
+
     def accept_length(self, before: EngineStats | None = None) -> float | None:
         """Mean number of tokens that a verification committed, since `before` or since the start; None: there was none."""
         start = before or EngineStats()

@@ -302,6 +302,11 @@ class Replicas:
             self._aborted.add(request_id)
             self._wake()
 
+    def where(self, request_id: str) -> int:
+        """The number of the engine that has a request; 0 while none has."""
+        replica = self._open.get(request_id)
+        return 0 if replica is None else replica.number
+
     def reset_prefix_cache(self) -> None:
         """Requests that are submitted from now on find nothing that was computed before."""
         self._affinity.forget()

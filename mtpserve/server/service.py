@@ -209,7 +209,7 @@ class Service:
             raise InvalidRequest(f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid")
         self._live.add(request.id)
         self._log(request)
-        clock = RequestClock(self.metrics.observers, request, arrival, streaming)
+        clock = RequestClock(self.metrics.observers, request, arrival, streaming, self.client.where)
         reader = StepReader(Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt), clock)
         patience = Patience(self.server_config.queue_timeout, shorter(self.server_config.request_timeout, timeout), arrival)
         arriving = self.client.submit(request)

@@ -148,13 +148,15 @@ async def settle(condition: Callable[[], bool]) -> None:
 def test_a_cut_stream_goes_on_in_another_engine(seed: int | None) -> None:
     async def work(bench: Bench) -> None:
         found: list[int] = []
+        known: list[int] = []
         stream = bench.replicas.submit(asked(seed=seed))
         async for events in stream:
             found += [token for event in events for token in event.tokens]
+            known.append(bench.replicas.where("a"))
             if len(found) == 5:
                 bench.now(bench.where("a")[0]).die()
         first, second = bench.where("a")
-        assert first != second
+        assert first != second and known == [first] * 5 + [second] * 7
         lost, went_on = (bench.now(number).served[0] for number in (first, second))
         assert went_on == replace(lost, said=found[:5], moved=True) and found == [said(lost, index) for index in range(12)]
         await settle(lambda: bench.replicas.engines[first].state == "dead")

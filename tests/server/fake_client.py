@@ -49,6 +49,9 @@ class FakeClient:
             self.aborted.append(request_id)
             self.engine.abort(request_id)
 
+    def where(self, request_id: str) -> int:
+        return 0
+
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
 

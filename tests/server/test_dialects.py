@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
+from mtpserve.core.request import EngineState, EngineStats
 from mtpserve.server.app import create_app
 from mtpserve.server.observe.metrics import Metrics
 from mtpserve.text.tokenizer import Tokenizer
@@ -109,6 +110,29 @@ def test_one_dialect_brings_its_own_names_and_no_others(tokenizer: Tokenizer, cl
 
 def test_without_a_dialect_there_are_our_names_alone(tokenizer: Tokenizer, client: FakeClient) -> None:
     assert all(name.startswith(("mtpserve_", "process_")) for name in samples(scrape(tokenizer, client)))
+
+
+class Two(FakeClient):
+    """Two engines, of which the second one has all requests."""
+
+    @property
+    def engines(self) -> list[EngineState]:
+        other = EngineStats(pages_total=64, generation_tokens_total=7)
+        return [EngineState(0, "up", 0, "", other), EngineState(1, "up", 0, "", self.stats())]
+
+    def where(self, request_id: str) -> int:
+        return 1
+
+
+def test_vllms_metrics_are_by_engine_where_there_are_several(tokenizer: Tokenizer) -> None:
+    one, two = samples(scrape(tokenizer, FakeClient(), "vllm")), samples(scrape(tokenizer, Two(), "vllm"))
+    ours = {name: value for name, value in one.items() if name.startswith("vllm:") and "seconds" not in name}
+    assert ours and {name: two[name.replace('engine="0"', 'engine="1"')] for name in ours} == ours
+    first = {name: value for name, value in two.items() if name.startswith("vllm:") and 'engine="0"' in name}
+    assert first.pop(f"vllm:generation_tokens_total{VLLM}") == 7
+    assert {name.split("{")[0] for name, value in first.items() if value} == {"vllm:cache_config_info"}
+    assert two['vllm:time_to_first_token_seconds_count{engine="1",model_name="fake"}'] == 3
+    assert two['vllm:time_to_first_token_seconds_count{engine="0",model_name="fake"}'] == 0
 
 
 def test_vllms_values(tokenizer: Tokenizer, client: FakeClient) -> None:

@@ -7,13 +7,14 @@ missing name is clearer than a zero. Buckets are the peers' too, since boards co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mtpserve.core.request import EngineStats
-from mtpserve.server.observe.observed import Observed, Observer, Row, Scrape
+from mtpserve.server.observe.observed import Family, Observed, Observer, Row, Scrape
 
 SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 SGLANG_TOKEN = (
@@ -28,6 +29,26 @@ VLLM_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 
 VLLM_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 VLLM_FINISHED = ("stop", "length", "abort", "error")
 LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+# name, help, an engine's value; None: not known yet
+Fact = tuple[str, str, Callable[[EngineStats], float | None]]
+VLLM_COUNTERS: tuple[Fact, ...] = (
+    ("prompt_tokens", "Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
+    ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", lambda stats: stats.cached_prompt_tokens_total),
+    ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", lambda stats: stats.prompt_tokens_total),
+    ("prefix_cache_hits", "Prompt tokens found there.", lambda stats: stats.cached_prompt_tokens_total),
+    ("generation_tokens", "Tokens generated.", lambda stats: stats.generation_tokens_total),
+    ("num_preemptions", "Preemptions.", lambda stats: stats.preemptions_total),
+    ("spec_decode_num_drafts", "Verifications.", lambda stats: stats.drafts_total),
+    ("spec_decode_num_draft_tokens", "Draft tokens.", lambda stats: stats.draft_tokens_total),
+    ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", lambda stats: stats.accepted_tokens_total),
+)
+VLLM_GAUGES: tuple[Fact, ...] = (
+    ("num_requests_running", "Running requests.", lambda stats: stats.running),
+    ("num_requests_waiting", "Waiting requests.", lambda stats: stats.waiting),
+    ("kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", lambda stats: stats.page_share),
+    ("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", lambda stats: stats.page_share),
+    ("spec_decode_draft_acceptance_rate", "Accepted share of draft tokens.", EngineStats.accept_rate),
+)
 
 
 class SGLang(Observer):
@@ -42,7 +63,7 @@ class SGLang(Observer):
         ("generation_tokens_histogram", "Generated tokens per request.", LENGTHS, lambda seen: seen.tokens),
     )
 
-    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str) -> None:
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int) -> None:
         labels = {"model_name": model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
         super().__init__(registry, scrape, labels)
         streaming = ("true", "false")
@@ -66,7 +87,7 @@ class SGLang(Observer):
         gauges: list[Row] = [
             ("num_running_reqs", "Running requests.", stats.running),
             ("num_queue_reqs", "Requests in the queue.", stats.waiting),
-            ("token_usage", "Share of the KV pool in use.", now.page_share),
+            ("token_usage", "Share of the KV pool in use.", stats.page_share),
             ("num_used_tokens", "Tokens' places in use in the KV pool.", used),
             ("kv_used_tokens", "Tokens' places in use in the KV pool.", used),
             ("kv_evictable_tokens", "Tokens' places in the KV pool that nobody uses, in the prefix cache.", cached),
@@ -123,7 +144,8 @@ class SGLang(Observer):
 
 class VLLM(Observer):
     """Its inter-token latency is per step: one observation, however many tokens came. Positions of drafts count from 0. Two facts are
-    there under their older names too: the boards that people have read those."""
+    there under their older names too: the boards that people have read those. All are by engine: what a request took, by the one that
+    has ended it."""
 
     prefix = "vllm:"
     finished = (
@@ -138,9 +160,10 @@ class VLLM(Observer):
         ("request_params_max_tokens", "max_tokens of requests that gave one.", LENGTHS, lambda seen: seen.request.sampling.max_tokens),
     )
 
-    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str) -> None:
-        super().__init__(registry, scrape, {"model_name": model, "engine": "0"})
-        self._success = self.counter("request_success", "Ended requests by why.", finished_reason=VLLM_FINISHED)
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int) -> None:
+        super().__init__(registry, scrape, {"model_name": model}, engines)
+        numbers = [str(number) for number in range(engines)]
+        self._success = self.counter("request_success", "Ended requests by why.", engine=numbers, finished_reason=VLLM_FINISHED)
         self._first = self.histogram("time_to_first_token_seconds", "Time to first token.", VLLM_FIRST)
         self._token = self.histogram("inter_token_latency_seconds", "Time between a request's steps.", VLLM_TOKEN)
         self._token_once = self.histogram("time_per_output_token_seconds", "Older name of inter_token_latency_seconds.", VLLM_TOKEN)
@@ -149,61 +172,62 @@ class VLLM(Observer):
         self._inference = self.histogram("request_inference_time_seconds", "From the seat to the last token.", VLLM_REQUEST)
 
     def families(self, now: Scrape) -> Iterable[Metric]:
-        stats, card = now.stats, now.card
-        drafted, accepted = stats.draft_tokens_total, stats.accepted_tokens_total
-        prompts, cached = stats.prompt_tokens_total, stats.cached_prompt_tokens_total
-        counters: list[Row] = [
-            ("prompt_tokens", "Prompt tokens processed.", prompts),
-            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", cached),
-            ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", prompts),
-            ("prefix_cache_hits", "Prompt tokens found there.", cached),
-            ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
-            ("num_preemptions", "Preemptions.", stats.preemptions_total),
-            ("spec_decode_num_drafts", "Verifications.", stats.drafts_total),
-            ("spec_decode_num_draft_tokens", "Draft tokens.", drafted),
-            ("spec_decode_num_accepted_tokens", "Accepted draft tokens.", accepted),
-        ]
-        gauges: list[Row] = [
-            ("num_requests_running", "Running requests.", stats.running),
-            ("num_requests_waiting", "Waiting requests.", stats.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", now.page_share),
-            ("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", now.page_share),
-            ("spec_decode_draft_acceptance_rate", "Accepted share of draft tokens.", accepted / drafted if drafted else None),
-        ]
-        yield from self.rows(counters, gauges)
-        sources = [(["local_compute"], prompts - cached), (["local_cache_hit"], cached)]
-        yield self.family(CounterMetricFamily, "prompt_tokens_by_source", "Prompt tokens by where their KV is from.", sources, "source")
-        pages = [((str(card.page_size), str(stats.pages_total)), 1)]
-        yield self.family(GaugeMetricFamily, "cache_config_info", "The KV pool.", pages, "block_size", "num_gpu_blocks")
-        if stats.tier_pages_total:
-            yield from self._of_tiers(stats)
-        drafted_at = [position for position, count in enumerate(stats.draft_tokens_per_position, 1) if count > 0]
-        deepest = max([card.speculative_steps, *drafted_at])  # a prediction or a grammar may reach deeper than the steps
-        counts = [([str(position)], count) for position, count in enumerate(stats.accepted_tokens_per_position[:deepest])]
+        engines = now.engines
+
+        def rows(kind: Family, facts: Sequence[Fact]) -> Iterable[Metric]:
+            for name, help, fact in facts:
+                known = [(str(each.number), fact(each.stats)) for each in engines]
+                values = [([number], value) for number, value in known if value is not None]
+                if values:
+                    yield self.family(kind, name, help, values, "engine")
+
+        def split(name: str, help: str, label: str, parts: Callable[[EngineStats], Iterable[tuple[str, float]]]) -> Metric:
+            values = [([str(each.number), part], value) for each in engines for part, value in parts(each.stats)]
+            return self.family(CounterMetricFamily, name, help, values, "engine", label)
+
+        yield from rows(CounterMetricFamily, VLLM_COUNTERS)
+        yield from rows(GaugeMetricFamily, VLLM_GAUGES)
+        yield split("prompt_tokens_by_source", "Prompt tokens by where their KV is from.", "source", by_source)
+        pages = [((str(each.number), str(now.card.page_size), str(each.stats.pages_total)), 1) for each in engines]
+        yield self.family(GaugeMetricFamily, "cache_config_info", "The KV pool.", pages, "engine", "block_size", "num_gpu_blocks")
+        # Only where they are on, as there; the disk's metrics have labels of classes there, and are left out.
+        if now.stats.tier_pages_total:
+            for name, what, moved in (
+                ("kv_offload_total_bytes", "Bytes", lambda stats: stats.transfer_bytes_total),
+                ("kv_offload_total_time", "Seconds", lambda stats: stats.transfer_seconds_total),
+            ):
+                yield split(name, f"{what} of transfers to host memory and back.", "transfer_type", partial(by_way, moved))
         help = "Accepted draft tokens by position, 0 first."
-        yield self.family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", help, counts, "position")
+        yield split("spec_decode_num_accepted_tokens_per_pos", help, "position", partial(by_position, now.card.speculative_steps))
 
-    def _of_tiers(self, stats: EngineStats) -> Iterable[Metric]:
-        """Only where they are on, as there; the disk's metrics have labels of classes there, and are left out."""
-        for name, what, moved in (
-            ("kv_offload_total_bytes", "Bytes", stats.transfer_bytes_total),
-            ("kv_offload_total_time", "Seconds", stats.transfer_seconds_total),
-        ):
-            ways = [(["GPU_to_CPU"], moved.get("save", 0)), (["CPU_to_GPU"], moved.get("load", 0))]
-            yield self.family(CounterMetricFamily, name, f"{what} of transfers to host memory and back.", ways, "transfer_type")
-
-    def step(self, seconds: float, tokens: int) -> None:
-        self._token.observe(seconds)
-        self._token_once.observe(seconds)
+    def step(self, seconds: float, tokens: int, engine: int) -> None:
+        self._token.observe(seconds, engine=engine)
+        self._token_once.observe(seconds, engine=engine)
 
     def end(self, seen: Observed) -> None:
         super().end(seen)
         if seen.outcome in VLLM_FINISHED:
-            self._success(seen.outcome).inc()
+            self._success(str(seen.engine), seen.outcome).inc()
         if seen.finished and seen.times is not None:
-            self._queue.observe(seen.times.queued)
-            self._prefill.observe(seen.times.prompt)
-            self._inference.observe(seen.times.prompt + seen.decoding)
+            self._queue.observe(seen.times.queued, engine=seen.engine)
+            self._prefill.observe(seen.times.prompt, engine=seen.engine)
+            self._inference.observe(seen.times.prompt + seen.decoding, engine=seen.engine)
+
+
+def by_source(stats: EngineStats) -> list[tuple[str, float]]:
+    cached = stats.cached_prompt_tokens_total
+    return [("local_compute", stats.prompt_tokens_total - cached), ("local_cache_hit", cached)]
+
+
+def by_way(moved: Callable[[EngineStats], Mapping[str, float]], stats: EngineStats) -> list[tuple[str, float]]:
+    amounts = moved(stats)
+    return [("GPU_to_CPU", amounts.get("save", 0)), ("CPU_to_GPU", amounts.get("load", 0))]
+
+
+def by_position(steps: int, stats: EngineStats) -> list[tuple[str, float]]:
+    drafted = [position for position, count in enumerate(stats.draft_tokens_per_position, 1) if count > 0]
+    deepest = max([steps, *drafted])  # a prediction or a grammar may reach deeper than the steps
+    return [(str(position), count) for position, count in enumerate(stats.accepted_tokens_per_position[:deepest])]
 
 
 OBSERVERS: dict[str, type[SGLang] | type[VLLM]] = {"sglang": SGLang, "vllm": VLLM}

@@ -16,21 +16,24 @@ class LoopHistogram(Collector):
     """Observed for every token of every stream. The library's own histogram takes two locks for each value and walks its buckets."""
 
     def __init__(
-        self, name: str, help: str, buckets: Sequence[float], registry: CollectorRegistry, labels: Mapping[str, str] | None = None
+        self, name: str, help: str, buckets: Sequence[float], registry: CollectorRegistry, labels: Sequence[Mapping[str, str]] = ({},)
     ) -> None:
-        self._name, self._help, self._labels = name, help, dict(labels or {})
+        """`labels`: one set of them for all engines, or one for each."""
+        self._name, self._help, self._labels = name, help, labels
         self._bounds = [float(bound) for bound in buckets]
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
+        self._counts = [[0] * (len(buckets) + 1) for _ in labels]
+        self._sums = [0.0 for _ in labels]
         registry.register(self)
 
-    def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+    def observe(self, value: float, times: int = 1, engine: int = 0) -> None:
+        row = engine if len(self._sums) > 1 else 0
+        self._counts[row][bisect_left(self._bounds, value)] += times
+        self._sums[row] += value * times
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels))
+        family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels[0]))
         names = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = [(name, float(count)) for name, count in zip(names, accumulate(self._counts), strict=True)]
-        family.add_metric(list(self._labels.values()), buckets, sum_value=self._sum)
+        for labels, counts, sum_value in zip(self._labels, self._counts, self._sums, strict=True):
+            buckets = [(name, float(count)) for name, count in zip(names, accumulate(counts), strict=True)]
+            family.add_metric(list(labels.values()), buckets, sum_value=sum_value)
         yield family

@@ -70,7 +70,7 @@ class MTPServe(Observer):
         ("request_generation_tokens", "Output tokens of a finished request.", LENGTH_BUCKETS, lambda seen: seen.tokens),
     )
 
-    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str) -> None:
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int) -> None:
         super().__init__(registry, scrape, {})
         self._first = self.histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS)
         self._token = self.histogram(
@@ -128,8 +128,8 @@ class MTPServe(Observer):
         ):
             yield self.family(CounterMetricFamily, name, help, by(KINDS, counts), "kind")
 
-    def step(self, seconds: float, tokens: int) -> None:
-        super().step(seconds, tokens)
+    def step(self, seconds: float, tokens: int, engine: int) -> None:
+        super().step(seconds, tokens, engine)
         self._gap.observe(seconds)
 
     def end(self, seen: Observed) -> None:
@@ -177,7 +177,7 @@ def gauges(now: Scrape) -> list[Row]:
         ("kv_pages", "Pages in the KV pool.", stats.pages_total),
         ("kv_pages_used", "Pages of the KV pool in use.", stats.pages_used),
         ("kv_pages_cached", "Free pages of the KV pool whose contents a request may find.", stats.pages_cached),
-        ("kv_page_usage_ratio", "Share of the KV pool's pages in use, 0 to 1.", now.page_share),
+        ("kv_page_usage_ratio", "Share of the KV pool's pages in use, 0 to 1.", stats.page_share),
         ("kv_page_tokens", "Tokens in one page.", card.page_size),
         ("context_tokens", "Tokens that prompt and output may have together.", card.context_length),
         ("generation_tokens_per_second", "Tokens generated per second, over the last 10 s.", rates.tokens_per_second),
@@ -216,7 +216,7 @@ class Metrics:
             return Scrape(stats, recent.rates(stats), client.card, any(each.state == "up" for each in engines), engines)
 
         kinds = (MTPServe, *(OBSERVERS[name] for name in dialects))
-        self.observers: list[Observer] = [kind(self.registry, scrape, client.card.name) for kind in kinds]
+        self.observers: list[Observer] = [kind(self.registry, scrape, client.card.name, len(client.engines)) for kind in kinds]
         ProcessCollector(registry=self.registry)
 
     def text(self) -> bytes:

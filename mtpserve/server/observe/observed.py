@@ -30,6 +30,7 @@ class Observed:
 
     request: Request
     streaming: bool
+    engine: int = 0  # that has it, or had it last
     tokens: int = 0
     first_token: float | None = None  # from arrival
     decoding: float = 0.0  # from the first token to the last
@@ -54,10 +55,12 @@ class Observed:
 
 
 class RequestClock:
-    """Times one request. `arrival` is perf_counter's."""
+    """Times one request. `arrival` is perf_counter's; `where` gives the engine that has the request."""
 
-    def __init__(self, observers: Sequence[Observer], request: Request, arrival: float, streaming: bool) -> None:
-        self._observers = observers
+    def __init__(
+        self, observers: Sequence[Observer], request: Request, arrival: float, streaming: bool, where: Callable[[str], int]
+    ) -> None:
+        self._observers, self._where = observers, where
         self._seen = Observed(request, streaming)
         self._arrival = arrival
         self._last = arrival
@@ -68,14 +71,15 @@ class RequestClock:
         seen, now = self._seen, perf_counter()
         gap, self._last = now - self._last, now
         seen.tokens += count
+        seen.engine = self._where(seen.request.id)
         if seen.first_token is None:
             seen.first_token, seen.times, seen.cached = gap, times, cached
             for observer in self._observers:
-                observer.first_token(gap)
+                observer.first_token(gap, seen.engine)
         else:
             seen.decoding += gap
             for observer in self._observers:
-                observer.step(gap, count)
+                observer.step(gap, count, seen.engine)
 
     def end(self, outcome: str) -> None:
         self._seen.outcome = outcome
@@ -151,10 +155,6 @@ class Scrape:
     alive: bool
     engines: Sequence[EngineState]
 
-    @property
-    def page_share(self) -> float:
-        return self.stats.pages_used / max(1, self.stats.pages_total)
-
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 Row = tuple[str, str, float | None]  # name, help, value; None: not known yet
@@ -169,8 +169,10 @@ class Observer(Collector):
     _first: LoopHistogram
     _token: LoopHistogram
 
-    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], labels: dict[str, str]) -> None:
+    def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], labels: dict[str, str], engines: int = 0) -> None:
+        """`engines`: of so many each has histograms of its own, with its number as the label `engine`; 0: they are of all together."""
         self._registry, self._scrape, self._labels = registry, scrape, labels
+        self._rows = [labels | {"engine": str(number)} for number in range(engines)] or [labels]
         registry.register(self)
         self._finished = [(self.histogram(name, help, buckets), value) for name, help, buckets, value in self.finished]
 
@@ -180,20 +182,20 @@ class Observer(Collector):
     @abstractmethod
     def families(self, now: Scrape) -> Iterable[Metric]: ...
 
-    def first_token(self, seconds: float) -> None:
-        self._first.observe(seconds)
+    def first_token(self, seconds: float, engine: int) -> None:
+        self._first.observe(seconds, engine=engine)
 
-    def step(self, seconds: float, tokens: int) -> None:
+    def step(self, seconds: float, tokens: int, engine: int) -> None:
         """Tokens that came together, `seconds` after those before them: they share the wait."""
-        self._token.observe(seconds / tokens, tokens)
+        self._token.observe(seconds / tokens, tokens, engine)
 
     def end(self, seen: Observed) -> None:
         for histogram, value in self._finished if seen.finished else ():
             if (measured := value(seen)) is not None:
-                histogram.observe(measured)
+                histogram.observe(measured, engine=seen.engine)
 
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> LoopHistogram:
-        return LoopHistogram(self.prefix + name, help, buckets, self._registry, self._labels)
+        return LoopHistogram(self.prefix + name, help, buckets, self._registry, self._rows)
 
     def counter(self, name: str, help: str, **values: Sequence[str]) -> Callable[..., Counter]:
         """Of the values of further labels; those given exist from the start."""

@@ -17,7 +17,7 @@ def line(before: EngineStats, now: EngineStats, seconds: float, synthetic: str |
     """`synthetic`: the curve of synthetic acceptance, where there is one."""
     tokens = (now.generation_tokens_total - before.generation_tokens_total) / seconds
     prompt = (now.prompt_tokens_total - before.prompt_tokens_total) / seconds
-    share = 100 * now.pages_used / max(1, now.pages_total)
+    share = 100 * now.page_share
     text = f"running {now.running}  waiting {now.waiting}  pages {now.pages_used}/{now.pages_total} ({share:.0f} %)"
     for tier, most in now.tier_pages_total.items():
         text += f"  {tier} {now.tier_pages.get(tier, 0)}/{most} pages"

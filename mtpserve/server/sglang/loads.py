@@ -67,7 +67,7 @@ def load_of(engine: EngineState, card: ModelCard) -> EngineLoad:
         num_total_reqs=stats.running + stats.waiting,
         num_used_tokens=used_tokens(stats, card),
         max_total_num_tokens=stats.pages_total * card.page_size,
-        token_usage=round(stats.pages_used / max(1, stats.pages_total), 4),
+        token_usage=round(stats.page_share, 4),
         cache_hit_rate=round(stats.cached_prompt_tokens_total / max(1, stats.prompt_tokens_total), 4),
         total_prompt_tokens=stats.prompt_tokens_total,
         total_generation_tokens=stats.generation_tokens_total,
