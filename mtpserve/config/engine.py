@@ -262,7 +262,8 @@ class CPUConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The engine process's configuration: everything but ServerConfig. `replica`: which of --data-parallel-size engines it is."""
+    """The engine process's configuration: everything but ServerConfig. `replica`: which of --data-parallel-size engines it is; `rank`:
+    which of its --tensor-parallel-size processes."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -272,6 +273,9 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cpu: CPUConfig = field(default_factory=CPUConfig)
     replica: int = 0
+    rank: int = 0
 
 
-ENGINE_SECTIONS: dict[str, Callable[..., Any]] = {name: kind for name, kind in get_type_hints(EngineConfig).items() if name != "replica"}
+ENGINE_SECTIONS: dict[str, Callable[..., Any]] = {
+    name: kind for name, kind in get_type_hints(EngineConfig).items() if name not in ("replica", "rank")
+}

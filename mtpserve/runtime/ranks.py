@@ -1,0 +1,92 @@
+"""How the processes of one machine that compute a model together sum and gather: core.parallel.Ranks.
+
+on GPUs    NCCL, also inside captured steps
+on CPUs    shared memory (mtpserve_kernels.cpu.ranks): microseconds; where its kernels are not there gloo, which takes half a millisecond
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from mmap import mmap
+
+import torch
+import torch.distributed as dist
+from mtpserve_kernels.cpu.library import Unavailable, library
+from mtpserve_kernels.cpu.ranks import Exchange, exchange_bytes
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, and documented
+
+from mtpserve.core.errors import ConfigError
+
+PATIENCE_S = 600.0  # how long a rank waits for the others: they may compile kernels
+HERE = "127.0.0.1"
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # they would listen on the network otherwise
+
+
+def shares_memory(device: torch.device) -> bool:
+    """Whether ranks on this kind of device exchange numbers through shared memory."""
+    try:
+        return device.type == "cpu" and library() is not None
+    except Unavailable:
+        return False
+
+
+def shared(file: int, rank: int, size: int) -> Exchange:
+    """`file`: a descriptor of the memory, which may be empty yet; each rank gives it the same length."""
+    length = exchange_bytes(size)
+    os.ftruncate(file, length)
+    return Exchange(mmap(file, length), rank, size, PATIENCE_S)
+
+
+def meeting_place(size: int) -> TCPStore:
+    """Where the ranks of torch.distributed find each other: rank 0's, its `port` is for the others. Reached from this machine alone."""
+    listener = socket.create_server((HERE, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(HERE, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+class TorchRanks:
+    """By torch.distributed: waits until all ranks are there. `store`: rank 0's; the others find it at `port`. Raises ConfigError."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, port: int, store: TCPStore | None = None) -> None:
+        if dist.is_initialized():
+            raise ConfigError("--tensor-parallel-size needs torch.distributed, which this process uses already")
+        for name, interface in LOOPBACK.items():
+            os.environ.setdefault(name, interface)
+        self.rank, self.size, self.nccl = rank, size, device.type == "cuda"
+        backend, place = "nccl" if self.nccl else "gloo", store or TCPStore(HERE, port, size)
+        dist.init_process_group(backend, store=place, rank=rank, world_size=size)
+        self.sum(torch.zeros(1, device=device))  # NCCL connects now, and not in a step that is captured
+
+    def sum(self, x: Tensor) -> Tensor:
+        """NCCL has an order of its own, the same for all ranks: its sum comes to all of them from one place."""
+        if self.nccl:
+            x = x.contiguous()
+            dist.all_reduce(x)
+            return x
+        first, *others = self._parts(x)
+        total = first.float()
+        for part in others:
+            total = total + part.float()
+        return total.to(x.dtype)
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._parts(x), dim=-1)
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        if self.nccl:
+            parts = x.new_empty(self.size, *x.shape)
+            dist.all_gather_into_tensor(parts, x)
+            return list(parts)
+        numbers = x.view(-1).view(torch.uint8)  # gloo does not know every type
+        made = [torch.empty_like(numbers) for _ in range(self.size)]
+        dist.all_gather(made, numbers)
+        return [part.view(x.dtype).view(x.shape) for part in made]
+
+    def give_up(self) -> None:
+        """gloo sees by itself that a rank is gone."""
+
+    def close(self) -> None:
+        dist.destroy_process_group()
