@@ -48,6 +48,14 @@ def test_servers_side_by_side(tmp_path: Path) -> None:
     assert all(0 < start["health_s"] <= start["first_completion_s"] for start in numbers["starts"])
 
 
+def test_ways_to_start_a_server(tmp_path: Path) -> None:
+    command = ["engines.py", "--model", "mtpserve/demo", "--arm", "--speculative-num-steps 1", "--arm", "--speculative-num-steps 2"]
+    output([*command, "--rounds", "1", "--requests", "2", "--input", "4", "--output", "4", "--json", str(tmp_path / "out.json")])
+    first, second = json.loads((tmp_path / "out.json").read_text())["numbers"]["rows"]
+    assert first["options"].startswith("--speculative-num-steps 1") and first["ratio"] == 1
+    assert second["ratio"] == pytest.approx(second["tokens_per_second"] / first["tokens_per_second"], rel=0.1)
+
+
 def output(command: list[str]) -> str:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     done = subprocess.run(
