@@ -144,7 +144,8 @@ def main() -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console().print(table)
-    save(args.json, {"rows": rows, "load": {name: getattr(args, name) for name in ("requests", "concurrency", "input", "output", "rounds")}})
+    load = {name: getattr(args, name) for name in ("requests", "concurrency", "input", "output", "rounds")}
+    save(args.json, {"rows": rows, "load": load})
 
 
 if __name__ == "__main__":
