@@ -224,7 +224,8 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        check(1 <= self.tensor_parallel_size <= 64, "tensor_parallel_size", self.tensor_parallel_size, "in [1, 64]")
+        for name in ("pipeline_parallel_size", "expert_parallel_size"):
             check(getattr(self, name) == 1, name, getattr(self, name), "1: an engine has one device")
         check(1 <= self.data_parallel_size <= 64, "data_parallel_size", self.data_parallel_size, "in [1, 64]")
         check(self.engine_restarts is None or self.engine_restarts >= 0, "engine_restarts", self.engine_restarts, "at least 0")

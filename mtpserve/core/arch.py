@@ -360,7 +360,12 @@ class ModelArch:
     @property
     def num_layers(self) -> int:
         """Of the trunk."""
-        return len(self.layers) - (self.mtp.layers if self.mtp else 0) - (len(self.draft.layers) if self.draft else 0)
+        return self.shared_layers - (self.mtp.layers if self.mtp else 0)
+
+    @property
+    def shared_layers(self) -> int:
+        """How many of the layers, the first ones, ranks share. What was published apart is computed by each."""
+        return len(self.layers) - (len(self.draft.layers) if self.draft else 0)
 
     @property
     def drafts(self) -> bool:
@@ -372,9 +377,7 @@ class ModelArch:
         """That the draft model gets of the trunk."""
         if self.draft is not None:
             return self.draft.features
-        if self.mtp is None:
-            return Features()
-        return Features(last=self.mtp.hidden_in, rows=self.mtp.layers, chained=self.mtp.chained)
+        return Features() if self.mtp is None else Features(last=self.mtp.hidden_in, rows=self.mtp.layers, chained=self.mtp.chained)
 
     @property
     def own_draft_head(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -37,3 +38,22 @@ class OneRank:
 
 
 ALONE: Ranks = OneRank()
+
+
+@dataclass(slots=True)
+class PlannedRank:
+    """A rank as far as sizes and weights go: nothing can be computed with it."""
+
+    rank: int
+    size: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gather(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def share(numbers: int, size: int) -> int:
+    """Of so many numbers that each rank has; the last ones may have fewer that count."""
+    return -(-numbers // size)

@@ -11,6 +11,7 @@ from statistics import median
 from typing import cast
 
 from mtpserve.config import EngineConfig, SpecConfig
+from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.grammars import Grammar, GrammarCompiler
 from mtpserve.core.protocols import LogitsProcessor
@@ -106,6 +107,8 @@ def log_rounding(methods: Methods) -> None:
 
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
+    size = config.parallel.tensor_parallel_size
+    check(size == 1, "tensor_parallel_size", size, "1: an engine has one process")
     bind(config)
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)

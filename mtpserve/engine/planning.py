@@ -15,6 +15,8 @@ from mtpserve.config.options import USUAL_PAGE
 from mtpserve.core.arch import ModelArch, page_groups, tokens_of_entries
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
+from mtpserve.core.parallel import ALONE, PlannedRank, Ranks, share
+from mtpserve.core.sharding import one_rank
 from mtpserve.engine.compute import device_of, dtype_of, kernels_of
 from mtpserve.engine.storage import Storage, int8_of, storage_of
 from mtpserve.engine.vocabulary import require_same_tokens
@@ -40,6 +42,7 @@ from mtpserve.weights.layouts import MTPLayout, dummy_layers, mtp_layers, nextn_
 from mtpserve.weights.loader import load
 from mtpserve.weights.plan import WeightSource, plan as placements
 from mtpserve.weights.rules import Rule
+from mtpserve.weights.shards import shards_of
 
 log = logging.getLogger(__name__)
 DRAFT = "draft."  # where a draft model of its own is in the whole model
@@ -154,15 +157,15 @@ def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
 @dataclass(frozen=True, slots=True)
 class Plan:
     config: EngineConfig  # what was asked for, with what follows from the model
-    described: Described
+    described: Described  # the whole model, also where several ranks compute it
     dtype: torch.dtype
     device: torch.device
     storage: Storage
-    memory: MemoryPlan
+    memory: MemoryPlan  # of one rank
 
 
 def plan(config: EngineConfig) -> Plan:
-    """Raises LoadError and ConfigError."""
+    """The same for each of several ranks. Raises LoadError and ConfigError."""
     described = describe(config, want_mtp=drafts_itself(config.spec))
     config, device = paged(config, described.arch), device_of(config)
     dtype = dtype_of(config, described.arch, device)
@@ -173,9 +176,11 @@ def plan(config: EngineConfig) -> Plan:
     kept = storage_of(config, described.checkpoints, dtype, device, kernels == "triton")
     int8, draft_int8 = int8_of(config, described.arch, dtype, kernels)
     kept = replace(kept, int8=int8, draft_int8=draft_int8)
-    sizes = fixed(described, dtype, positions(config, described.arch, device), kept)
+    ranks = config.parallel.tensor_parallel_size
+    sizes = fixed(described, dtype, positions(config, described.arch, device), kept, ranks)
     state, tables = state_of(config, described.arch, device)
-    memory = plan_memory(config, described.arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
+    arch = one_rank(described.arch, ranks)
+    memory = plan_memory(config, arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
     return Plan(config, described, dtype, device, kept, memory)
 
 
@@ -224,9 +229,10 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
     return state, lambda running: parts(running)[1].table_bytes
 
 
-def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storage) -> Fixed:
-    """Of the model as it will lie in memory, without making it. Embedding and head, which the MTP layer shares, are there once."""
-    model = empty_model(described, dtype, positions, kept)
+def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: int = 1) -> Fixed:
+    """Of one rank's part of the model as it will lie in memory, without making it. Embedding and head, which the MTP layer shares, are
+    there once."""
+    model = empty_model(described, dtype, positions, kept, PlannedRank(0, ranks))
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, part in model.named_modules():
         int8 = kept.draft_int8 if name.startswith(DRAFTS) else kept.int8 and name.startswith("layers.")
@@ -236,29 +242,31 @@ def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storag
     # Heads of its own are counted with its layers.
     copied = kept.draft_int8 and described.token_map is None and not described.arch.own_draft_head
     tokens = described.arch.vocab if copied else len(described.token_map or ())
-    reduced = tokens * described.arch.hidden * (1 if kept.draft_int8 else dtype.itemsize)
+    reduced = share(tokens, ranks) * described.arch.hidden * (1 if kept.draft_int8 else dtype.itemsize)
     what = "MTP layer" if described.arch.draft is None else described.arch.draft.kind
     return Fixed(sum(sizes.values()) - drafts, drafts, reduced, dtype.itemsize, what)
 
 
-def empty_model(described: Described, dtype: torch.dtype, positions: int, kept: Storage) -> DecoderModel:
+def empty_model(described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: Ranks = ALONE) -> DecoderModel:
     """On no device: names, shapes and dtypes."""
+    kernels = KERNELS.get("torch")()
     with torch.device("meta"):
-        model = build_model(described, dtype, positions, KERNELS.get("torch")(), kept)
+        model = build_model(described, dtype, positions, replace(kernels, ranks=ranks), kept)
+        whole = model if ranks.size == 1 else build_model(described, dtype, positions, kernels, kept)
     if kept.kinds:
-        hold_blocks(model, placements(model, sources(described)), kept.kinds)
+        hold_blocks(model, placements(whole, sources(described)), kept.kinds, shards_of(whole, model, ranks))
     return model
 
 
 def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, kept: Storage) -> DecoderModel:
-    """Its weights are uninitialised."""
+    """The part of the rank that `kernels.ranks` names. Its weights are uninitialised."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         methods = kept.methods(kernels)
-        model = described.family.build(described.arch, methods, dtype, positions, kernels)
+        model = described.family.build(one_rank(described.arch, kernels.ranks.size), methods, dtype, positions, kernels)
         if described.head is not None:
-            model.draft = described.head.make(model, methods, dtype, positions, kernels)
+            model.draft = described.head.make(model, methods, dtype, positions, replace(kernels, ranks=ALONE))
         return model
     finally:
         torch.set_default_dtype(before)
@@ -298,11 +306,25 @@ def load_model(
     progress: bool,
     kept: Storage,
 ) -> DecoderModel:
+    """The part of the rank that `kernels.ranks` names."""
     model = build_model(described, dtype, positions, kernels, kept)
+    plain = replace(kept, keep_blocks=False, keep_int4=False)
+    whole = model if kernels.ranks.size == 1 else empty_model(described, dtype, positions, plain)
     if described.dummy:
         log.warning("DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing")
-        fill(model, device)
+        fill(model, device, whole, kernels.ranks)
     else:
         own, *also = sources(described)
-        load(model, own.checkpoint, own.rules, dtype=dtype, device=device, progress=progress, also=also, keep=kept.kinds)
+        load(
+            model,
+            own.checkpoint,
+            own.rules,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+            also=also,
+            keep=kept.kinds,
+            whole=whole,
+            ranks=kernels.ranks,
+        )
     return model.eval()

@@ -28,6 +28,7 @@ class GQA(nn.Module):
         self.qkv = Linear(inputs or arch.hidden, ((1 + arch.out_gate) * q, k, v), method, bias=arch.qkv_bias)
         self.gate = Linear(arch.hidden, (heads,), method) if arch.head_gate else None  # one number for each head
         self.out = Linear(heads * kind.kv.value_dim, (arch.hidden,), method, bias=arch.out_bias)
+        self.out.added_once = ("bias",)
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps, kernels) if arch.head_norms else None
         has_sinks = arch.sinks == "all" or (arch.sinks == "windows" and kind.window is not None)
@@ -52,7 +53,7 @@ class GQA(nn.Module):
         if gate is not None:
             seen = seen * gate.sigmoid()
         # Scaled values would give the same.
-        return self.out((seen if self.value_scale == 1 else seen * self.value_scale).flatten(1))  # type: ignore[no-any-return]
+        return self.kernels.ranks.sum(self.out((seen if self.value_scale == 1 else seen * self.value_scale).flatten(1)))
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden] → q [T, heads, head_dim]; keys and values are stored."""

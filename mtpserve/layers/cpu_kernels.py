@@ -243,6 +243,8 @@ def described_layer(layer: Layer) -> stacks.Layer:
 
 
 def described_attention(module: object) -> stacks.AttentionLayer:
+    if isinstance(module, GQA | MLA) and module.kernels.ranks.size > 1:
+        raise NotDescribed  # it has no sums over ranks
     made = stacks.AttentionLayer()
     if type(module) is GQA and module.ordinary:
         out = matrix_of(module.out)

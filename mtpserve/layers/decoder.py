@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpserve.core.arch import Features, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols import Context, LinearMethod
-from mtpserve.layers.embedding import Embedding, TiedHead
+from mtpserve.layers.embedding import Embedding, TiedHead, VocabularyHead
 from mtpserve.layers.fusion import Fusion, StreamFusion
 from mtpserve.layers.kernels import Kernels, Residual, RunLayers
-from mtpserve.layers.linear import Linear
 from mtpserve.layers.moe import TokenMoE
 from mtpserve.layers.rope import Rope, Rotation
 from mtpserve.layers.streams import norm_after, norm_before
@@ -81,14 +82,14 @@ class DraftHead(nn.Module):
     """A copy of the language-model head by another method, for drafting alone. It is a part of the head, so that it is made before the
     head's weight is packed in place. `method` makes numbers of its own from the weight, as int8 does: it must not pack it in place."""
 
-    def __init__(self, head: nn.Module, arch: ModelArch, method: LinearMethod) -> None:
+    def __init__(self, head: VocabularyHead | TiedHead, arch: ModelArch, method: LinearMethod) -> None:
         super().__init__()
         self.head, self.arch, self.method = [head], arch, method  # in a list: the head holds it, and not the other way round
-        self.product: Linear | None = None
+        self.product: VocabularyHead | None = None
 
     def finish_loading(self) -> None:
-        self.product = Linear(self.arch.hidden, (self.arch.vocab,), self.method)
-        self.product.weight = cast(nn.Parameter, self.head[0].weight)
+        self.product = VocabularyHead(self.arch.hidden, self.arch.vocab, self.method, self.head[0].vocabulary.ranks)
+        self.product.weight = self.head[0].weight
         self.product.finish_loading()
 
     def forward(self, head: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ class MTPHead(nn.Module):
         self.kernels, self.methods = kernels, methods
         self.run_layers: RunLayers
         has_head = arch.mtp.head == "own"
-        self.head = Linear(arch.hidden, (arch.vocab,), methods.draft_head or methods.head) if has_head else None
+        self.head = VocabularyHead(arch.hidden, arch.vocab, methods.draft_head or methods.head, kernels.ranks) if has_head else None
         self.trunk_head = None if has_head else shared_head(trunk, methods)
 
     def finish_loading(self) -> None:
@@ -220,10 +221,11 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.arch, self.methods = arch, methods
-        self.embed = Embedding(arch.vocab, arch.hidden)
+        self.embed = Embedding(arch.vocab, arch.hidden, kernels.ranks)
         self.layers = nn.ModuleList(DecoderLayer(arch, *make_block(i), kernels) for i in range(arch.num_layers))
         self.norm = norm_after(arch, kernels)
-        self.head = TiedHead(self.embed, methods.head) if arch.tied_head else Linear(arch.hidden, (arch.vocab,), methods.head)
+        own_head = partial(VocabularyHead, arch.hidden, arch.vocab, methods.head, kernels.ranks)
+        self.head: VocabularyHead | TiedHead = TiedHead(self.embed, methods.head) if arch.tied_head else own_head()
         self.rope = Rope(arch.rope, positions, dtype, arch.window_rope)
         self.mtp_head: MTPHead | MTPModules | None = None
         if arch.mtp is not None and arch.mtp.each_depth:
@@ -248,7 +250,9 @@ class DecoderModel(nn.Module):
 
     def logits_of(self, tokens: Tensor) -> HeadProduct:
         """For drafting: `logits` of these tokens [n] alone, [rows, hidden] → [rows, n] float32, by a copy of the head's rows."""
-        part = Linear(self.arch.hidden, (len(tokens),), self.methods.draft_head or self.methods.head)
-        part.weight = nn.Parameter(self.head.rows(tokens).to(self.norm.weight.dtype), requires_grad=False)
+        part = VocabularyHead(self.arch.hidden, len(tokens), self.methods.draft_head or self.methods.head, self.kernels.ranks)
+        own, rows = part.vocabulary, self.head.rows(tokens).to(self.norm.weight.dtype)
+        mine = rows[own.first : own.first + own.rows]
+        part.weight = nn.Parameter(F.pad(mine, (0, 0, 0, own.rows - len(mine))), requires_grad=False)
         part.finish_loading()
         return lambda head: part(head, torch.float32)

@@ -22,9 +22,13 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, arch: ModelArch, kind: Recurrent, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
-        self.kind, size = kind, kind.value_heads * kind.value_dim
+        self.kind, size, self.ranks = kind, kind.value_heads * kind.value_dim, kernels.ranks
         self.inputs = Linear(arch.hidden, (kind.channels + size,) if kind.grouped else (kind.channels, size), method)
         self.gates = Linear(arch.hidden, (2 * kind.value_heads,) if kind.grouped else (kind.value_heads, kind.value_heads), method)
+        keys = kind.key_heads * kind.key_dim
+        if not kind.grouped:
+            self.inputs.cuts = (keys, keys, size, size)
+        self.cuts = {"conv": (keys, keys, size)}
         self.conv = nn.Parameter(torch.empty(kind.channels, 1, kind.taps), requires_grad=False)
         self.decay = nn.Parameter(torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False)  # its logarithm
         self.decay_bias = nn.Parameter(torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False)
@@ -43,7 +47,7 @@ class GatedDeltaNet(nn.Module):
         gates = torch.stack([forgotten, b.float().sigmoid()], 1)
         read = cast(RecurrentContext, context).recur(inputs, gates, self.taps)  # [T, value_heads, value_dim]
         gated = self.norm(read.flatten(0, 1)).view_as(read) * F.silu(z.reshape(read.shape))
-        return self.out(gated.flatten(1))  # type: ignore[no-any-return]
+        return self.ranks.sum(self.out(gated.flatten(1)))
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [T, hidden] → the convolution's inputs [T, channels], z [T, value_heads * value_dim], b and a [T, value_heads]"""

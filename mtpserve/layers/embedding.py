@@ -1,23 +1,81 @@
-"""Token embedding, and the language-model head of checkpoints that tie it to the same tensor."""
+"""Token embedding and language-model head, whose rows the ranks of a model share: each has a block of the vocabulary's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpserve.core.parallel import ALONE, Ranks, share
 from mtpserve.core.protocols import LinearMethod, Packed
+from mtpserve.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """`tokens` in as many equal blocks as there are ranks; the last one ends with rows that mean nothing, where they do not divide."""
+
+    tokens: int
+    ranks: Ranks
+
+    @property
+    def rows(self) -> int:
+        """Of each rank."""
+        return share(self.tokens, self.ranks.size)
+
+    @property
+    def first(self) -> int:
+        """The rank's first token."""
+        return self.ranks.rank * self.rows
+
+    def found(self, rows: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+        """`rows`: from places in the rank's block to rows. ids [T] → [T, hidden] from whoever has them."""
+        if self.ranks.size == 1:
+            return rows(ids)
+        places = ids - self.first
+        elsewhere = (places < 0) | (places >= self.rows)
+        return self.ranks.sum(rows(places.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def side_by_side(self, logits: Tensor) -> Tensor:
+        """[T, rows] of each rank → [T, tokens]"""
+        whole = self.ranks.gather(logits)
+        return whole if whole.shape[-1] == self.tokens else whole[..., : self.tokens].contiguous()
 
 
 class Embedding(nn.Module):
-    def __init__(self, vocab: int, hidden: int) -> None:
+    shared_tokens = True  # among ranks, see weights/shards.py
+
+    def __init__(self, vocab: int, hidden: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, hidden), requires_grad=False)
+        self.vocabulary = Vocabulary(vocab, ranks)
+        self.weight = nn.Parameter(torch.empty(self.vocabulary.rows, hidden), requires_grad=False)
         self.bias = None
         self.packed: Packed | None = None  # a tied head multiplies this matrix
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight) if self.packed is None else self.packed.rows(ids)
+        return self.vocabulary.found(self.own_rows, ids)
+
+    def own_rows(self, places: Tensor) -> Tensor:
+        return F.embedding(places, self.weight) if self.packed is None else self.packed.rows(places)
+
+
+class VocabularyHead(Linear):
+    """The language-model head: [T, hidden] → [T, vocabulary]."""
+
+    shared_tokens = True
+
+    def __init__(self, hidden: int, vocab: int, method: LinearMethod, ranks: Ranks = ALONE) -> None:
+        self.vocabulary = Vocabulary(vocab, ranks)
+        super().__init__(hidden, (self.vocabulary.rows,), method)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.vocabulary.found(super().rows, ids)
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return self.vocabulary.side_by_side(super().forward(x, dtype))
 
 
 class TiedHead(nn.Module):
@@ -26,7 +84,7 @@ class TiedHead(nn.Module):
     def __init__(self, embedding: Embedding, method: LinearMethod) -> None:
         super().__init__()
         self.borrowed = [embedding]  # in a list, so that it is not registered as a child a second time
-        self.method = method
+        self.method, self.vocabulary = method, embedding.vocabulary
 
     @property
     def weight(self) -> nn.Parameter:
@@ -36,7 +94,7 @@ class TiedHead(nn.Module):
         self.method.finish(self.borrowed[0], lookups=True)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self.method.rows(self.borrowed[0], ids)
+        return self.vocabulary.found(lambda places: self.method.rows(self.borrowed[0], places), ids)
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return self.method.apply(self.borrowed[0], x, dtype)
+        return self.vocabulary.side_by_side(self.method.apply(self.borrowed[0], x, dtype))

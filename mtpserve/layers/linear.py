@@ -13,6 +13,8 @@ class Linear(nn.Module):
     """y = x W^T + b. `parts` are the row counts of the matrices that one fused W holds, in order (q, k, v; gate, up)."""
 
     may_hold_blocks: tuple[str, ...] = ("weight",)  # parameters that weights/blocks may replace by what is stored
+    cuts: tuple[int, ...] | None = None  # row counts of what ranks divide each for itself, where that is not `parts`
+    added_once: tuple[str, ...] = ()  # what only the first rank has, because the ranks' outputs are summed
 
     def __init__(self, inputs: int, parts: tuple[int, ...], method: LinearMethod, bias: bool = False) -> None:
         super().__init__()

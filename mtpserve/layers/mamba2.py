@@ -25,8 +25,11 @@ class Mamba2(nn.Module):
         super().__init__()
         size = kind.value_heads * kind.value_dim
         self.kernels, self.eps, self.group = kernels, arch.norm_eps, size // kind.key_heads
-        self.parts = size, kind.channels, kind.value_heads
-        self.inputs = Linear(arch.hidden, (sum(self.parts),), method)
+        self.sizes = size, kind.channels, kind.value_heads
+        self.inputs = Linear(arch.hidden, (sum(self.sizes),), method)
+        keys = kind.key_heads * kind.key_dim
+        mixed = size, keys, keys
+        self.inputs.cuts, self.cuts = (size, *mixed, kind.value_heads), {"conv": mixed, "conv_bias": mixed}
         self.conv = nn.Parameter(torch.empty(kind.channels, 1, kind.taps), requires_grad=False)
         self.conv_bias = nn.Parameter(torch.empty(kind.channels), requires_grad=False) if kind.conv_bias else None
         self.decay = nn.Parameter(torch.empty(kind.value_heads, dtype=torch.float32), requires_grad=False)  # its logarithm
@@ -47,10 +50,10 @@ class Mamba2(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, context: Context) -> Tensor:
         """x [T, hidden]"""
-        z, inputs, step = self.inputs(x).split(self.parts, -1)
+        z, inputs, step = self.inputs(x).split(self.sizes, -1)
         step = F.softplus(step.float() + self.decay_bias)
         gates = torch.stack([self.rate * step, step], 1)
         read = cast(RecurrentContext, context).recur(inputs, gates, self.taps, self.direct)  # [T, value_heads, value_dim]
         gated = read.flatten(1).float() * F.silu(z.float())
         normed, _ = self.kernels.add_rms_norm(gated.reshape(-1, self.group), None, self.ones, self.eps)
-        return self.out(normed.view_as(gated).to(x.dtype) * self.norm)  # type: ignore[no-any-return]
+        return self.kernels.ranks.sum(self.out(normed.view_as(gated).to(x.dtype) * self.norm))

@@ -58,7 +58,7 @@ class MLA(nn.Module):
         absorbed = self.k_up(q[..., : mla.nope])  # [T, heads, kv_rank]
         q_rope = self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)
         seen = context.attend(torch.cat([absorbed, q_rope], -1))  # [T, heads, kv_rank]
-        return self.out(self.v_up(seen).flatten(1))  # type: ignore[no-any-return]
+        return self.kernels.ranks.sum(self.out(self.v_up(seen).flatten(1)))
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
         """x [T, hidden]; latents and rotated keys are stored, and no query is computed."""

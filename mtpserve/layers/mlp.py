@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpserve.core.arch import ClampedGate, Ungated
+from mtpserve.core.parallel import ALONE
 from mtpserve.core.protocols import LinearMethod
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
@@ -13,15 +14,18 @@ from mtpserve.layers.linear import Linear
 
 class MLP(nn.Module):
     """`gate`: with limits, or "relu2" where there is none and `gate_up` is up alone, in plain torch on every device. None:
-    silu(gate) * up."""
+    silu(gate) * up. `partial`: what it gives is a rank's own part of the sum."""
 
-    def __init__(self, hidden: int, size: int, method: LinearMethod, kernels: Kernels, gate: ClampedGate | Ungated | None = None) -> None:
+    def __init__(
+        self, hidden: int, size: int, method: LinearMethod, kernels: Kernels, gate: ClampedGate | Ungated | None = None,
+        partial: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.gated = gate != "relu2"
         self.gate_up = Linear(hidden, (size, size) if self.gated else (size,), method)
         self.down = Linear(size, (hidden,), method)
-        self.kernels, self.gate = kernels, gate
+        self.kernels, self.gate, self.ranks = kernels, gate, ALONE if partial else kernels.ranks
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.kernels.gated(self.gate_up, x, self.gate) if self.gate != "relu2" else F.relu(self.gate_up(x)).square()
-        return self.down(inner)  # type: ignore[no-any-return]
+        return self.ranks.sum(self.down(inner))

@@ -32,6 +32,8 @@ class Experts(nn.Module):
     """
 
     may_hold_blocks = ("gate_up", "down")
+    experts_first = True  # the first dimension of each parameter
+    added_once = ("down_bias",)  # as in Linear
 
     def __init__(self, hidden: int, arch: MoEArch) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Experts(nn.Module):
         self.gate = arch.gate
         self.gate_up_bias = nn.Parameter(torch.empty(arch.experts, sum(parts)), requires_grad=False) if arch.biases else None
         self.down_bias = nn.Parameter(torch.empty(arch.experts, hidden), requires_grad=False) if arch.biases else None
-        self.parts = {"gate_up": parts, "down": (hidden,)}
+        self.parts = {"gate_up": parts, "gate_up_bias": parts, "down": (hidden,), "down_bias": (hidden,)}
 
 
 class MoE(nn.Module):
@@ -60,7 +62,7 @@ class MoE(nn.Module):
         self.router, self.experts = Router(hidden, arch), Experts(arch.latent or hidden, arch)
         self.latent_in = Linear(hidden, (arch.latent,), method) if arch.latent else None
         self.latent_out = Linear(arch.latent, (hidden,), method) if arch.latent else None
-        self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside) if arch.shared else None
+        self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
         self.shared_gate = Linear(hidden, (1,), method) if arch.shared_gate else None
         self.route: Route
         self.mix: MixExperts
@@ -72,9 +74,9 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.latent_in is None or self.latent_out is None:
-            return self.mix(x, *self.route(x))
+            return self.kernels.ranks.sum(self.mix(x, *self.route(x)))
         routed: Tensor = self.latent_out(self.mix(self.latent_in(x), *self.route(x)))
-        return routed if self.shared is None else routed + self.shared(x)
+        return self.kernels.ranks.sum(routed if self.shared is None else routed + self.shared(x))
 
 
 class TokenRouter(Float32Linear):
@@ -109,11 +111,11 @@ class TokenMoE(nn.Module):
         super().__init__()
         self.kernels = kernels
         self.router, self.experts = TokenRouter(hidden, arch, tokens, kernels), Experts(hidden, arch)
-        self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside) if arch.shared else None
+        self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
         self.mix: MixExperts
 
     def finish_loading(self) -> None:
         self.mix = self.kernels.pack_experts(self.experts, self.shared, None)
 
     def forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
-        return self.mix(x, *self.router.route(x, ids))
+        return self.kernels.ranks.sum(self.mix(x, *self.router.route(x, ids)))

@@ -55,16 +55,18 @@ class QuantisedMatrix:
         numbers, scale = (arrange(part).reshape(part.shape) for part in (self.numbers, self.scale))
         return QuantisedMatrix(numbers, scale)
 
-    def widen_to(self, place: Tensor) -> None:
-        """Writes the numbers to `place` [N, K], a strip of rows at a time; of experts [E, N, K] one after the other."""
-        if place.dim() == 3:
-            for numbers, scale, to in zip(self.numbers, self.scale, place, strict=True):
-                QuantisedMatrix(numbers, scale).widen_to(to)
+    def widen_to(self, place: Tensor, taken: tuple[slice, ...], columns: int) -> None:
+        """Writes what is `taken` of the matrix, or of those of experts [E, N, K], to `place`, a strip of rows at a time. `columns`: K."""
+        if len(taken) == 3:
+            for expert, to in zip(range(taken[0].start, taken[0].stop), place, strict=True):
+                QuantisedMatrix(self.numbers[expert], self.scale[expert]).widen_to(to, taken[1:], columns)
             return
-        strip = max(1, NUMBERS // place.shape[1] // BLOCK[0]) * BLOCK[0]
-        for start in range(0, len(place), strip):
-            to = place[start : start + strip]
-            to.copy_(widen(self.rows(start, start + len(to)), to.shape[1]))
+        rows, across = taken
+        strip = max(1, NUMBERS // columns // BLOCK[0]) * BLOCK[0]
+        for first in range(rows.start - rows.start % BLOCK[0], rows.stop, strip):  # in blocks a part begins where one begins
+            start, stop = max(first, rows.start), min(first + strip, rows.stop)
+            wide = widen(self.rows(first, stop), columns)[start - first :, across]
+            place[start - rows.start : stop - rows.start].copy_(wide)
 
     def is_finite(self) -> bool:
         if self.numbers.dtype == torch.float8_e4m3fn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,14 +18,15 @@ from mtpserve.quant.fp8 import BLOCK, make_room
 from mtpserve.quant.stored import make_room_by_row
 from mtpserve.weights.formats import StoredFormat
 from mtpserve.weights.plan import Placement, parts_of
+from mtpserve.weights.shards import Shard
 
 log = logging.getLogger(__name__)
 STEP = 32  # columns: a kernel's step over the inputs stays in a group
 
 
-def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Collection[str]) -> None:
+def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Collection[str], shards: Mapping[str, Shard]) -> None:
     """Allocates room for stored weights and scales in the modules that support them (`may_hold_blocks`), for formats of these `kinds`
-    (fp8, int4). All others are widened while loading."""
+    (fp8, int4). All others are widened while loading. `shards`: what the module has of each parameter."""
     by_target: dict[str, list[Placement]] = defaultdict(list)
     for placement in placements:
         by_target[placement.target].append(placement)
@@ -35,18 +36,22 @@ def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Colle
         formats = [placement.format for placement in members if placement.format is not None]
         if not formats:
             continue
-        if (why := why_wide(owner, name, members, formats, kinds)) is not None:
+        shard = shards[target]
+        if (why := why_wide(owner, name, members, formats, kinds, shard)) is not None:
             log.debug("%s is expanded: %s", target, why)
         elif formats[0].groups is None:
             make_room(owner, name, parts_of(owner, name))
         else:
             scales = torch.float32 if formats[0].bits == 8 else torch.float8_e8m0fnu if formats[0].floats else scale_dtype(members)
-            make_room_by_row(owner, name, formats[0].bits, formats[0].groups, any(each.zeros for each in formats), scales)
+            groups = formats[0].groups if formats[0].groups == 1 else formats[0].groups * shard.dims[-1].size // shard.columns
+            make_room_by_row(owner, name, formats[0].bits, groups, any(each.zeros for each in formats), scales)
 
 
-def why_wide(owner: Any, name: str, members: list[Placement], formats: list[StoredFormat], kinds: Collection[str]) -> str | None:
+def why_wide(
+    owner: Any, name: str, members: list[Placement], formats: list[StoredFormat], kinds: Collection[str], shard: Shard
+) -> str | None:  # fmt: skip
     """None: the parameter can be kept. A fused matrix is multiplied in one product, so that its parts must be alike; those in blocks must
-    begin at block boundaries, experts' parts have separate scales."""
+    begin at block boundaries, experts' parts have separate scales. What ranks share must be shared by whole blocks or groups."""
     first = formats[0]
     if name not in getattr(owner, "may_hold_blocks", ()):
         return "its module cannot multiply quantised weights"
@@ -61,8 +66,13 @@ def why_wide(owner: Any, name: str, members: list[Placement], formats: list[Stor
     if first.groups is None:
         if any(not placement.region.of_experts and placement.region.start % BLOCK[0] for placement in members):
             return f"its parts of {parts_of(owner, name)} rows do not begin at multiples of {BLOCK[0]}"
-    elif first.groups > 1 and owner.get_parameter(name).shape[-1] // first.groups % STEP:
-        return f"no product reads {first.label}"
+        each = BLOCK
+    else:
+        each = 1, 2 if first.groups == 1 else shard.columns // first.groups
+        if first.groups > 1 and each[1] % STEP:
+            return f"no product reads {first.label}"
+    if not shard.filled or not all(dim.divides(block) for dim, block in zip(shard.dims[-2:], each, strict=True)):
+        return f"a rank's part of {first.label} would not be whole blocks"
     return None
 
 

@@ -7,24 +7,38 @@ size of its input, whatever the widths, and the residual stream after n layers g
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mtpserve.core.parallel import ALONE, Ranks
 from mtpserve.weights.audit import parameters
 from mtpserve.weights.finish import Finisher
+from mtpserve.weights.shards import clear, shards_of
 
 SEED = 0
 
 
-def fill(module: nn.Module, device: torch.device) -> None:
-    """The same numbers for the same module on the same kind of device. At the end `finish_loading()` is called, as after a load."""
-    module.to(device)
+def fill(module: nn.Module, device: torch.device, whole: nn.Module | None = None, ranks: Ranks = ALONE) -> None:
+    """The same numbers for the same module on the same kind of device; for one of several `ranks` its part of those of `whole`, the same
+    model on no device. At the end `finish_loading()` is called, as after a load."""
+    whole = module if whole is None else whole
+    shards, targets = shards_of(whole, module, ranks), parameters(module.to(device))
     generator = torch.Generator(device).manual_seed(SEED)
     with torch.no_grad():
-        for name, parameter in parameters(module).items():
-            if not parameter.is_floating_point():
-                parameter.copy_(torch.arange(parameter.shape[-1]).expand_as(parameter))
-            elif parameter.dim() == 1:
-                parameter.fill_(1.0 if "norm" in name and not name.endswith("bias") else 0.0)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        clear(targets, shards)
+        for name, parameter in parameters(whole).items():
+            target, shard = targets[name].detach(), shards[name]
+            for expert in range(len(parameter)) if parameter.dim() == 3 else [None]:  # a whole parameter of experts is large
+                made = torch.empty(parameter.shape if expert is None else parameter.shape[1:], dtype=target.dtype, device=device)
+                randomise(name, made, generator)
+                for move in shard.moves(expert):
+                    move.of(target).copy_(made[move.taken])
     Finisher(module).rest()
+
+
+def randomise(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    if not tensor.is_floating_point():
+        tensor.copy_(torch.arange(tensor.shape[-1]).expand_as(tensor))
+    elif tensor.dim() == 1:
+        tensor.fill_(1.0 if "norm" in name and not name.endswith("bias") else 0.0)
+    else:
+        tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
-from mtpserve.quant.fp8 import SCALE
+from mtpserve.core.parallel import ALONE, Ranks
+from mtpserve.quant.fp8 import BLOCK, SCALE
 from mtpserve.quant.stored import MIDDLE, ZEROS
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
@@ -23,6 +24,7 @@ from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.finish import Finisher, inside
 from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import Rule
+from mtpserve.weights.shards import Shard, clear, shards_of
 
 MAPPED = 64 << 20  # bytes read before a file is mapped anew: what was read counts as this process's memory as long as it is mapped
 
@@ -38,6 +40,8 @@ def load(
     check_finite: bool = True,
     also: Sequence[WeightSource] = (),
     keep: Collection[str] = (),
+    whole: nn.Module | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Fills every parameter and persistent buffer exactly once; every tensor must match exactly one rule. Raises LoadError otherwise.
 
@@ -47,12 +51,16 @@ def load(
 
     Quantised matrices are widened to the parameter's dtype; those of the kinds in `keep` (fp8, int4) stay as they are stored if the
     module can multiply them: see blocks.py.
+
+    A module that is one of several `ranks` has its part of each parameter of `whole`, the same model on no device: see shards.py.
     """
-    placements = plan(module, [WeightSource(checkpoint, rules), *also])
+    whole = module if whole is None else whole
+    placements, shards = plan(whole, [WeightSource(checkpoint, rules), *also]), shards_of(whole, module, ranks)
     _check_dtypes(module, dtype)
     if keep:
-        hold_blocks(module, placements, keep)
+        hold_blocks(module, placements, keep, shards)
     targets = parameters(module.to(device))
+    clear(targets, shards)
     finisher = Finisher(module, [placement.target for placement in placements])
     columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with torch.no_grad(), Progress(*columns, console=Console(stderr=True, quiet=not progress), disable=not progress) as bar:
@@ -65,10 +73,11 @@ def load(
                     mapped = 0
                 mapped += placement.size
                 parameter = targets[placement.target]
+                shard = shards[placement.target]
                 if (scales := targets.get(placement.target + SCALE)) is not None:
-                    _keep(placement, parameter, scales, targets.get(placement.target + ZEROS), check_finite)
+                    _keep(placement, shard, parameter, scales, targets.get(placement.target + ZEROS), check_finite)
                 else:
-                    _fill(placement, parameter, check_finite)
+                    _fill(placement, shard, parameter, check_finite)
                 bar.advance(task, placement.size)
                 del parameter, scales
                 for done in finisher.filled(placement.target):  # their memory may be given back now
@@ -77,34 +86,49 @@ def load(
     finisher.rest()
 
 
-def _fill(placement: Placement, parameter: Tensor, check_finite: bool) -> None:
-    place = placement.region.of(parameter.detach())
-    stored, arranged = placement.stored(place.device), placement.arranged
-    if stored is None:
+def _fill(placement: Placement, shard: Shard, parameter: Tensor, check_finite: bool) -> None:
+    moves = list(placement.region.moves(shard))
+    if not moves:
+        return  # it is another rank's, and is not read
+    stored, arranged = placement.stored(parameter.device), placement.arranged
+    if stored is None:  # mapped from the file: what is not taken is not read
         tensor = placement.checkpoint.tensor(placement.name)
-        ordered = tensor if arranged is None else arranged.arrange(tensor)
-        place.view(ordered.shape).copy_(ordered.float() + placement.plus if placement.plus else ordered)
-    else:
-        stored.widen_to(place)
-    # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
-    if check_finite and not all_finite(place):
-        finite = all_finite(tensor) if stored is None else stored.is_finite()
-        what = f"numbers too large for {place.dtype}" if finite else "NaN or infinite numbers"
-        raise LoadError(f"{placement.entry.file}: {placement.name} holds {what}")
+        ordered = tensor if arranged is None else arranged.arrange(tensor).reshape(shard.whole)
+    for move in moves:
+        place = move.of(parameter.detach())
+        if stored is not None:
+            stored.widen_to(place, move.taken, shard.columns)
+        else:
+            taken = ordered[move.taken]
+            place.copy_(taken.float() + placement.plus if placement.plus else taken)
+        # The stored numbers are checked, not those in the file: a number can also be too large for the parameter's dtype.
+        if check_finite and not all_finite(place):
+            finite = all_finite(tensor) if stored is None else stored.is_finite()
+            what = f"numbers too large for {place.dtype}" if finite else "NaN or infinite numbers"
+            raise LoadError(f"{placement.entry.file}: {placement.name} holds {what}")
 
 
-def _keep(placement: Placement, parameter: Tensor, scales: Tensor, zeros: Tensor | None, check_finite: bool) -> None:
+def _keep(
+    placement: Placement, shard: Shard, parameter: Tensor, scales: Tensor, zeros: Tensor | None, check_finite: bool
+) -> None:  # fmt: skip
     """Copies stored weights, their scales and zeros."""
-    region, stored = placement.region, placement.stored(parameter.device)
+    moves = list(placement.region.moves(shard))
+    if not moves:
+        return
+    stored = placement.stored(parameter.device)
     assert stored is not None
     if stored.group_of is not None:
         why = "although the config's desc_act is not true; --quantization none widens it"
         raise LoadError(f"{placement.entry.file}: {placement.name} has its columns in groups out of order, {why}")
-    region.of(parameter.detach()).copy_(stored.numbers)
-    (region.blocks if stored.in_blocks else region).of(scales.detach()).copy_(stored.scale)
-    if zeros is not None:
-        place = region.of(zeros.detach())
-        place.copy_(stored.zeros if stored.zeros is not None else torch.full_like(place, MIDDLE))
+    groups = stored.scale.shape[-1]
+    each = BLOCK if stored.in_blocks else (1, 0 if groups == 1 else shard.columns // groups)
+    for move in moves:
+        numbers, scale = move.by(1, shard.columns // stored.numbers.shape[-1]), move.by(*each)
+        numbers.of(parameter.detach()).copy_(stored.numbers[numbers.taken])
+        scale.of(scales.detach()).copy_(stored.scale[scale.taken])
+        if zeros is not None:
+            place = scale.of(zeros.detach())
+            place.copy_(stored.zeros[scale.taken] if stored.zeros is not None else torch.full_like(place, MIDDLE))
     if check_finite and not stored.is_finite():
         raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
-from mtpserve.quant.fp8 import BLOCK
 from mtpserve.quant.stored import QuantisedMatrix
 from mtpserve.weights import formats, hf, schemes
 from mtpserve.weights.audit import Audit, Fill, parameters, row_count
 from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
 from mtpserve.weights.formats import Group, StoredFormat
 from mtpserve.weights.rules import Arranged, Copy, Drop, EveryExpert, Expert, Groups, How, Matcher, Rule, Stack, source_name
+from mtpserve.weights.shards import Move, Shard
 
 log = logging.getLogger(__name__)
 SHOWN = 3  # names in the message about a missing tensor
@@ -58,11 +58,9 @@ class Region:
             parameter = parameter[self.expert]
         return parameter if self.rows is None else parameter.narrow(int(self.every), self.start, self.rows)
 
-    @property
-    def blocks(self) -> Region:
-        """The region of these rows' scales: every part begins a block. If parts do not begin at block boundaries there are at most two
-        (gate and up)."""
-        return self if self.rows is None else replace(self, start=-(-self.start // BLOCK[0]), rows=-(-self.rows // BLOCK[0]))
+    def moves(self, shard: Shard) -> Iterator[Move]:
+        """From the tensor of the region to the rank's part of the parameter."""
+        return shard.moves(self.expert, None if self.rows is None else (self.start, self.rows), self.every)
 
     def fills(self, parameter: Tensor, source: str) -> list[Fill]:
         """The region in the audit's numbering of rows."""

@@ -1,0 +1,226 @@
+"""Which part of each parameter a rank has, where several compute one model together. Of each dimension it is one of these kinds:
+
+    replicated    all of it
+    blocks        one of as many equal blocks as the rank's dimension is smaller: rows of a first matrix (gate, up, q), heads, columns of a
+                  second one (down, out). Of fused matrices each has blocks of its own. With fewer blocks than ranks (key heads) several
+                  ranks have the same one
+    tokens        a block of the vocabulary; the last one is filled up with zeros
+    once          on the first rank all, on the others zeros: biases of what the ranks sum
+    experts       any of the experts' numbers, in any order
+
+The kind follows from the shapes of two modules that were built of the whole dimensions and of one rank's (core/sharding.py), and from what
+their parts say of themselves: `parts` and `cuts`, `added_once` (layers/linear.py), `shared_tokens`, and of experts, which are the first
+dimension of their parameters (`experts_first`), `held`: the numbers of those that the rank has; None: all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import Any
+
+from torch import Tensor, nn
+
+from mtpserve.core.parallel import ALONE, Ranks
+from mtpserve.weights.audit import parameters
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Numbers start … stop - 1 of the whole dimension, which are at `at` in the rank's."""
+
+    start: int
+    stop: int
+    at: int
+
+    def inside(self, start: int, stop: int) -> Stretch | None:
+        """What of it lies there, counted from `start`."""
+        first, last = max(self.start, start), min(self.stop, stop)
+        return Stretch(first - start, last - start, self.at + first - self.start) if first < last else None
+
+    @property
+    def slices(self) -> tuple[slice, slice]:
+        """Of the whole dimension, and of the rank's."""
+        return slice(self.start, self.stop), slice(self.at, self.at + self.stop - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One dimension of a parameter: its size on the rank, and the pieces of the whole one, which has `whole`."""
+
+    whole: int
+    size: int
+    pieces: tuple[Stretch, ...]
+
+    @property
+    def replicated(self) -> bool:
+        return self.pieces == (Stretch(0, self.whole, 0),)
+
+    @property
+    def filled(self) -> bool:
+        """By the pieces, which do not overlap."""
+        return sum(piece.stop - piece.start for piece in self.pieces) == self.size
+
+    def divides(self, block: int) -> bool:
+        """Pieces begin where blocks of so many numbers do, and end there or with the whole."""
+        numbers = (number for piece in self.pieces for number in (piece.start, piece.at, piece.stop % self.whole))
+        return self.replicated or not any(number % block for number in numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Of a tensor of the checkpoint the slices `taken`, to the slices `to` of a parameter, or of one of its experts."""
+
+    expert: int | None
+    taken: Slices
+    to: Slices
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The place, a view."""
+        return (parameter if self.expert is None else parameter[self.expert])[self.to]
+
+    def by(self, rows: int, columns: int) -> Move:
+        """Of tensors in which one number stands for so many rows and columns: each part begins a new one. columns 0: one for all."""
+        each = (*(1,) * (len(self.to) - 2), rows, columns)
+        taken, to = (tuple(map(coarse, slices, each)) for slices in (self.taken, self.to))
+        return Move(self.expert, taken, to)
+
+
+def coarse(numbers: slice, each: int) -> slice:
+    if not each:
+        return slice(0, 1)
+    start = -(-numbers.start // each)
+    return slice(start, start - (-(numbers.stop - numbers.start) // each))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The rank's part of one parameter."""
+
+    dims: tuple[Dim, ...]
+
+    @property
+    def filled(self) -> bool:
+        return all(dim.filled for dim in self.dims)
+
+    @property
+    def columns(self) -> int:
+        """Of the whole parameter."""
+        return self.dims[-1].whole
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The whole parameter's shape."""
+        return tuple(dim.whole for dim in self.dims)
+
+    def moves(self, expert: int | None = None, rows: tuple[int, int] | None = None, every: bool = False) -> Iterator[Move]:
+        """For a tensor that is these rows (start, number) of the whole parameter, or of one expert's matrix in it, or of `every` one's;
+        None: all rows. None at all if the rank has nothing of it."""
+        dims, places = self.dims, list[int | None]([None])
+        if expert is not None:
+            held = (piece.inside(expert, expert + 1) for piece in self.dims[0].pieces)
+            dims, places = self.dims[1:], [piece.at for piece in held if piece is not None]
+        pieces = [list(dim.pieces) for dim in dims]
+        if rows is not None:
+            within = (piece.inside(rows[0], sum(rows)) for piece in pieces[int(every)])
+            pieces[int(every)] = [piece for piece in within if piece is not None]
+        for place, combined in product(places, product(*pieces)):
+            both = [piece.slices for piece in combined]
+            yield Move(place, tuple(taken for taken, _ in both), tuple(to for _, to in both))
+
+
+def replicated(size: int) -> Dim:
+    return Dim(size, size, (Stretch(0, size, 0),))
+
+
+def blocks(whole: Sequence[int], own: Sequence[int], ranks: Ranks) -> Dim:
+    """`whole`: sizes of the parts of the dimension, `own`: of the rank's."""
+    pieces = []
+    for size, mine, start, at in zip(whole, own, starts(whole), starts(own), strict=True):
+        number, rest = divmod(size, mine)
+        assert not rest and (ranks.size % number == 0 or number % ranks.size == 0), (size, mine, ranks.size)
+        first = start + ranks.rank * number // ranks.size * mine
+        pieces.append(Stretch(first, first + mine, at))
+    return Dim(sum(whole), sum(own), tuple(joined(pieces)))
+
+
+def tokens(whole: int, own: int, ranks: Ranks) -> Dim:
+    start, stop = min(ranks.rank * own, whole), min((ranks.rank + 1) * own, whole)
+    return Dim(whole, own, (Stretch(start, stop, 0),) if start < stop else ())
+
+
+def once(size: int, ranks: Ranks) -> Dim:
+    return replicated(size) if ranks.rank == 0 else Dim(size, size, ())
+
+
+def experts(whole: int, numbers: Sequence[int]) -> Dim:
+    """`numbers`: of the rank's experts, in the order of its parameter."""
+    return Dim(whole, len(numbers), tuple(joined(Stretch(number, number + 1, at) for at, number in enumerate(numbers))))
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    return list(accumulate(sizes, initial=0))[:-1]
+
+
+def joined(pieces: Sequence[Stretch] | Iterator[Stretch]) -> Iterator[Stretch]:
+    """Neighbours that are neighbours in both become one."""
+    last: Stretch | None = None
+    for piece in pieces:
+        if last is not None and last.stop == piece.start and last.at + last.stop - last.start == piece.at:
+            last = Stretch(last.start, piece.stop, last.at)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def shards_of(whole: nn.Module, own: nn.Module, ranks: Ranks = ALONE) -> dict[str, Shard]:
+    """By the names of the parameters. `whole` may be on no device, and is `own` itself where there is one rank."""
+    places = parameters(own)
+    return {
+        name: shard_of(name, tuple(parameter.shape), tuple(places[name].shape), owner_of(whole, name), owner_of(own, name), ranks)
+        for name, parameter in parameters(whole).items()
+    }
+
+
+def owner_of(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def shard_of(name: str, whole: tuple[int, ...], own: tuple[int, ...], of_whole: Any, of_own: Any, ranks: Ranks) -> Shard:
+    leaf, held = name.rpartition(".")[2], getattr(of_own, "held", None)
+    if ranks.size > 1 and held is None and leaf in getattr(of_own, "added_once", ()):
+        return Shard((once(whole[0], ranks), *map(replicated, whole[1:])))
+    if ranks.size > 1 and getattr(of_own, "shared_tokens", False):
+        return Shard((tokens(whole[0], own[0], ranks), *map(replicated, whole[1:])))
+    in_parts = int(getattr(of_own, "experts_first", False))  # the dimension that has parts
+    dims = []
+    for number, (size, mine) in enumerate(zip(whole, own, strict=True)):
+        if number == 0 and held is not None:
+            dims.append(experts(size, held))
+        elif size == mine:
+            dims.append(replicated(size))
+        else:
+            parts = (cuts_of(of_whole, leaf, size), cuts_of(of_own, leaf, mine)) if number == in_parts else ((size,), (mine,))
+            dims.append(blocks(*parts, ranks))
+    return Shard(tuple(dims))
+
+
+def cuts_of(owner: Any, leaf: str, size: int) -> tuple[int, ...]:
+    """What ranks divide each for itself."""
+    cuts = getattr(owner, "cuts", None) or getattr(owner, "parts", None) or (size,)
+    found: tuple[int, ...] = cuts.get(leaf, (size,)) if isinstance(cuts, Mapping) else cuts
+    assert sum(found) == size, (leaf, found, size)
+    return found
+
+
+def clear(targets: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
+    """What no number of the whole model fills."""
+    for name, shard in shards.items():
+        if not shard.filled:
+            targets[name].detach().zero_()

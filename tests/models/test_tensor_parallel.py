@@ -1,0 +1,215 @@
+"""Several ranks of a model, as threads: all get the same numbers, which are those of the whole model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.parallel import ALONE, Ranks
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
+from mtpserve.engine.compute import backend_of, kernels_of
+from mtpserve.engine.engine import Engine
+from mtpserve.engine.planning import load_model, plan, positions
+from mtpserve.layers.decoder import DecoderModel, MTPHead
+from mtpserve.layers.kernels import KERNELS
+from tests.models.chained import step
+from tests.models.checkpoints import deepseek, glm4_moe, glm4_moe_lite, llama, mimo, mistral, qwen2_moe, qwen3
+from tests.models.compressed_checkpoints import deepseek_v4
+from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
+from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
+from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
+from tests.models.test_families import SEVERAL_BLOCKS, Make
+from tests.ranks import on_ranks
+from tests.tiny import run
+from tests.weights.gguf_files import as_gguf
+
+MTP = SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=2, speculative_adaptive=False)
+TREE = SpecConfig(
+    speculative_algorithm="NEXTN",
+    speculative_num_steps=2,
+    speculative_eagle_topk=2,
+    speculative_num_draft_tokens=4,
+    speculative_adaptive=False,
+)
+PLAIN = SpecConfig()
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 24}
+# The family, its config, the ranks, what drafts. The vocabulary of 24 tokens, or 26, is shared by 4.
+CASES: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {
+    "llama": (llama, {}, 2, PLAIN),
+    "llama, fewer key heads than ranks, all biases, tied head": (
+        llama,
+        {"attention_bias": True, "tie_word_embeddings": True, "vocab_size": 26},
+        4,
+        PLAIN,
+    ),
+    "qwen2 moe": (qwen2_moe, {"vocab_size": 25}, 2, PLAIN),
+    "qwen3": (qwen3, {"vocab_size": 25}, 4, PLAIN),
+    "mimo": (mimo, {"vocab_size": 26}, 4, MTP),
+    "mimo, tree, tied head": (mimo, {"tie_word_embeddings": True}, 2, TREE),
+    "glm 4.5": (glm4_moe, {}, 2, TREE),
+    "deepseek": (deepseek, {**HEADS, "vocab_size": 25}, 4, MTP),
+    "deepseek, no q_a, no shared expert": (deepseek, {**HEADS, "q_lora_rank": None, "n_shared_experts": 0}, 2, TREE),
+}
+WIDE = {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
+LARGE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256, "fp8": True, "num_key_value_heads": 4}
+MORE: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {
+    "ernie 4.5": (ernie, {"vocab_size": 25}, 2, MTP),
+    "gpt-oss": (gpt_oss, {}, 4, PLAIN),
+    "gpt-oss, mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "intermediate_size": 128}, 2, PLAIN),
+    "mistral, a window": (mistral, {"sliding_window": 6, "head_dim": 16}, 2, PLAIN),
+    "mimo-v2": (mimo_v2, {}, 2, MTP),
+    "mimo-v2.5, chunks of several blocks": (mimo_v2, {**SEVERAL_BLOCKS, "moe_intermediate_size": 24}, 4, MTP),
+    "step 3.5": (step, {}, 2, MTP),
+    "step 3.5, experts of all in float8": (step, {"fp8": True, "hidden_size": 160, "moe_intermediate_size": 136}, 2, PLAIN),
+    "qwen3-next": (qwen3_next, {}, 2, TREE),
+    "qwen3.5": (qwen3_5, {"tie_word_embeddings": True}, 2, MTP),
+    "qwen3.5 moe": (qwen3_5_moe, {}, 2, MTP),
+    "nemotron 3": (nemotron_h, {}, 2, MTP),
+    "nemotron 3, latent experts, groups": (nemotron_h, {**WIDE, "moe_latent_size": 20, "n_groups": 4}, 4, MTP),
+    "deepseek v3.2": (deepseek_v32, HEADS, 4, TREE),
+    "glm 5.2": (glm_dsa, HEADS, 2, MTP),
+    "glm 4.7 flash": (glm4_moe_lite, HEADS, 2, MTP),
+    "deepseek v4": (deepseek_v4, {}, 2, MTP),
+    "glm, float8 in whole blocks": (glm4_moe, LARGE, 2, MTP),
+    "glm, float8 in parts of blocks": (glm4_moe, {"fp8": True, "hidden_size": 160}, 2, PLAIN),
+}
+CASES |= MORE
+PROMPTS = [[token % 5 + i for token in range(n)] for i, n in enumerate((9, 17, 1))]
+ASKED = [SamplingParams(max_tokens=9, temperature=0.6 * (i % 2), seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+
+
+def config_of(directory: Path, spec: SpecConfig, backend: str = "auto", **model: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", attention_backend=backend, **model),
+        cache=CacheConfig(page_size=8, max_total_tokens=200),
+        spec=spec,
+        scheduler=SchedulerConfig(max_running_requests=4, chunked_prefill_size=14),
+    )
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> dict[Ranks, list[Tensor]]:
+    """Of each pass of the trunk and of the MTP layer, by the rank that computed it."""
+    seen: dict[Ranks, list[Tensor]] = {}
+    for kind in (DecoderModel, MTPHead):
+        own = kind.logits
+
+        def watched(self: Any, *given: Any, own: Any = own) -> Tensor:
+            found: Tensor = own(self, *given)
+            seen.setdefault(self.kernels.ranks, []).append(found)
+            return found
+
+        monkeypatch.setattr(kind, "logits", watched)
+    return seen
+
+
+def engine_of_rank(config: EngineConfig, ranks: Ranks) -> Engine:
+    planned = plan(config)
+    config, device, memory = planned.config, planned.device, planned.memory
+    kernels = replace(KERNELS.get(kernels_of(config, device))(), ranks=ranks)
+    length = positions(config, planned.described.arch, device)
+    model = load_model(planned.described, planned.dtype, device, length, kernels, False, planned.storage)
+    return assemble(
+        model,
+        EngineSizes(
+            pages=memory.pages,
+            page_size=config.cache.page_size,
+            seats=memory.max_running,
+            context=memory.context_length,
+            states=memory.states,
+        ),
+        EngineOptions(
+            spec=config.spec,
+            scheduler=config.scheduler,
+            device=device,
+            dtype=planned.dtype,
+            stored=planned.storage.cache,
+            backend=backend_of(config, device),
+            token_map=planned.described.token_map,
+            cache=config.cache,
+            poison=True,
+        ),
+    )
+
+
+def written(config: EngineConfig, ranks: Ranks) -> list[list[int]]:
+    engine = engine_of_rank(config, ranks)
+    texts = run(engine, PROMPTS, ASKED)
+    assert engine.stats.draft_tokens_total > 0 or not config.spec.steps
+    return texts
+
+
+def compare(config: EngineConfig, size: int, logits: dict[Ranks, list[Tensor]], off: float = 3e-5) -> None:
+    wanted = written(config, ALONE)
+    divided = replace(config, parallel=ParallelConfig(tensor_parallel_size=size))
+    texts = on_ranks(size, lambda rank: written(divided, rank))
+    alone, *ranks = logits.values()
+    assert len(ranks) == size and max(whole.std() for whole in alone) > 0.3
+    for each in zip(*ranks, strict=True):
+        assert all(torch.equal(part, each[0]) for part in each)
+    assert all(text == texts[0] for text in texts)
+    if not off:
+        return
+    assert texts[0] == wanted
+    for whole, part in zip(alone, ranks[0], strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-5, atol=off)
+
+
+@pytest.mark.parametrize(("make", "options", "size", "spec"), CASES.values(), ids=CASES.keys())
+def test_the_ranks_are_the_whole_model(
+    tmp_path: Path, make: Make, options: dict[str, Any], size: int, spec: SpecConfig, logits: dict[Ranks, list[Tensor]]
+) -> None:
+    compare(config_of(make(tmp_path, **options).directory, spec), size, logits)
+
+
+def test_matrices_in_float8_stay_so(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+    """Those of which a rank has whole blocks."""
+    config = config_of(glm4_moe(tmp_path, **LARGE).directory, MTP, "reference", quantization="fp8")
+    compare(config, 2, logits)
+    whole, part = (fixed_weights(config, size) for size in (1, 2))
+    assert part < 0.6 * whole
+
+
+def test_integers_of_four_bits_stay_so(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+    tiny = gpt_oss(tmp_path, mxfp4=True, hidden_size=96, intermediate_size=128)
+    compare(config_of(tiny.directory, PLAIN, "reference", quantization="int4"), 2, logits)
+
+
+def test_int8_is_rounded_by_each_rank(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+    """A row of a second matrix has a scale on each rank, so that the numbers are others."""
+    compare(config_of(mimo(tmp_path).directory, MTP, "cpu", quantization="int8"), 2, logits, off=0)
+
+
+def test_random_weights_are_those_of_one_model(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+    tiny = deepseek(tmp_path, **HEADS, vocab_size=25)
+    compare(config_of(tiny.directory, MTP, load_format="dummy"), 4, logits)
+
+
+def test_a_gguf_file(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+    tiny = as_gguf(qwen2_moe(tmp_path / "model"), tmp_path / "model.gguf")
+    compare(config_of(tiny.directory, PLAIN), 2, logits)
+
+
+def test_a_token_map_is_shared(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps([*range(3, 20)]))
+    compare(config_of(mimo(tmp_path).directory, replace(MTP, speculative_token_map=str(tokens))), 2, logits)
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    config = replace(config_of(llama(tmp_path).directory, PLAIN), parallel=ParallelConfig(tensor_parallel_size=3))
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 does not fit this model's 4 attention heads; sizes that do: 1, 2, 4$"):
+        plan(config)
+
+
+def fixed_weights(config: EngineConfig, size: int) -> int:
+    return dict(plan(replace(config, parallel=ParallelConfig(tensor_parallel_size=size))).memory.rows)["weights"]
