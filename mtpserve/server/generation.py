@@ -86,6 +86,7 @@ class Choice:
     reasoning_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     finish: Finish | None = None
+    scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
 
     def add(self, step: StepOutput) -> Added:
         """Pieces of one block that follow each other are one. An answer that was read has a block in the end, which may be empty."""
@@ -157,7 +158,6 @@ class Generation:
     arrival: float
     timeout: float | None
     streaming: bool
-    scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
 
     async def steps(self) -> AsyncGenerator[Iterator[tuple[int, StepOutput, Added]], None]:
         """Each step's choice, its output, and what it adds to the choice's blocks; all that have come since the last ones, which a choice
@@ -173,10 +173,11 @@ class Generation:
                 yield self._added(index, steps)
 
     def _added(self, index: int, steps: list[StepOutput]) -> Iterator[tuple[int, StepOutput, Added]]:
+        choice = self.choices[index]
         for step in steps:
-            if self.scores_only:
+            if choice.scores_only:
                 step = StepOutput("", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs, cached=step.cached)
-            yield index, step, self.choices[index].add(step)
+            yield index, step, choice.add(step)
 
     async def whole(self) -> None:
         async for steps in self.steps():

@@ -21,6 +21,7 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("ctrmg.", (None,), "bootstrap_host bootstrap_port bootstrap_room custom_logit_processor input_embeds lora_path session_params"),
     ("ctrm.s", (None, True), "spaces_between_special_tokens"),
     ("ctrm.s", (None, []), "stop_regex"),
+    (".....s", (None, 1), "stream_interval"),  # each step's tokens are sent at once
     ("ctrm..", (None, "low", "medium", "high"), "verbosity"),  # no template is told of it
     ("ctrm..", (None, "none", "auto"), "function_call"),
     ("ctrm..", (None, 1), "length_penalty"),

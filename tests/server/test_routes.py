@@ -80,7 +80,15 @@ def test_tokens_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
         ("/generate", {"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
         ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ("/generate", {"text": "a", "sampling_params": {"n": 129}}, "n"),
-        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+        ("/generate", {"text": "a", "sampling_params": [{"max_new_tokens": 1}]}, "sampling_params"),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 1}]}, "sampling_params"),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n"),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{}, {"top_p": 0}]}, "top_p"),
+        ("/generate", {"text": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
+        ("/generate", {"text": ["a", "b"], "return_logprob": [True, False], "top_logprobs_num": 2}, "top_logprobs_num"),
+        ("/generate", {"text": ["a", "b"], "logprob_start_len": [0, -2]}, "logprob_start_len"),
+        ("/generate", {"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias"),
         ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": CONTEXT}}, "max_new_tokens"),
         ("/generate", {"text": "a", "sampling_params": {"sampling_seed": 2**63}}, "sampling_seed"),
         ("/generate", {"text": "a", "sampling_params": {"temperature": -1}}, "temperature"),
@@ -131,6 +139,44 @@ def test_native_streams_grow_and_lists_are_answered_by_lists(http: httpx.AsyncCl
     assert len(post(http, "/generate", {"input_ids": [[5]], "sampling_params": {"max_new_tokens": 2}})) == 1
     stopped = post(http, "/generate", {"text": "a", "sampling_params": {"stop": tokenizer.decode([FIRST_TOKEN + 3])}})
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": tokenizer.decode([FIRST_TOKEN + 3])}
+
+
+# What SGLang's SamplingParams have where nothing is given.
+SGLANGS_DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": 128, "stop": None, "stop_token_ids": None, "stop_regex": None, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+    "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0, "n": 1,
+    "json_schema": None, "regex": None, "ebnf": None, "structural_tag": None, "ignore_eos": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "no_stop_trim": False, "custom_params": None, "stream_interval": None, "logit_bias": None,
+    "sampling_seed": None,
+}  # fmt: skip
+
+
+def test_native_sampling_as_sglang_dumps_it(http: httpx.AsyncClient, client: FakeClient) -> None:
+    post(http, "/generate", {"text": "a", "sampling_params": SGLANGS_DEFAULTS})
+    post(http, "/generate", {"text": "a", "sampling_params": dict.fromkeys(SGLANGS_DEFAULTS)})
+    dumped, empty = (request.sampling for request in client.submitted)
+    assert dumped.max_tokens == empty.max_tokens == 128 and dumped.temperature == 1.0
+    post(http, "/generate", {"text": "a", "sampling_params": {"logit_bias": {"5": 2.5}}})
+    assert client.submitted[-1].sampling.logit_bias == {5: 2.5}
+
+
+def test_native_lists_for_each_prompt(http: httpx.AsyncClient, client: FakeClient) -> None:
+    fields = {"return_logprob": [False, True], "logprob_start_len": [0, 0], "top_logprobs_num": [0, 2]}
+    asked = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 2}, {"max_new_tokens": 3, "min_p": 0.5}], **fields}
+    first, second = post(http, "/generate", asked)
+    assert (len(first["output_ids"]), len(second["output_ids"])) == (2, 3)
+    assert "output_token_logprobs" not in first["meta_info"] and len(second["meta_info"]["output_top_logprobs"][0]) == 2
+    assert [(r.sampling.min_p, r.sampling.logprobs, r.sampling.prompt_logprobs) for r in client.submitted] == [(0, None, None), (0.5, 2, 2)]
+
+
+def test_native_scores_of_a_prompt_alone(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    scored = {"return_logprob": True, "logprob_start_len": 0, "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 1}]}
+    none, one = post(http, "/generate", {"text": ["hello", "hello"], **scored})
+    assert (none["text"], none["output_ids"], none["meta_info"]["output_token_logprobs"]) == ("", [], [])
+    assert none["meta_info"]["finish_reason"] == {"type": "length", "length": 0} and none["meta_info"]["completion_tokens"] == 0
+    assert len(one["output_ids"]) == 1
+    assert none["meta_info"]["input_token_logprobs"] == one["meta_info"]["input_token_logprobs"]
+    assert len(none["meta_info"]["input_token_logprobs"]) == len(tokenizer.encode("hello"))
 
 
 def test_what_the_server_says_of_itself(client: FakeClient, tokenizer: Tokenizer) -> None:

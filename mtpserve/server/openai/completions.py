@@ -69,7 +69,7 @@ async def completions(request: Request, service: Served, body: CompletionRequest
             echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip)
         own = replace(sampling, max_tokens=max_tokens)
         requests = requests_of(service, spelling, id, ids, own, body.choices, first=len(choices), salt=body.salt)
-        choices += [Choice(service, each) for each in requests]
+        choices += [Choice(service, each, scores_only=body.max_tokens == 0) for each in requests]
         echoes += [echo] * body.choices
-    generation = Generation(service, choices, arrival, body.timeout, bool(body.stream), scores_only=body.max_tokens == 0)
+    generation = Generation(service, choices, arrival, body.timeout, bool(body.stream))
     return await Answer(id, body, generation, CompletionWriter, echoes).respond(request)

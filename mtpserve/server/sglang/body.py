@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Salted, Strict, Texts, Timeout, Tokens
 from mtpserve.server.constraints import constraint
-from mtpserve.server.fields import custom, either, texts
+from mtpserve.server.fields import biases, custom, either, texts
 
 DEFAULT_MAX_TOKENS = 128  # SGLang's
 
@@ -41,7 +42,12 @@ class NativeSampling(Strict):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | None = None
+    logit_bias: dict[str, float] | None = None
     custom_params: dict[str, Any] | None = None
+
+    @property
+    def scores_only(self) -> bool:
+        return self.max_new_tokens == 0
 
     def params(self, defaults: dict[str, float | int]) -> SamplingParams:
         """Raises InvalidRequest with the names of SamplingParams, which are SGLang's but for three."""
@@ -51,7 +57,7 @@ class NativeSampling(Strict):
         if self.structural_tag is not None:
             form["structured_outputs"] = {"structural_tag": self.structural_tag}  # type: ignore[assignment]
         return SamplingParams(
-            max_tokens=self.max_new_tokens,
+            max_tokens=1 if self.scores_only else self.max_new_tokens,
             min_tokens=self.min_new_tokens or 0,
             seed=self.sampling_seed,
             stop=texts("stop", [self.stop] if isinstance(self.stop, str) else self.stop or ()),
@@ -60,13 +66,37 @@ class NativeSampling(Strict):
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
             grammar=constraint(form),
+            logit_bias=biases(self.logit_bias or {}),
             custom_params=custom(self.custom_params or {}),
             **chosen,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for with one prompt. `scored_from`: the first token of the prompt whose log-probability is wanted, -1: none's."""
+
+    sampling: NativeSampling
+    logprobs: bool
+    scored_from: int
+    top_logprobs: int
+
+    def scores(self, prompt: list[int]) -> bool:
+        return self.logprobs and 0 <= self.scored_from < len(prompt)
+
+
+def one_or_several(value: Any, _: ValidatorFunctionWrapHandler) -> NativeSampling | list[NativeSampling] | None:
+    """Errors name a field of the object that was given, and not of each that the union allows."""
+    if isinstance(value, list):
+        return [NativeSampling.model_validate(each) for each in value]
+    return None if value is None else NativeSampling.model_validate(value)
+
+
+PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+
+
 class NativeRequest(Salted):
-    """Exactly one of `text` and `input_ids`; a list of either is answered by a list."""
+    """Exactly one of `text` and `input_ids`; a list of either is answered by a list, and may have a list of what is asked for with each."""
 
     column = "generate"
 
@@ -74,12 +104,12 @@ class NativeRequest(Salted):
     input_ids: Annotated[
         Tokens | Annotated[list[Tokens], Field(fail_fast=True)] | None, either("a list of token ids, or a list of such lists")
     ] = None
-    sampling_params: NativeSampling | None = None
+    sampling_params: Annotated[NativeSampling | list[NativeSampling] | None, WrapValidator(one_or_several)] = None
     rid: Annotated[RequestId | list[RequestId] | None, either("an id of letters, digits, '.', '_', ':' and '-', or a list of such")] = None
     stream: bool | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: int | None = None
-    top_logprobs_num: int | None = None
+    return_logprob: Annotated[bool | list[bool] | None, either("true, false, or a list of these")] = None
+    logprob_start_len: Annotated[int | Tokens | None, either("a number or a list of numbers")] = None
+    top_logprobs_num: Annotated[int | Tokens | None, either("a number or a list of numbers")] = None
     return_text_in_logprobs: bool | None = None
     priority: int | None = None
     timeout: Timeout | None = None  # ours
@@ -95,10 +125,27 @@ class NativeRequest(Salted):
             raise InvalidRequest(f"{self.field} has {count} prompts and n is {self.choices}: {allowed}", self.field)
         if isinstance(self.rid, list) and (len(set(self.rid)) != len(self.rid) or len(self.rid) != count or not self.listed):
             raise InvalidRequest(f"rid must be one id, or one for each of {count} prompts in a list, all different", "rid")
-        if self.logprob_start_len is not None and self.logprob_start_len < -1:
-            raise InvalidRequest(f"logprob_start_len must be at least -1, got {self.logprob_start_len}", "logprob_start_len")
-        if self.top_logprobs_num and not self.return_logprob:
-            raise InvalidRequest("top_logprobs_num needs return_logprob to be true", "top_logprobs_num")
+        for name in PER_PROMPT:
+            given = getattr(self, name)
+            if isinstance(given, list) and (len(given) != count or not self.listed):
+                raise InvalidRequest(f"{name} must be one value, or one for each of {count} prompts in a list, got {len(given)}", name)
+        for wanted in self.wanted():
+            if wanted.scored_from < -1:
+                raise InvalidRequest(f"logprob_start_len must be at least -1, got {wanted.scored_from}", "logprob_start_len")
+            if wanted.top_logprobs and not wanted.logprobs:
+                raise InvalidRequest("top_logprobs_num needs return_logprob to be true", "top_logprobs_num")
+            if (wanted.sampling.n or 1) != self.choices:
+                raise InvalidRequest(f"n must be the same for all prompts, got {self.choices} and {wanted.sampling.n or 1}", "n")
+
+    def wanted(self) -> list[Wanted]:
+        """With each prompt."""
+        count = len(self.prompts)
+        given = [getattr(self, name) for name in PER_PROMPT]
+        each = zip(*(values if isinstance(values, list) else [values] * count for values in given), strict=True)
+        return [
+            Wanted(sampling or NativeSampling(), bool(logprobs), -1 if start is None else start, top or 0)
+            for sampling, logprobs, start, top in each
+        ]
 
     @property
     def field(self) -> str:
@@ -106,8 +153,9 @@ class NativeRequest(Salted):
 
     @property
     def choices(self) -> int:
-        given = None if self.sampling_params is None else self.sampling_params.n
-        return 1 if given is None else given
+        """Of each prompt."""
+        given = self.sampling_params[:1] if isinstance(self.sampling_params, list) else [self.sampling_params]
+        return next((one.n for one in given if one is not None and one.n is not None), 1)
 
     @property
     def listed(self) -> bool:

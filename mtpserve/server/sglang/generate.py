@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -19,8 +19,7 @@ from mtpserve.server.http.errors import renamed, renaming
 from mtpserve.server.http.rendering import JSON, Rendered, finite
 from mtpserve.server.http.sse import EventStream, unless_gone
 from mtpserve.server.service import Served, Service, StepOutput
-from mtpserve.server.sglang.body import DEFAULT_MAX_TOKENS, NativeRequest, NativeSampling
-from mtpserve.text.requests import Spelling
+from mtpserve.server.sglang.body import DEFAULT_MAX_TOKENS, NativeRequest, Wanted
 
 RENAMED = {
     "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed", "logprobs": "top_logprobs_num",
@@ -73,7 +72,8 @@ class NativeChoice:
 
     id: str
     choice: Choice
-    body: NativeRequest
+    wanted: Wanted
+    texts: bool  # of tokens, beside their log-probabilities
     arrival: float  # perf_counter's
     scores: list[TokenLogprob] = field(default_factory=list)
     prompt_scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])  # a prompt's first token has none
@@ -119,16 +119,15 @@ class NativeChoice:
         meta.spec_correct_drafts_histogram = [self.correct.count(count) for count in range(max(self.correct) + 1)]
 
     def _add_logprobs(self, meta: MetaInfo) -> None:
-        body = self.body
-        if not body.return_logprob:
+        wanted, prompt = self.wanted, self.choice.request.prompt
+        if not wanted.logprobs:
             return
-        prompt = self.choice.request.prompt
-        start = scored_from(body, prompt)
-        of_prompt = [] if start is None else list(zip(prompt[start:], self.prompt_scores[start:], strict=False))
+        start = wanted.scored_from if wanted.scores(prompt) else len(prompt)
+        of_prompt = list(zip(prompt[start:], self.prompt_scores[start:], strict=False))
         of_output = list(zip(self.choice.tokens, self.scores, strict=False))
         meta.input_token_logprobs = [self._triple(token, None if score is None else score.logprob) for token, score in of_prompt]
         meta.output_token_logprobs = [self._triple(token, score.logprob) for token, score in of_output]
-        if top := body.top_logprobs_num:
+        if top := wanted.top_logprobs:
             meta.input_top_logprobs = [self._top(score, top) for _, score in of_prompt]
             meta.output_top_logprobs = [self._top(score, top) for _, score in of_output]
 
@@ -136,38 +135,38 @@ class NativeChoice:
         return None if score is None else [self._triple(id, logprob) for id, logprob in score.top[:top]]
 
     def _triple(self, token: int, logprob: float | None) -> Triple:
-        text = self.choice.service.tokenizer.token_text(token) if self.body.return_text_in_logprobs else None
+        text = self.choice.service.tokenizer.token_text(token) if self.texts else None
         return None if logprob is None else finite(logprob), token, text
 
 
-def scored_from(body: NativeRequest, prompt: list[int]) -> int | None:
-    """The first prompt token whose log-probability the request wants."""
-    start = -1 if body.logprob_start_len is None else body.logprob_start_len
-    return start if body.return_logprob and 0 <= start < len(prompt) else None
+def params_of(service: Service, wanted: Wanted, priority: int) -> SamplingParams:
+    """Raises InvalidRequest."""
+    logprobs = wanted.top_logprobs if wanted.logprobs else None
+    params = replace(wanted.sampling.params(service.tokenizer.defaults), logprobs=logprobs, priority=priority)
+    service.check_sampling(params)
+    return params
 
 
-async def choices_of(
-    service: Service, body: NativeRequest, sampling: SamplingParams, spelling: Spelling, arrival: float
-) -> list[NativeChoice]:
-    """One for each prompt and choice, in this order."""
+async def choices_of(service: Service, body: NativeRequest, params: Sequence[SamplingParams], arrival: float) -> list[NativeChoice]:
+    """One for each prompt and choice, in this order. `params`: of each prompt."""
     choices: list[NativeChoice] = []
-    context, given = service.client.card.context_length, sampling.max_tokens
-    top = (body.top_logprobs_num or 0) if body.return_logprob else None
-    for number, prompt in enumerate(body.prompts):
+    context = service.client.card.context_length
+    for number, (prompt, sampling, wanted) in enumerate(zip(body.prompts, params, body.wanted(), strict=True)):
+        spelling, given = await service.spelling(sampling), sampling.max_tokens
         if isinstance(prompt, str):
             ids = await service.encode(prompt, body.field, special=True)
         else:
             ids = prompt
             service.check_ids(ids[:context], body.field)
         service.check_length(ids, given, body.field)
-        of_prompt = None if scored_from(body, ids) is None else top
         limit = min(DEFAULT_MAX_TOKENS, context - len(ids)) if given is None else given
-        one = replace(sampling, max_tokens=limit, logprobs=top, prompt_logprobs=of_prompt)
+        one = replace(sampling, max_tokens=limit, prompt_logprobs=sampling.logprobs if wanted.scores(ids) else None)
         rid = body.rid[number] if isinstance(body.rid, list) else body.rid
         id = rid or uuid.uuid4().hex
         id = f"{id}-{number}" if rid is not None and body.listed and not isinstance(body.rid, list) else id
         requests = requests_of(service, spelling, id, ids, one, body.choices, salt=body.salt)
-        choices += [NativeChoice(id, Choice(service, each), body, arrival) for each in requests]
+        scores_only, texts = wanted.sampling.scores_only, bool(body.return_text_in_logprobs)
+        choices += [NativeChoice(id, Choice(service, each, scores_only=scores_only), wanted, texts, arrival) for each in requests]
     return choices
 
 
@@ -177,11 +176,8 @@ async def generate(request: Request, service: Served, body: NativeRequest) -> Re
     service.check_alive()
     body.check()
     with renamed(RENAMED):
-        params = (body.sampling_params or NativeSampling()).params(service.tokenizer.defaults)
-        params = replace(params, logprobs=body.top_logprobs_num if body.return_logprob else None, priority=body.priority or 0)
-        service.check_sampling(params)
-        spelling = await service.spelling(params)
-        made = await choices_of(service, body, params, spelling, arrival)
+        params = [params_of(service, wanted, body.priority or 0) for wanted in body.wanted()]
+        made = await choices_of(service, body, params, arrival)
     generation = Generation(service, [each.choice for each in made], arrival, body.timeout, bool(body.stream))
     several = body.listed or body.choices > 1
 
