@@ -56,8 +56,7 @@ def constraint(fields: dict[str, Any]) -> GrammarSpec | None:
 
 
 def given(value: Any) -> bool:
-    """An empty object is a schema: it asks for any JSON."""
-    return value is not None and value is not False and value not in ("", [])
+    return value is not None and value is not False
 
 
 def structured(value: Any) -> dict[str, Any]:
@@ -75,6 +74,8 @@ def spec(kind: GrammarKind, value: object, field: str, place: str) -> GrammarSpe
         raise InvalidRequest(f"{place} must be {expected}, got {type(value).__name__}", field)
     if kind == "json_object":
         return GrammarSpec(kind, field=field)
+    if value in ("", []):  # an empty object is a schema: it asks for any JSON
+        raise InvalidRequest(f"{place} is empty: it must be {expected}", field)
     try:
         # Spelled out, so that half a surrogate pair is seen here and not first by the engine.
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -16,8 +16,8 @@ from mtpserve.server.http.errors import Unsupported
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT = "a string or a list of parts like {'type': 'text', 'text': ...}"
-# What client libraries put beside a message: marks for caches, and the same reasoning again.
-SAYS_NOTHING = frozenset({"annotations", "cache_control", "provider_specific_fields", "thinking_blocks"})
+# What other servers make something of; they are refused unless they are empty.
+KNOWN = frozenset({"audio", "function_call", "partial", "prefix"})
 
 
 class TextPart(Strict):
@@ -42,7 +42,7 @@ class MessageToolCall(Strict):
 
 
 class ChatMessage(BaseModel):
-    """Other keys than these and SAYS_NOTHING pass only when they are null, since clients send back whole messages that they were given."""
+    """Other keys than these are left out, since clients send back whole messages that they were given, but for those of KNOWN."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -67,8 +67,8 @@ class ChatMessage(BaseModel):
                 f"{place}: role {self.role[:50]!r} is not supported; {', '.join(ROLES[:-1])} and {ROLES[-1]} are", "messages"
             )
         for name, value in (self.model_extra or {}).items():
-            if value not in (None, []) and name not in SAYS_NOTHING:
-                raise Unsupported(f"{place}: {name[:50]} is not supported: leave it out", "messages")
+            if value and name in KNOWN:
+                raise Unsupported(f"{place}: {name} is not supported: leave it out", "messages")
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text(place)}
         if (reasoning := self.reasoning_content or self.reasoning) is not None:
             message["reasoning_content"] = reasoning

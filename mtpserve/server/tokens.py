@@ -85,7 +85,7 @@ async def tokenize(service: Served, body: TokenizeRequest) -> Response:
     counts = one_or_many([len(ids) for ids in lists], several)
     answer = Tokenized(one_or_many(lists, several), counts, service.client.card.context_length)
     if body.return_token_strs:
-        strings = [[service.tokenizer.token_text(id) for id in ids] for ids in lists]
+        strings = [[service.tokenizer.piece(id) for id in ids] for ids in lists]
         answer.token_strs = one_or_many(strings, several)
     return JSON(answer)
 

@@ -111,6 +111,11 @@ class Tokenizer:
             return bytes([int(spelled[3:5], 16)])
         return spelled.replace("▁", " ").encode()
 
+    def piece(self, token: int) -> str:
+        """As the vocabulary spells it."""
+        spelled: str | None = self.fast.id_to_token(token)
+        return spelled or ""
+
     def token_text(self, token: int) -> str:
         """As OpenAI shows tokens: one that is not whole characters as bytes:\\x…"""
         written = self.token_bytes(token)

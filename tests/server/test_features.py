@@ -89,6 +89,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
     (CHAT, {"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
     (CHAT, {"structured_outputs": {"yaml": 1}}, "structured_outputs"),
+    (CHAT, {"structured_outputs": {"grammar": ""}}, "structured_outputs"),
+    (COMPLETIONS, {"regex": ""}, "regex"),
+    (COMPLETIONS, {"guided_choice": []}, "guided_choice"),
+    (CHAT, {"json_schema": ""}, "json_schema"),
+    (CHAT, {"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages"),
 ]
 
 
@@ -137,6 +142,32 @@ def test_echo_puts_the_prompt_in_front(http: httpx.AsyncClient, tokenizer: Token
     only = post(http, COMPLETIONS, echo=True, logprobs=1, max_tokens=0).json()
     assert only["choices"][0]["text"] == tokenizer.decode(prompt) and only["usage"]["completion_tokens"] == 0
     assert only["choices"][0]["logprobs"]["token_logprobs"] == [None] + [-1.0] * (len(prompt) - 1)
+
+
+def test_the_token_of_the_text_is_the_first_of_its_alternatives(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("hello")
+    found = post(http, COMPLETIONS, echo=True, logprobs=1).json()["choices"][0]["logprobs"]
+    for tokens, others in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True):
+        assert next(iter(others)) == tokens
+    assert len(found["top_logprobs"][1]) == 2 and found["top_logprobs"][0] is None
+    alone = post(http, COMPLETIONS, logprobs=0).json()["choices"][0]["logprobs"]
+    assert [list(others) for others in alone["top_logprobs"]] == [[token] for token in alone["tokens"]]
+    special = post(http, COMPLETIONS, prompt=prompt, echo=True, max_tokens=0).json()["choices"][0]["text"]
+    assert special == tokenizer.decode(prompt, skip_special_tokens=False) != tokenizer.decode(prompt)
+
+
+def test_a_chats_prompt_logprobs_are_beside_its_choices(http: httpx.AsyncClient) -> None:
+    answer = post(http, CHAT, prompt_logprobs=1, n=2).json()
+    assert answer["prompt_logprobs"][0] is None and len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert not any("prompt_logprobs" in choice for choice in answer["choices"])
+    assert post(http, CHAT).json()["prompt_logprobs"] is None
+
+
+def test_unknown_keys_of_messages_are_left_out(http: httpx.AsyncClient, client: FakeClient) -> None:
+    plain = {"role": "user", "content": "a"}
+    post(http, CHAT, messages=[plain])
+    assert post(http, CHAT, messages=[plain | {"reasoning_details": [{"text": "x"}], "prefix": False}]).status_code == 200
+    assert client.submitted[0].prompt == client.submitted[1].prompt
 
 
 def test_prompt_logprobs_by_id(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
@@ -196,6 +227,9 @@ def test_usage_counts_predictions_and_drafts(http: httpx.AsyncClient) -> None:
     chunks = events(post(http, CHAT, max_tokens=4, cache_salt="another", stream=True, stream_options=options))[:-1]
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == sorted(chunk["usage"]["completion_tokens"] for chunk in chunks)
     assert chunks[-1]["usage"] == usage
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant" and chunks[0]["usage"]["completion_tokens"] == 0
+    options["include_usage"] = False
+    assert not any(chunk.get("usage") for chunk in events(post(http, CHAT, max_tokens=4, stream=True, stream_options=options))[:-1])
 
 
 def test_the_trace_says_who_proposed_what(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:

@@ -34,9 +34,10 @@ def test_tokens_and_back(http: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Grüße")
     found = post(http, "/tokenize", {"model": "fake", "prompt": "Grüße", "return_token_strs": True})
     assert found == {
-        "tokens": ids, "count": len(ids), "max_model_len": CONTEXT, "token_strs": [tokenizer.token_text(id) for id in ids]
+        "tokens": ids, "count": len(ids), "max_model_len": CONTEXT, "token_strs": [tokenizer.piece(id) for id in ids]
     }  # fmt: skip
     assert post(http, "/v1/tokenize", {"prompt": "a", "add_special_tokens": False})["tokens"] == tokenizer.encode("a", special=False)
+    assert "Ġ" in "".join(post(http, "/tokenize", {"prompt": "a a", "return_token_strs": True})["token_strs"])
     several = post(http, "/tokenize", {"prompt": ["a", "Grüße"]})
     assert several["count"] == [2, len(ids)] and several["tokens"][1] == ids
     chat = post(http, "/tokenize", {"messages": USER, "add_generation_prompt": False})["tokens"]

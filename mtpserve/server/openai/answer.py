@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from time import time
 from typing import Any, ClassVar
 
-from msgspec import UNSET, structs
+from msgspec import UNSET, UnsetType, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,7 +31,7 @@ from mtpserve.server.openai.objects import (
     CompletionLogprobs,
     CompletionObject,
 )
-from mtpserve.server.openai.usage import Trace, Usage
+from mtpserve.server.openai.usage import Trace, Usage, UsageObject
 from mtpserve.server.service import StepOutput
 
 Fields = dict[str, Any]  # of a choice's Struct
@@ -50,6 +50,7 @@ class ChoiceWriter(ABC):
     echo: str | None = None
     opened: int = 0  # blocks, in chunks
     started: bool = False  # in chunks: the choice's first one is written
+    beside: Fields = field(default_factory=dict)  # of the whole answer: what of the prompt is not in the choice
     names: TokenNames = field(init=False)
     _offsets: Offsets = field(init=False)
     _trace: Trace = field(init=False)
@@ -61,7 +62,7 @@ class ChoiceWriter(ABC):
 
     prefix: ClassVar[str]  # of the answer's id
     chunk_object: ClassVar[str]
-    one_prompt: ClassVar[bool]  # whose token ids, where the request wants them, are beside the choices, not in them
+    one_prompt: ClassVar[bool]  # whose token ids and scores, where the request wants them, are beside the choices, not in them
     opening: ClassVar[Fields | None] = None  # what a choice's first chunk has before any text
     silent: ClassVar[Fields]  # what a chunk without text has
     choice_type: ClassVar[type[CompletionChoice] | type[ChatChoice]]
@@ -119,6 +120,8 @@ class ChoiceWriter(ABC):
 
     def whole(self) -> CompletionChoice | ChatChoice:
         _, beside = self._take()
+        if self.one_prompt and "prompt_logprobs" in beside:
+            self.beside["prompt_logprobs"] = beside.pop("prompt_logprobs")
         fields = self.output() | beside | self._ended()
         return self.choice_type(index=self.index, finish_reason=self._finish_reason(), **fields)
 
@@ -204,28 +207,34 @@ class Answer:
             for each in steps:
                 self._add(*each)
         choices: Any = [writer.whole() for writer in self.writers]
-        fields = self._id | self._prompt_ids
+        fields = self._id | self._prompt_ids | self.writers[0].beside
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""
         async with contextlib.aclosing(self.generation.steps()) as batches:
             async for steps in batches:
-                if chunks := [chunk for each in steps for chunk in self._step_chunks(self._add(*each))]:
+                if chunks := [chunk for each in steps for chunk in self._step_chunks(*each)]:
                     yield chunks
         if self.body.include_usage:
             yield [Chunk(**self._head, choices=[], usage=self.usage.object())]
 
-    def _step_chunks(self, writer: ChoiceWriter) -> list[Chunk]:
-        contents = writer.chunks()
-        usage = self.usage.object() if self._usage_in_every_chunk else self._no_usage
-        chunks = [Chunk(**self._head, choices=[content], usage=usage) for content in contents]
-        if not writer.started:
-            writer.started = True
-            if (opening := writer.opening) is not None:
-                first = Chunk(**self._head, choices=[ChunkChoice(writer.index, **opening)], usage=usage)
-                return [structs.replace(first, **(self._prompt_ids if writer.index == 0 else {})), *chunks]
-        return chunks
+    def _step_chunks(self, index: int, step: StepOutput, added: Added) -> list[Chunk]:
+        opening = self._opening(self.writers[index])
+        contents = self._add(index, step, added).chunks()
+        usage = self._usage()
+        return [*opening, *(Chunk(**self._head, choices=[content], usage=usage) for content in contents)]
+
+    def _opening(self, writer: ChoiceWriter) -> list[Chunk]:
+        """A choice's chunk before any of its text, where it has one."""
+        begins, writer.started = not writer.started, True
+        if writer.opening is None or not begins:
+            return []
+        first = Chunk(**self._head, choices=[ChunkChoice(writer.index, **writer.opening)], usage=self._usage())
+        return [structs.replace(first, **(self._prompt_ids if writer.index == 0 else {}))]
+
+    def _usage(self) -> UsageObject | UnsetType | None:
+        return self.usage.object() if self._usage_in_every_chunk else self._no_usage
 
     async def respond(self, request: Request) -> Response:
         if self.body.stream:

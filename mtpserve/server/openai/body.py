@@ -116,7 +116,7 @@ class GenerationRequest(SamplingFields):
 
     @property
     def usage_in_every_chunk(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        return self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def include_usage(self) -> bool:

@@ -66,7 +66,8 @@ async def completions(request: Request, service: Served, body: CompletionRequest
         echo = None
         if body.echo:  # a text as the client wrote it, not as it comes back from the tokenizer
             written = isinstance(prompt, str) and len(ids) == whole
-            echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip)
+            by_id = not isinstance(prompt, str)  # then special tokens are the client's own
+            echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip and not by_id)
         own = replace(sampling, max_tokens=max_tokens)
         requests = requests_of(service, spelling, id, ids, own, body.choices, first=len(choices), salt=body.salt)
         choices += [Choice(service, each, scores_only=body.max_tokens == 0) for each in requests]

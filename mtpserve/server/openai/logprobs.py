@@ -69,16 +69,17 @@ def completion_logprobs(
     return CompletionLogprobs(
         [names.token_text(token) for token in tokens],
         [None if score is None else finite(score.logprob) for score in scores],
-        [None if score is None or top == 0 else by_text(names, token, score, top) for token, score in scored],
+        [None if score is None else by_text(names, token, score, top) for token, score in scored],
         offsets,
     )
 
 
 def by_text(names: TokenNames, token: int, score: TokenLogprob, top: int) -> dict[str, float]:
-    """The likeliest, and always the token that is in the text. Of tokens with the same text the likeliest counts."""
+    """The token that is in the text, first, and the likeliest. Of tokens with the same text the likeliest counts."""
     scores: dict[str, float] = {}
-    for id, logprob in [*score.top[:top], (token, score.logprob)]:
-        scores.setdefault(names.token_text(id), finite(logprob))
+    for id, logprob in [(token, score.logprob), *score.top[:top]]:
+        text = names.token_text(id)
+        scores[text] = max(finite(logprob), scores.get(text, finite(logprob)))
     return scores
 
 

@@ -42,14 +42,15 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(Rendered, kw_only=True):
-    """`stop_reason` (vLLM's word) and `matched_stop` (SGLang's) say what ended a choice that stopped."""
+    """`stop_reason` (vLLM's word) and `matched_stop` (SGLang's) say what ended a choice that stopped. As in vLLM fields that were not asked
+    for are null in whole answers, and left out of chunks."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     spec_trace: list[TraceStep] | UnsetType = UNSET
     finish_reason: str | None
     stop_reason: int | str | None = None
@@ -88,13 +89,12 @@ class AnswerMessage(Rendered):
 
 
 class ChatChoice(Rendered, kw_only=True):
-    """As a completion's, but that the prompt's token ids are beside the choices."""
+    """As a completion's, but that the prompt's token ids and scores are beside the choices."""
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
     spec_trace: list[TraceStep] | UnsetType = UNSET
     finish_reason: str | None
     stop_reason: int | str | None = None
@@ -106,7 +106,8 @@ class ChatObject(Rendered, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
     choices: list[ChatChoice]
     usage: UsageObject
 
