@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtpserve.config.disaggregation import DisaggregationConfig
 from mtpserve.config.engine import (
     ENGINE_SECTIONS,
     CacheConfig,
@@ -22,6 +23,7 @@ __all__ = [
     "SECTIONS",
     "CPUConfig",
     "CacheConfig",
+    "DisaggregationConfig",
     "EngineConfig",
     "ModelConfig",
     "ParallelConfig",

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from mtpserve.config.disaggregation import HOST_GIB, DisaggregationConfig
 from mtpserve.config.kv_events import KVEventsConfig, parse
 from mtpserve.config.options import USUAL_PAGE, check, option
 from mtpserve.config.spec import SpecConfig
+from mtpserve.core.errors import ConfigError
 from mtpserve.core.gguf import SUFFIX
 
 LEAST_HOST_GIB, DISK_GIB = 0.25, 10.0  # for pages on their way to the disk; of the disk, unless the user says otherwise
@@ -272,9 +274,23 @@ class EngineConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     cpu: CPUConfig = field(default_factory=CPUConfig)
     replica: int = 0
     rank: int = 0
+
+    def __post_init__(self) -> None:
+        role = self.disaggregation.role
+        if role is not None and self.cache.disable_radix_cache:
+            raise ConfigError("--disable-radix-cache must be left out with --disaggregation-mode: pages are found by their keys")
+        if role is not None and self.parallel.tensor_parallel_size > 1:
+            raise ConfigError("--disaggregation-mode needs --tensor-parallel-size 1: pages of one device are exchanged")
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory for pages; 0: there is no tier below the device."""
+        least = 0 if self.disaggregation.role is None or self.cache.kv_offload_gib else HOST_GIB
+        return max(self.cache.host_bytes, int(least * (1 << 30)))
 
 
 ENGINE_SECTIONS: dict[str, Callable[..., Any]] = {

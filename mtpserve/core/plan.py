@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from mtpserve.core.kv_transfer import PageSource
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 
@@ -100,21 +101,24 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     load     host → device, beside the steps; none of them touches the page before it is told that the load has ended
     spill    host → disk, beside the steps
     fetch    disk → host, beside the steps
+    pull     another node → host, beside the steps; those of a plan from one source are asked for together
     """
 
     number: int
-    kind: Literal["save", "load", "spill", "fetch"]
+    kind: Literal["save", "load", "spill", "fetch", "pull"]
     group: int  # of pages
     block: int
     page: int = -1  # of the device's pool, to save and to load
-    key: bytes = b""  # of the page, to spill and to fetch
+    key: bytes = b""  # of the page, but for a load
+    source: PageSource | None = None  # of a pull
 
 
 class Transferred(msgspec.Struct, frozen=True, array_like=True, gc=False):
     transfer: Transfer
-    good: bool  # not so: a file is not there, is damaged, or could not be written
+    good: bool  # not so: a page is not there, is damaged, or could not be written
     seconds: float
     bytes: int
+    reason: str = ""  # in a word, why a pull came to nothing
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):

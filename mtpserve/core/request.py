@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.sampling import SamplingParams
 
 
@@ -40,6 +41,8 @@ class Request:
     said: list[int] = field(default_factory=list)
     scored: int = 0
     moved: bool = False  # from an engine that was lost: no queue is too long for it
+    source: PageSource | None = None  # who has the pages of its prompt
+    lease: str | None = None  # the name under which its prompt's pages are kept for another node
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens, from the second on
     times: FirstTokenTimes | None = None  # with the first token
     cached: int = 0  # with the first token: prompt tokens that were not computed for this request, but found in the prefix cache
+    offer: PageOffer | None = None  # with `finish`: its prompt's pages, where the request wants them kept for another node
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +194,15 @@ class EngineStats:
     tier_pages: dict[str, int] = field(default_factory=dict)  # in use
     tier_pages_total: dict[str, int] = field(default_factory=dict)
     dropped_pages_total: int = 0  # pages that the device gave away and host memory had no place for
-    transfers_total: dict[str, int] = field(default_factory=dict)  # pages moved, by kind: save, load, spill, fetch
+    # Pages moved, by kind: save, load, spill, fetch, pull (from another node), send (to one)
+    transfers_total: dict[str, int] = field(default_factory=dict)
     transfer_bytes_total: dict[str, int] = field(default_factory=dict)
     transfer_seconds_total: dict[str, float] = field(default_factory=dict)  # of all of them together; several may be under way at once
     failed_transfers_total: dict[str, int] = field(default_factory=dict)
+    failed_pulls_total: dict[str, int] = field(default_factory=dict)  # pages that did not come from another node, by reason
+    leased_pages: int = 0  # that are kept for other nodes
+    leases_total: int = 0  # requests whose pages were kept
+    expired_leases_total: int = 0  # of these, those whose pages nobody has read
     generation_tokens_total: int = 0
     preemptions_total: int = 0
     failed_requests_total: int = 0

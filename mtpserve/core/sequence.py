@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.request import Finish
 from mtpserve.core.sampling import SamplingParams
 
@@ -55,6 +56,10 @@ class Sequence:
     state: int = -1  # the kept state that it started from in its seat; -1: with its first token
     loading: int = 0  # number of the last loading of pages that it has waited for
     loads: int = 0  # how many it has waited for since it had a seat
+    source: PageSource | None = None  # who has the pages of its prompt
+    pulls: frozenset[int] | None = None  # what it waits for from there: see engine/pulls; None: it has not asked yet
+    lease: str | None = None  # the name under which its prompt's pages are kept for another node once it has ended
+    offer: PageOffer | None = None  # these
     cached: int = 0  # prompt tokens that it had not to compute when it was first seated
     overtaken: int = 0  # later requests that were seated before it
     ran: bool = False  # it has had a seat

@@ -16,11 +16,10 @@ from mtpserve.attention.recurrent import MixedLayers, Recur, Recurrence
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.boundary import BoundaryRows, StoreBoundary
 from mtpserve.cache.deferred import DeferredRows
-from mtpserve.cache.disk import DiskPages
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
-from mtpserve.config import CacheConfig, SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import Attention, Features, LayerKind, ModelArch, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.drafters import source_name
@@ -28,12 +27,11 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.core.grammars import GrammarCompiler
 from mtpserve.core.observers import CacheObserver
 from mtpserve.core.protocols import AttentionBackend, DraftModel, LogitsProcessor, ModelRunner, Trunk
+from mtpserve.engine.below import TierOptions, make_tiers, page_parts
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
-from mtpserve.engine.tiers import Tiers
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
-from mtpserve.runtime.paging import Transfers, block_bytes, parts_of
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
@@ -106,7 +104,7 @@ class EngineOptions:
     overlap: int = 0  # steps in flight while another is planned
     graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
     fingerprint: bytes | None = b""  # of all that KV depends on besides tokens; None: no prefix cache
-    cache: CacheConfig = field(default_factory=CacheConfig)  # of its tiers below the device
+    below: TierOptions = field(default_factory=TierOptions)  # the device
     observer: CacheObserver | None = None
     floor: float | None = None  # share of first drafts that the draft model has accepted at least, see spec/watchdog; None: nobody watches
     poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
@@ -192,30 +190,6 @@ def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | Non
     return judge if options.rates is None else SyntheticAcceptance(judge or decide, options.rates, options.device)
 
 
-def make_tiers(
-    options: EngineOptions, stores: Stores, states: States | None, passes: DraftPasses | None, groups: PageGroups
-) -> tuple[Tiers | None, Transfers | None]:
-    """Those below the device, and what moves pages between them."""
-    cache, size = options.cache, options.cache.host_bytes
-    if not size:
-        return None, None
-    assert options.fingerprint is not None
-    if options.recorder is not None:
-        raise ConfigError("--record-steps must be left out with --kv-offload-gib and --kv-offload-dir: pages are not recorded")
-    boundary = None if passes is None else passes.boundary
-    parts = [parts_of(stores, group, boundary) for group in range(groups.dense)]
-    parts += [] if states is None else [[page.flatten(2).view(torch.uint8) for page in states.pages]]
-    each = [block_bytes(own) for own in parts]
-    # As the device divides its pool: a window's pages are few.
-    whole = sum(bytes * group.allocator.num_pages for bytes, group in zip(each, groups.groups, strict=True))
-    blocks = [size * group.allocator.num_pages // whole for group in groups.groups]
-    if min(blocks) < 1:
-        raise ConfigError(f"--kv-offload-gib {size / 2**30:g} holds no page of {sum(each)} bytes")
-    disk = None if cache.kv_offload_dir is None else DiskPages(cache.kv_offload_dir, cache.disk_bytes, options.fingerprint)
-    log.info("pages below the device: %d in host memory (%.1f GiB), %s", sum(blocks), size / 2**30, cache.kv_offload_dir or "none on disk")
-    return Tiers(groups, blocks, disk), Transfers(parts, blocks, disk)
-
-
 def watch_of(options: EngineOptions, vocab: int) -> Watchdog | None:
     """Of a draft model."""
     spec = options.spec
@@ -257,7 +231,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
     sampling = SeatSampling(sizes.seats, LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device)
     grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
     pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size, sizes.states or None)
-    tiers, transfers = make_tiers(options, stores, states, passes, pages)
+    tiers, transfers = make_tiers(options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder)
     drafters, graphs = DraftersByShape(spec, options.scheduler.chunked_prefill_size, passes, drafts), options.graphs(step, sampling)
     runner: ModelRunner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
     return Engine(
@@ -269,7 +243,7 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         context_length=sizes.context,
         vocab=arch.vocab,
         eos_ids=options.eos_ids,
-        want=spec.steps,
+        want=0 if options.below.computes_prompts else spec.steps,
         name=options.name,
         kernels=options.kernels,
         grammars=grammars,

@@ -17,11 +17,12 @@ from mtpserve.core.grammars import Grammar, GrammarCompiler
 from mtpserve.core.protocols import LogitsProcessor
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
+from mtpserve.engine.below import TierOptions
 from mtpserve.engine.compute import backend_of, described, kernels_of
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.fingerprint import fingerprint
+from mtpserve.engine.fingerprint import facts, fingerprint
 from mtpserve.engine.kv_events import KVEvents
-from mtpserve.engine.planning import load_model, overlap_of, plan, positions
+from mtpserve.engine.planning import Plan, load_model, overlap_of, plan, positions
 from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.engine.threads import bind
 from mtpserve.layers.decoder import Methods
@@ -87,6 +88,13 @@ def observer_of(config: EngineConfig) -> KVEvents | None:
     return None if events is None else KVEvents(events.of(config.replica), config.cache.page_size, config.replica)
 
 
+def below_of(config: EngineConfig, planned: Plan) -> TierOptions:
+    """Pages of an engine with others behind one front end are its own."""
+    nodes = config.disaggregation
+    known = {} if nodes.role is None else facts(config, planned)
+    return TierOptions(config.host_bytes, config.cache, nodes, known, config.replica)
+
+
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
     """Loudly, of output that is not the model's."""
     if spec.lossy:
@@ -144,9 +152,9 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             recorder=None if record is None else partial(recorder_of, record, header_of(config, planned)),
             graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
             fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
-            cache=config.cache,
+            below=below_of(config, planned),
             observer=observer,
-            floor=None if config.model.load_format == "dummy" else planned.described.floor,
+            floor=None if config.model.load_format == "dummy" or config.disaggregation.role == "prefill" else planned.described.floor,
             poison=poison,
             name=config.model.names[0],
             kernels=described(config, device),

@@ -38,6 +38,7 @@ from mtpserve.core.sequence import Sequence
 from mtpserve.engine.faults import is_fatal
 from mtpserve.engine.first_times import ladder, measure
 from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.lengths import require_fit, require_room
 from mtpserve.engine.line import ServiceOrder
 from mtpserve.engine.policy import DepthPolicy, report, work_of
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
@@ -128,6 +129,11 @@ class Engine:
         return bool(self._scheduler.live or self._in_flight or self._scheduler.moving)
 
     @property
+    def changes_idle(self) -> bool:
+        """Something may change while there is no work: what is kept for other nodes is free once they have it."""
+        return self._tiers is not None and self._tiers.exports is not None and self._tiers.exports.open
+
+    @property
     def stats(self) -> EngineStats:
         """The engine's own object, its gauges brought up to date."""
         self._stats.running = len(self._scheduler.running)
@@ -172,6 +178,8 @@ class Engine:
             max_len,
             seed,
             prompt_scored=request.scored,
+            source=request.source,
+            lease=request.lease,
             bad_words=request.bad_words,
             prediction=request.prediction if sampling.speculation.depth != 0 else [],
             root=None if own or self._fingerprint is None else root(self._fingerprint, request.salt),
@@ -224,6 +232,8 @@ class Engine:
         """Nothing is called any more."""
         if self._observer is not None:
             self._observer.close()
+        if self._tiers is not None:
+            self._tiers.on_close()
 
     def step(self) -> list[TokenEvent]:
         """Launch a step for all that fits, and return what the steps that were booked meanwhile yielded. Idle: nothing happens."""
@@ -363,8 +373,8 @@ class Engine:
         self._require_known(request.prediction, "prediction")
         if prompt >= context:
             raise InvalidRequest(f"prompt has {prompt} tokens, but prompt and output together are at most {context}", "prompt")
-        _require_fit(prompt, request.sampling, context)
-        _require_room(request, context)
+        require_fit(prompt, request.sampling, context)
+        require_room(request, context)
         sampling.check_policy(self._policy)
 
     def _require_known(self, ids: Iterable[int], param: str) -> None:
@@ -373,23 +383,9 @@ class Engine:
                 raise InvalidRequest(f"{param} must be token ids in [0, {self.card.vocab - 1}], got {token}", param)
 
 
-def _require_room(request: Request, context: int) -> None:
-    """A request that goes on has not come to its end yet."""
-    prompt, said, at_most = len(request.prompt), len(request.said), request.sampling.max_tokens
-    room = context - prompt if at_most is None else at_most
-    if said >= room:
-        raise InvalidRequest(f"{said} tokens were said already, and the request may say {room}", "said")
-
-
 def _require_device(error: Exception) -> None:
     """Raises EngineDead where no other step can come to anything."""
     if is_fatal(error):
         reason = str(error).partition("\n")[0]  # what follows is advice for CUDA's developers
         log.debug("the device has failed", exc_info=error)  # the receiver of EngineDead logs its message
         raise EngineDead(f"the device has failed: {reason}") from error
-
-
-def _require_fit(prompt: int, sampling: SamplingParams, context: int) -> None:
-    if sampling.max_tokens is not None and prompt + sampling.max_tokens > context:
-        allowed = f"at most {context - prompt} for a prompt of {prompt} tokens and a context of {context}"
-        raise InvalidRequest(f"max_tokens must be {allowed}, got {sampling.max_tokens}", "max_tokens")

@@ -31,6 +31,19 @@ def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
     return made.digest()
 
 
+def facts(config: EngineConfig, planned: Plan) -> dict[str, str]:
+    """The same by names for people, by which two nodes see in what they differ."""
+    storage = planned.storage
+    return {
+        "the version of pages": VERSION.decode(),
+        "the page size": str(planned.config.cache.page_size),
+        "the number format": f"{planned.dtype}, keys and values {storage.cache}",
+        "the layers that share a page": f"{config.spec.parts}, exact {config.spec.exact}",
+        "the kernel": described(config, planned.device),
+        "the model": f"{planned.described.arch.family}, fingerprint {fingerprint(config, planned).hex()}",
+    }
+
+
 def _samples(checkpoint: Checkpoint) -> Iterable[bytes]:
     """Each tensor's name and form, and some bytes from its middle: two trainings of one model differ in nearly all of them. Files that were
     copied are the same."""

@@ -60,6 +60,7 @@ PR_SET_PDEATHSIG = 1
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "48"}
 MAX_COMPILING = 64  # requests whose grammars are being compiled or wait for it; more are refused as by a full queue
 TRIM_S = 10.0  # how often freed memory is given back to the system
+IDLE_MS = 250  # how often an idle engine looks whether what may change by itself has
 POLL_MS = 5  # how often the loop looks for compiled grammars while it has nothing else to do
 
 
@@ -72,6 +73,8 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats: ...
     @property
     def has_work(self) -> bool: ...
+    @property
+    def changes_idle(self) -> bool: ...
     def compile(self, spec: GrammarSpec | None) -> None: ...
     def add(self, request: Request, compiled: bool = False) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -104,9 +107,9 @@ class Pipe:
     def wait(self) -> Down:
         return self.decoder.decode(self.inbox.recv())
 
-    def pause(self) -> None:
-        """Until a message is there, or a few milliseconds."""
-        self.inbox.poll(POLL_MS)
+    def pause(self, milliseconds: int = POLL_MS) -> bool:
+        """Until a message is there, or so long. → whether one is."""
+        return bool(self.inbox.poll(milliseconds))
 
     def waiting(self) -> Iterator[Down]:
         """The messages that are there already."""
@@ -186,6 +189,8 @@ def loop(engine: EngineLike, pipe: Pipe) -> None:
                 pipe.pause()
             else:
                 pipe.send(Events([], engine.stats))
+                while engine.changes_idle and not pipe.pause(IDLE_MS):
+                    pipe.send(Events([], engine.stats))
                 if not inbox.take(pipe.wait()):
                     return
         if not all(inbox.take(message) for message in pipe.waiting()):

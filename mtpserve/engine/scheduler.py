@@ -366,13 +366,13 @@ class Scheduler:
         return Outcome(seq, kept, min(result.accepted, len(kept)), proposal, logprobs, scores or None)
 
     def _end(self, seq: Sequence, finish: Finish, error: str | None = None) -> None:
+        seq.drafts, seq.finish, seq.error = 0, finish, error
         if seq.seat is None:
             self._line.remove(seq)
         else:
             self.running = [other for other in self.running if other is not seq]
         self._unseat(seq, trusted=finish is not Finish.ERROR)
         del self.live[seq.id]
-        seq.drafts, seq.finish, seq.error = 0, finish, error
 
     # ------------------------------------------------------------------------------------------- integrity
 

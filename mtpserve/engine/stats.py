@@ -29,5 +29,5 @@ def event_of(outcome: Outcome, now: float) -> TokenEvent:
         times = FirstTokenTimes(seq.seated - seq.arrived, now - seq.seated)
     return TokenEvent(
         seq.id, outcome.tokens, outcome.accepted, outcome.proposal, seq.finish, seq.error, outcome.logprobs, outcome.prompt_logprobs, times,
-        0 if times is None else seq.cached,
+        0 if times is None else seq.cached, seq.offer,
     )  # fmt: skip

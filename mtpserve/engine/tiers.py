@@ -8,6 +8,8 @@ so that what is often used outlives the process, too. In host memory the least r
 
 A request that finds pages below the device waits until they are loaded; others run meanwhile. The loading itself holds them, as a request
 would: afterwards they are cached as if they had just been used.
+
+Another node is one more place from which pages come to host memory (engine/pulls), and for which they are kept there (engine/exports).
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from typing import Literal, Protocol
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import Key
+from mtpserve.core.kv_transfer import PageSource
 from mtpserve.core.plan import Transfer, Transferred
 from mtpserve.core.request import EngineStats
 from mtpserve.core.sequence import Held
+from mtpserve.engine.exports import Exports
+from mtpserve.engine.pulls import Pulls
 
 THROUGH = 8  # pages that a plan writes through to the disk
 WAITING = 4096  # pages that wait for it; of more the oldest are left to eviction
 MOST_BAD = 4096  # keys of damaged files that are remembered
 
-Kind = Literal["save", "load", "spill", "fetch"]
+Kind = Literal["save", "load", "spill", "fetch", "pull"]
 
 
 class Disk(Protocol):
@@ -96,11 +101,14 @@ class Tiers:
         self._pages, self._disk = pages, disk
         # Called with the key of a page of group 0 that neither the device nor host memory has any more.
         self.on_gone: Callable[[Key], None] = lambda key: None
+        self.on_close: Callable[[], None] = lambda: None
         self.host = [HostGroup(count) for count in blocks]
+        self.pulls: Pulls | None = None  # from other nodes
+        self.exports: Exports | None = None  # for them
         self.loadings: list[Loading] = []
         self._outgoing: list[Transfer] = []
         self._through: deque[tuple[int, int, Key]] = deque(maxlen=WAITING)
-        self._saving = 0
+        self.saving: set[tuple[int, int]] = set()  # groups and blocks
         self._spilling: dict[int, tuple[int, Key]] = {}  # group and key by number
         self._void: set[int] = set()  # numbers of spills that must not be found
         self._bad: OrderedDict[tuple[int, Key], None] = OrderedDict()
@@ -115,7 +123,8 @@ class Tiers:
     @property
     def pending(self) -> bool:
         """Something has to be moved, or is under way."""
-        return bool(self._outgoing or self._through or self._saving or self._spilling or self.loadings)
+        pulling = self.pulls is not None and self.pulls.pending
+        return bool(self._outgoing or self._through or self.saving or self._spilling or self.loadings or pulling)
 
     @property
     def holders(self) -> list[list[Held]]:
@@ -124,10 +133,12 @@ class Tiers:
 
     def take_outgoing(self) -> list[Transfer]:
         """What the next plan has to move."""
+        if self.exports is not None:
+            self.exports.collect()
         for _ in range(min(THROUGH, len(self._through))):
             group, page, key = self._through.popleft()
             # Another page may have the key by now, or none.
-            if self._pages.groups[group].allocator.find(key) == page and not self._save(group, page, key):
+            if self._pages.groups[group].allocator.find(key) == page and not self.save(group, page, key):
                 # All blocks are on their way to the disk.
                 self._through.appendleft((group, page, key))
                 break
@@ -138,7 +149,7 @@ class Tiers:
 
     def evicted(self, group: int, page: int, key: Key) -> None:
         """The device gives this page to somebody else."""
-        if not self._save(group, page, key):
+        if not self.save(group, page, key):
             self.dropped += 1
             self._left(group, key)
 
@@ -160,6 +171,8 @@ class Tiers:
             loading.good = False
         self._through.clear()
         self._void |= self._spilling.keys()
+        if self.pulls is not None:
+            self.pulls.forget()
         if self._disk is not None:
             self._disk.clear()
 
@@ -175,25 +188,27 @@ class Tiers:
         self._void |= {number for number, (_, key) in self._spilling.items() if key in wrong}
         for loading in self.loadings:
             loading.good &= wrong.isdisjoint(loading.keys)
+        if self.exports is not None:
+            self.exports.withdraw(wrong)
 
-    def _save(self, group: int, page: int, key: Key) -> bool:
+    def save(self, group: int, page: int, key: Key) -> bool:
         host = self.host[group]
         if key in host.blocks:
             host.blocks.move_to_end(key)
             return True
-        block = self._take(group)
+        block = self.take(group)
         if block is None:
             return False
         host.blocks[key] = block
         host.pins[block] += 1
-        self._saving += 1
-        self._move("save", group, block, page, key)
+        self.saving.add((group, block))
+        self.move("save", group, block, page, key)
         if self._disk is not None and not self._disk.has(group, key):
             host.pins[block] += 1
-            self._spilling[self._move("spill", group, block, key=key)] = group, key
+            self._spilling[self.move("spill", group, block, key=key)] = group, key
         return True
 
-    def _take(self, group: int) -> int | None:
+    def take(self, group: int) -> int | None:
         taken = self.host[group].take()
         if taken is None:
             return None
@@ -241,7 +256,7 @@ class Tiers:
         self._loads += 1
         loading = Loading(self._loads, keys, held, missing, set())
         self.loadings.append(loading)
-        loading.open = {self._move("fetch", each.group, each.block, key=each.key) for each in missing if each.cold}
+        loading.open = {self.move("fetch", each.group, each.block, key=each.key) for each in missing if each.cold}
         if not loading.open:
             self._load(loading)
         return loading.number
@@ -259,7 +274,7 @@ class Tiers:
         for group, column in wanted:
             if (group, column) in known:
                 continue
-            taken = self._take(group)
+            taken = self.take(group)
             if taken is None:
                 self._unpin(missing)
                 return None
@@ -271,13 +286,13 @@ class Tiers:
         loading.fetched = True
         for each in loading.missing:
             one = loading.held[each.group]
-            loading.open.add(self._move("load", each.group, each.block, one.pages[each.column - one.first], each.key))
+            loading.open.add(self.move("load", each.group, each.block, one.pages[each.column - one.first], each.key))
 
     def _unpin(self, missing: Sequence[Missing]) -> None:
         for each in missing:
-            self._release(each.group, each.key, each.block)
+            self.release(each.group, each.key, each.block)
 
-    def _release(self, group: int, key: Key, block: int) -> None:
+    def release(self, group: int, key: Key, block: int) -> None:
         """A transfer has ended. A block that holds no page is free then."""
         host = self.host[group]
         host.pins[block] -= 1
@@ -290,11 +305,15 @@ class Tiers:
         for each in ended:
             moved = each.transfer
             self.count(each)
-            if moved.kind == "save":
-                self._saving -= 1
+            if moved.kind == "pull" and self.pulls is not None:
+                self.pulls.book(each)
+            elif moved.kind == "save":
+                self.saving.remove((moved.group, moved.block))
                 if not each.good:
                     self._avoid(moved)
-                self._release(moved.group, moved.key, moved.block)
+                self.release(moved.group, moved.key, moved.block)
+                if self.exports is not None:
+                    self.exports.saved(moved.group, moved.block, each.good)
             elif moved.kind == "spill":
                 self._spilled(moved, each.good)
             else:
@@ -302,7 +321,7 @@ class Tiers:
                 self._book_part(loading, moved, each.good)
 
     def _spilled(self, moved: Transfer, good: bool) -> None:
-        self._release(moved.group, moved.key, moved.block)
+        self.release(moved.group, moved.key, moved.block)
         del self._spilling[moved.number]
         if moved.number in self._void and self._disk is not None:
             self._void.discard(moved.number)
@@ -320,6 +339,10 @@ class Tiers:
         self.seconds[kind] += each.seconds
 
     def report(self, stats: EngineStats) -> None:
+        if self.exports is not None:
+            self.exports.report(stats)
+        if self.pulls is not None:
+            stats.failed_pulls_total = self.pulls.failed
         stats.loaded_pages, stats.dropped_pages_total = self.loaded, self.dropped
         stats.tier_pages = {"host": sum(len(host.blocks) for host in self.host)}
         stats.tier_pages_total = {"host": sum(len(host.pins) for host in self.host)}
@@ -359,7 +382,7 @@ class Tiers:
         self._unpin(loading.missing)
         self._pages.release(loading.held)
 
-    def _move(self, kind: Kind, group: int, block: int, page: int = -1, key: Key = b"") -> int:
+    def move(self, kind: Kind, group: int, block: int, page: int = -1, key: Key = b"", source: PageSource | None = None) -> int:
         self._numbers += 1
-        self._outgoing.append(Transfer(self._numbers, kind, group, block, page, key))
+        self._outgoing.append(Transfer(self._numbers, kind, group, block, page, key, source))
         return self._numbers

@@ -10,7 +10,10 @@ from typing import Any
 from mtpserve.core.request import DraftHealth, EngineStats
 
 WORST = ("suspended", "weak", "unmeasured", "ok", "off")
-GAUGES = ("running", "waiting", "pages_used", "pages_cached", "pages_total", "tier_pages", "tier_pages_total", "depths", "draft_health")
+GAUGES = (
+    "running", "waiting", "pages_used", "pages_cached", "pages_total", "tier_pages", "tier_pages_total", "leased_pages", "depths",
+    "draft_health",
+)  # fmt: skip
 
 
 def total(each: Seq[EngineStats]) -> EngineStats:

@@ -1,4 +1,4 @@
-"""What moves pages between the device's pool, host memory and the disk; which ones, engine/tiers says.
+"""What moves pages between the device's pool, host memory, the disk and other nodes; which ones, engine/tiers says.
 
 A block of host memory holds one page of one group: what all layers with these pages stored for its tokens, side by side, and the boundary
 row (cache/boundary). So a page moves as one piece.
@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from threading import Thread
 from time import perf_counter
 from typing import Protocol
 
@@ -26,7 +29,9 @@ from torch import Tensor
 from mtpserve.cache.boundary import BoundaryRows
 from mtpserve.cache.disk import DiskPages
 from mtpserve.cache.stores import Stores
+from mtpserve.core.kv_transfer import PageSource
 from mtpserve.core.plan import Transfer, Transferred
+from mtpserve.runtime.remote.client import Fetched, PageClient, WantedPage
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +40,7 @@ PATIENCE_S = 0.01  # how long a step that has nothing else to do waits for a tra
 
 
 POLL_S = 0.0005
+FAILED = "failed"  # why a page was not moved, where nothing more is known
 
 
 def parts_of(stores: Stores, group: int, boundary: BoundaryRows | None) -> list[Tensor]:
@@ -71,8 +77,8 @@ class Job(Protocol):
 
     def done(self) -> bool: ...
 
-    def result(self) -> tuple[bool, float]:
-        """Whether it came to something, and the seconds that it took. Once it is done. Raises what the transfer raised."""
+    def result(self) -> tuple[str, float]:
+        """Why it came to nothing, "" if it did not, and the seconds that it took. Once it is done. Raises what the transfer raised."""
         ...
 
 
@@ -85,8 +91,23 @@ class Ended:
     def done(self) -> bool:
         return True
 
-    def result(self) -> tuple[bool, float]:
-        return True, self.seconds
+    def result(self) -> tuple[str, float]:
+        return "", self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PulledPage:
+    """One page of those that are read from another node together."""
+
+    whole: Future[Fetched]
+    index: int
+
+    def done(self) -> bool:
+        return self.whole.done()
+
+    def result(self) -> tuple[str, float]:
+        fetched = self.whole.result()
+        return fetched.missing[self.index], fetched.seconds / len(fetched.missing)
 
 
 class CPUCopies:
@@ -110,9 +131,23 @@ def _copied(group: GroupBlocks, page: int, block: int, up: bool) -> bool:
     return True
 
 
-def _timed(work: Callable[..., bool], *arguments: object) -> tuple[bool, float]:
+def _timed(work: Callable[..., bool], *arguments: object) -> tuple[str, float]:
     began = perf_counter()
-    return work(*arguments), perf_counter() - began
+    return "" if work(*arguments) else FAILED, perf_counter() - began
+
+
+def _in_thread(work: Callable[[], Fetched]) -> Future[Fetched]:
+    """In one of its own, which the process's end does not wait for."""
+    future = Future[Fetched]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="pull pages", daemon=True).start()
+    return future
 
 
 class CudaJob:
@@ -125,8 +160,8 @@ class CudaJob:
     def done(self) -> bool:
         return bool(self._end.query())
 
-    def result(self) -> tuple[bool, float]:
-        return True, self._began.elapsed_time(self._end) / 1000
+    def result(self) -> tuple[str, float]:
+        return "", self._began.elapsed_time(self._end) / 1000
 
 
 class CudaCopies:
@@ -160,16 +195,21 @@ class CudaCopies:
         return jobs
 
 
-class Transfers:
-    """`parts` of each group, and how many `blocks` of host memory it has."""
+def host_blocks(parts: Seq[Seq[Tensor]], counts: Seq[int]) -> list[Tensor]:
+    """So many blocks of each group, [blocks, bytes] uint8 in memory that is the process's own."""
+    cuda = parts[0][0].is_cuda
+    return [torch.empty(count, block_bytes(own), dtype=torch.uint8, pin_memory=cuda) for own, count in zip(parts, counts, strict=True)]
 
-    def __init__(self, parts: Seq[Seq[Tensor]], blocks: Seq[int], disk: DiskPages | None = None) -> None:
+
+class Transfers:
+    """`parts` of each group, and its `blocks` of host memory. `remote`: reads pages from other nodes."""
+
+    def __init__(
+        self, parts: Seq[Seq[Tensor]], blocks: Seq[Tensor], disk: DiskPages | None = None, remote: PageClient | None = None
+    ) -> None:  # fmt: skip
         cuda = parts[0][0].is_cuda
-        self.groups = [
-            GroupBlocks(own, torch.empty(count, block_bytes(own), dtype=torch.uint8, pin_memory=cuda))
-            for own, count in zip(parts, blocks, strict=True)
-        ]
-        self._disk = disk
+        self.groups = [GroupBlocks(*each) for each in zip(parts, blocks, strict=True)]
+        self._disk, self._remote = disk, remote
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="pages")
         self._copies = CudaCopies() if cuda else CPUCopies(self._threads)
         self._moving: list[tuple[Transfer, Job]] = []
@@ -188,6 +228,18 @@ class Transfers:
                 for each in own
                 if each.kind in ("spill", "fetch")
             ]
+        pulls = defaultdict[PageSource, list[Transfer]](list)
+        for each in transfers:
+            if each.source is not None:
+                pulls[each.source].append(each)
+        for source, own in pulls.items():
+            self._pull(source, own)
+
+    def _pull(self, source: PageSource, pages: Seq[Transfer]) -> None:
+        assert self._remote is not None
+        wanted = [WantedPage(each.group, each.key, self.groups[each.group].blocks[each.block].numpy()) for each in pages]
+        whole = _in_thread(partial(self._remote.fetch, source, wanted))
+        self._moving += [(each, PulledPage(whole, index)) for index, each in enumerate(pages)]
 
     def ended(self, idle: bool) -> list[Transferred]:
         """Those that have ended since the last call. `idle`: there is nothing else to do, and one is worth waiting for."""
@@ -216,8 +268,8 @@ class Transfers:
     def _outcome(self, transfer: Transfer, job: Job) -> Transferred:
         size = self.groups[transfer.group].blocks.shape[1]
         try:
-            good, seconds = job.result()
+            reason, seconds = job.result()
         except Exception:
             log.exception("a page could not be moved: %s", transfer.kind)
-            good, seconds = False, 0.0
-        return Transferred(transfer, good, seconds, size)
+            reason, seconds = FAILED, 0.0
+        return Transferred(transfer, not reason, seconds, size, reason)

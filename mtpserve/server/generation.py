@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.dialogue import asked_tools, rendered
@@ -87,12 +88,13 @@ class Choice:
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     finish: Finish | None = None
     scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
+    offer: PageOffer | None = None  # its prompt's pages, where another node is to get them
 
     def add(self, step: StepOutput) -> Added:
         """Pieces of one block that follow each other are one. An answer that was read has a block in the end, which may be empty."""
         self.tokens += step.tokens
         self.cached_tokens += step.cached
-        self.finish = step.finish
+        self.finish, self.offer = step.finish, step.offer
         if self.reader is None or not self.reader.parses:
             empty = self.reader is not None and step.finish is not None and not self.blocks
             return [self._grown("text", step.text)] if step.text or empty else []
@@ -176,7 +178,9 @@ class Generation:
         choice = self.choices[index]
         for step in steps:
             if choice.scores_only:
-                step = StepOutput("", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs, cached=step.cached)
+                step = StepOutput(
+                    "", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs, cached=step.cached, offer=step.offer
+                )
             yield index, step, choice.add(step)
 
     async def whole(self) -> None:
@@ -213,7 +217,9 @@ async def continued(service: Service, body: ChatRequest, id: str, arrival: float
     if at_most is not None:
         sampling = replace(sampling, max_tokens=min(at_most, service.client.card.context_length - len(prompt)))
     requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
-    choices = [Choice(service, request, OutputReader(plan, service.tokenizer, body.shows_reasoning)) for request in requests]
+    handover = service.handover(body)
+    readers = [OutputReader(plan, service.tokenizer, body.shows_reasoning) for _ in requests]
+    choices = [Choice(service, handover.of(request, 0), reader) for request, reader in zip(requests, readers, strict=True)]
     return Generation(service, choices, arrival, body.timeout, bool(body.stream))
 
 

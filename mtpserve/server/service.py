@@ -16,10 +16,12 @@ from fastapi import Depends, Request as HTTPRequest
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.clients import EngineClient
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed
+from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.formats import Formats
 from mtpserve.server.http.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
+from mtpserve.server.kv_transfer import Handover, TransferFields, handover_of
 from mtpserve.server.observe.metrics import Metrics
 from mtpserve.server.observe.observed import RequestClock
 from mtpserve.server.template_needs import Needs, needs_of
@@ -49,6 +51,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     proposal: Proposal = Proposal()
     accepted: int = 0  # proposed tokens that the step accepted, before any stop string
     cached: int = 0  # with the first token: of the prompt, found in the prefix cache
+    offer: PageOffer | None = None  # with `finish`
 
     @property
     def kept(self) -> list[int]:
@@ -157,6 +160,9 @@ class Service:
         if keep == -1:
             keep = self.client.card.context_length - (max_tokens or 1)
         return prompt if keep is None else prompt[-keep:]
+
+    def handover(self, body: TransferFields) -> Handover:
+        return handover_of(body, self.engine_config.disaggregation, self.engine_config.parallel.data_parallel_size)
 
     def check_length(self, prompt: Sequence[int], max_tokens: int | None, field: str) -> None:
         """An explicit `max_tokens` must fit after the prompt; without one the rest of the context is what there is."""
@@ -285,7 +291,9 @@ class StepReader:
         tokens, logprobs = event.tokens, event.logprobs
         if used < len(tokens):
             tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
-        return StepOutput(text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted, event.cached)
+        return StepOutput(
+            text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted, event.cached, event.offer
+        )  # fmt: skip
 
     def aborted(self) -> StepOutput:
         """The client has ended the request by its id."""

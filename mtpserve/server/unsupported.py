@@ -18,7 +18,8 @@ LETTERS: dict[Column, str] = {"completions": "c", "chat": "t", "responses": "r",
 TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("ctrmg.", (None, 0), "data_parallel_rank routed_dp_rank"),
     ("ctrmg.", (None, False), "return_hidden_states return_prompt_token_ids return_routed_experts"),
-    ("ctrmg.", (None,), "bootstrap_host bootstrap_port bootstrap_room custom_logit_processor input_embeds lora_path session_params"),
+    ("ctrmg.", (None,), "custom_logit_processor input_embeds lora_path session_params"),
+    ("..rm..", (None,), "bootstrap_host bootstrap_port bootstrap_room kv_transfer_params"),
     ("ctrm.s", (None, True), "spaces_between_special_tokens"),
     ("ctrm.s", (None, []), "stop_regex"),
     (".....s", (None, 1), "stream_interval"),  # each step's tokens are sent at once
@@ -30,7 +31,7 @@ TABLE: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("ctrm..", (None, ["text"]), "modalities"),
     ("ctrm..", (None, []), "documents functions logits_processors logprob_token_ids"),
     ("ctrm..", (None, {}), "media_io_kwargs mm_processor_kwargs vllm_xargs"),
-    ("ctrm..", (None,), "audio chat_template disagg_prefill_dp_rank guided_whitespace_pattern kv_transfer_params"),
+    ("ctrm..", (None,), "audio chat_template disagg_prefill_dp_rank guided_whitespace_pattern"),
     ("ctrm..", (None,), "prompt_embeds repetition_detection thinking_token_budget web_search_options"),
     ("ctr...", (None, "auto", "default"), "service_tier"),
     ("ct.m..", (None, False), "store"),

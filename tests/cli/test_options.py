@@ -244,7 +244,7 @@ def test_every_option_reaches_the_settings(one: Option) -> None:
     values: dict[str, object] = {"speculative_algorithm": "MTP"} if one.section == "spec" else {}
     value = {str: "1", int: 1, float: 0.5, bool: not one.default}[one.kind]
     given = {"context_length": 64, "max_total_tokens": 64, "metrics_compat": "vllm", "default_chat_template_kwargs": "{}"}
-    given |= {"kv_events_config": "{}"}
+    given |= {"kv_events_config": "{}", "kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'}
     value = one.choices[-1] if one.choices else given.get(one.name, value)
     if one.name.endswith(("pipeline_parallel_size", "expert_parallel_size", "enable_chunked_prefill")):  # those have one value, and say so
         with pytest.raises(ConfigError, match=f"--{one.spellings[0]} must be"):

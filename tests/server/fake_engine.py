@@ -53,6 +53,10 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.live)
 
+    @property
+    def changes_idle(self) -> bool:
+        return False
+
     def compile(self, spec: GrammarSpec | None) -> None:
         if spec is not None and spec.text.startswith("wait"):
             time.sleep(float(spec.text.removeprefix("wait ")))

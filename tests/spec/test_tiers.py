@@ -9,6 +9,7 @@ import pytest
 
 from mtpserve.config import CacheConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
+from mtpserve.engine.below import TierOptions
 from mtpserve.engine.engine import Engine
 from tests.spec.test_prefix_cache import PAGE, SHAPES, SYSTEM, facts, said, spoken
 from tests.tiny import VOCAB, tiny_engine, tiny_model
@@ -19,7 +20,8 @@ MODEL = b"tiny" * 4
 def engine_with(shape: str, family: str, tiers: CacheConfig | None, pages: int = 400, model: Any = None, **options: Any) -> Engine:
     spec: int | SpecConfig = SHAPES[shape]
     cache = CacheConfig() if tiers is None else tiers
-    return tiny_engine(model or tiny_model(family), spec, pages=pages, page_size=PAGE, cache=cache, fingerprint=MODEL, **options)
+    below = TierOptions(cache.host_bytes, cache)
+    return tiny_engine(model or tiny_model(family), spec, pages=pages, page_size=PAGE, below=below, fingerprint=MODEL, **options)
 
 
 def histories() -> list[list[int]]:

@@ -119,14 +119,18 @@ class MTPServe(Observer):
             yield self.family(GaugeMetricFamily, name, help, by(("host",), pages), "tier")
         help = "Pages that came back to the device, by the tier that had them."
         yield self.family(CounterMetricFamily, "kv_loaded_pages", help, by(tuple(WAYS), stats.loaded_pages), "tier")
-        ways = "save and load: to host memory and back, spill and fetch: to disk and back"
+        ways = "save and load: to host memory and back, spill and fetch: to disk and back, pull and send: from another node and to one"
         for name, help, counts in (
             ("kv_transfers", f"Pages moved between tiers; {ways}.", stats.transfers_total),
             ("kv_transfer_bytes", f"Bytes of these pages; {ways}.", stats.transfer_bytes_total),
             ("kv_transfer_seconds", f"Seconds that they took, each by itself; {ways}.", stats.transfer_seconds_total),
             ("kv_failed_transfers", f"Pages that could not be moved; {ways}.", stats.failed_transfers_total),
         ):
-            yield self.family(CounterMetricFamily, name, help, by(KINDS, counts), "kind")
+            yield self.family(CounterMetricFamily, name, help, by((*KINDS, "pull", "send"), counts), "kind")
+        help = "Pages that another node was to send and that were computed here, by why they did not come."
+        yield self.family(
+            CounterMetricFamily, "kv_transfer_failures", help, by(tuple(stats.failed_pulls_total), stats.failed_pulls_total), "reason"
+        )
 
     def step(self, seconds: float, tokens: int, engine: int) -> None:
         super().step(seconds, tokens, engine)
@@ -152,6 +156,8 @@ def counters(now: Scrape) -> list[Row]:
         ("cached_prompt_tokens", "Those of these prompt tokens that were in the prefix cache.", stats.cached_prompt_tokens_total),
         ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
         ("kv_dropped_pages", "Pages that the device gave away and host memory had no place for.", stats.dropped_pages_total),
+        ("kv_transfer_leases", "Requests whose pages were kept for another node.", stats.leases_total),
+        ("kv_transfer_expired_leases", "Those of them whose pages nobody has read.", stats.expired_leases_total),
         ("preemptions", "Times that a running request lost its pages to another and was computed again.", stats.preemptions_total),
         ("failed_requests", "Requests that ended with an error in the engine.", stats.failed_requests_total),
         ("speculative_depth_changes", "Times that another depth was chosen.", changes),
@@ -177,6 +183,7 @@ def gauges(now: Scrape) -> list[Row]:
         ("kv_pages", "Pages in the KV pool.", stats.pages_total),
         ("kv_pages_used", "Pages of the KV pool in use.", stats.pages_used),
         ("kv_pages_cached", "Free pages of the KV pool whose contents a request may find.", stats.pages_cached),
+        ("kv_transfer_leased_pages", "Pages in host memory that are kept for other nodes.", stats.leased_pages),
         ("kv_page_usage_ratio", "Share of the KV pool's pages in use, 0 to 1.", stats.page_share),
         ("kv_page_tokens", "Tokens in one page.", card.page_size),
         ("context_tokens", "Tokens that prompt and output may have together.", card.context_length),

@@ -19,6 +19,7 @@ from mtpserve.core.request import TokenLogprob
 from mtpserve.server.generation import Added, Choice, Generation
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import EventStream, unless_gone
+from mtpserve.server.kv_transfer import answered
 from mtpserve.server.openai.body import GenerationRequest
 from mtpserve.server.openai.logprobs import ById, Offsets, TokenNames, prompt_scores
 from mtpserve.server.openai.objects import (
@@ -207,7 +208,7 @@ class Answer:
             for each in steps:
                 self._add(*each)
         choices: Any = [writer.whole() for writer in self.writers]
-        fields = self._id | self._prompt_ids | self.writers[0].beside
+        fields = self._id | self._prompt_ids | self.writers[0].beside | answered(self.generation.choices[0].offer)
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:

@@ -26,6 +26,7 @@ from mtpserve.server.constraints import NATIVE, constraint
 from mtpserve.server.conversation import Messages
 from mtpserve.server.fields import biases, custom, either, predicted, texts
 from mtpserve.server.http.errors import Unsupported
+from mtpserve.server.kv_transfer import TransferFields
 
 
 class StreamOptions(Strict):
@@ -70,7 +71,7 @@ class SamplingFields(Salted):
     speculative: SpeculativeOptions | None = None
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(SamplingFields, TransferFields):
     """What both endpoints share. None: not given."""
 
     model: str | None = None
@@ -148,6 +149,8 @@ class GenerationRequest(SamplingFields):
         """`defaults` are the model's own recommendations; what the request says goes before them."""
         given = {name: getattr(self, name) for name in GIVEN}
         chosen: dict[str, Any] = defaults | {name: value for name, value in given.items() if value is not None}
+        if self.keeps:  # a router that asks for the prompt alone leaves it in
+            chosen.pop("min_tokens", None)
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self.seed,

@@ -54,7 +54,8 @@ async def completions(request: Request, service: Served, body: CompletionRequest
     context, skip = service.client.card.context_length, sampling.skip_special_tokens
     choices: list[Choice] = []
     echoes: list[str | None] = []
-    for prompt in body.prompts:
+    handover = service.handover(body)
+    for number, prompt in enumerate(body.prompts):
         if isinstance(prompt, str):
             ids = await service.encode(prompt, "prompt", special=body.add_special_tokens is not False)
         else:
@@ -70,7 +71,7 @@ async def completions(request: Request, service: Served, body: CompletionRequest
             echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip and not by_id)
         own = replace(sampling, max_tokens=max_tokens)
         requests = requests_of(service, spelling, id, ids, own, body.choices, first=len(choices), salt=body.salt)
-        choices += [Choice(service, each, scores_only=body.max_tokens == 0) for each in requests]
+        choices += [Choice(service, handover.of(each, number), scores_only=body.max_tokens == 0) for each in requests]
         echoes += [echo] * body.choices
     generation = Generation(service, choices, arrival, body.timeout, bool(body.stream))
     return await Answer(id, body, generation, CompletionWriter, echoes).respond(request)

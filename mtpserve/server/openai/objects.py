@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from mtpserve.server.http.rendering import Rendered
+from mtpserve.server.kv_transfer import KVTransferAnswer
 from mtpserve.server.openai.usage import TraceStep, UsageObject
 
 
@@ -64,6 +65,7 @@ class CompletionObject(Rendered, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: UsageObject
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
 
 
 class FunctionCall(Rendered):
@@ -110,6 +112,7 @@ class ChatObject(Rendered, kw_only=True):
     prompt_token_ids: list[int] | None = None
     choices: list[ChatChoice]
     usage: UsageObject
+    kv_transfer_params: KVTransferAnswer | UnsetType = UNSET
 
 
 class FunctionDelta(Rendered, kw_only=True):

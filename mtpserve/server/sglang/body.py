@@ -12,6 +12,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Salted, Strict, Texts, Timeout, Tokens
 from mtpserve.server.constraints import constraint
 from mtpserve.server.fields import biases, custom, either, texts
+from mtpserve.server.kv_transfer import TransferFields
 
 DEFAULT_MAX_TOKENS = 128  # SGLang's
 
@@ -95,7 +96,7 @@ def one_or_several(value: Any, _: ValidatorFunctionWrapHandler) -> NativeSamplin
 PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
 
 
-class NativeRequest(Salted):
+class NativeRequest(Salted, TransferFields):
     """Exactly one of `text` and `input_ids`; a list of either is answered by a list, and may have a list of what is asked for with each."""
 
     column = "generate"

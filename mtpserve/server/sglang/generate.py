@@ -150,6 +150,7 @@ def params_of(service: Service, wanted: Wanted, priority: int) -> SamplingParams
 async def choices_of(service: Service, body: NativeRequest, params: Sequence[SamplingParams], arrival: float) -> list[NativeChoice]:
     """One for each prompt and choice, in this order. `params`: of each prompt."""
     choices: list[NativeChoice] = []
+    handover = service.handover(body)
     context = service.client.card.context_length
     for number, (prompt, sampling, wanted) in enumerate(zip(body.prompts, params, body.wanted(), strict=True)):
         spelling, given = await service.spelling(sampling), sampling.max_tokens
@@ -166,7 +167,10 @@ async def choices_of(service: Service, body: NativeRequest, params: Sequence[Sam
         id = f"{id}-{number}" if rid is not None and body.listed and not isinstance(body.rid, list) else id
         requests = requests_of(service, spelling, id, ids, one, body.choices, salt=body.salt)
         scores_only, texts = wanted.sampling.scores_only, bool(body.return_text_in_logprobs)
-        choices += [NativeChoice(id, Choice(service, each, scores_only=scores_only), wanted, texts, arrival) for each in requests]
+        choices += [
+            NativeChoice(id, Choice(service, handover.of(each, number), scores_only=scores_only), wanted, texts, arrival)
+            for each in requests
+        ]
     return choices
 
 

@@ -1,0 +1,110 @@
+"""Serves the pages that leases hold, in threads beside the engine's. It reads blocks and changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+import weakref
+import zlib
+from threading import BoundedSemaphore, Thread
+
+from torch import Tensor
+
+from mtpserve.cache.leases import Leases, Place
+from mtpserve.core.errors import ConfigError
+from mtpserve.runtime.remote.memory import SharedBlocks
+from mtpserve.runtime.remote.wire import Done, Give, Given, Hello, WantPages, differing, receive, send
+
+log = logging.getLogger(__name__)
+
+MOST = 256  # connections at once; more wait
+QUIET_S = 30.0  # how long a reader may say nothing
+LONGEST_WAIT_S = 3600.0
+
+
+class PageServer:
+    """`facts`: see Hello. Listens at once: raises ConfigError for an address that cannot be had."""
+
+    def __init__(self, host: str, port: int, facts: dict[str, str], blocks: SharedBlocks, leases: Leases) -> None:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, port), family=family, backlog=MOST)
+        except OSError as error:
+            raise ConfigError(f"--disaggregation-bootstrap-port: cannot listen on {host} port {port}: {error.strerror}") from error
+        self.host, self.port, self.engine = host, int(listener.getsockname()[1]), uuid.uuid4().hex
+        log.info("pages for decode nodes: listening on %s port %d", host, self.port)
+        self._end = weakref.finalize(self, _close, listener)
+        Thread(target=_listen, args=(listener, Readers(facts, blocks, leases)), name="page-server", daemon=True).start()
+
+    def close(self) -> None:
+        self._end()
+
+
+def _close(listener: socket.socket) -> None:
+    listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+    listener.close()
+
+
+def _listen(listener: socket.socket, readers: Readers) -> None:
+    free = BoundedSemaphore(MOST)
+    while True:
+        free.acquire()
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # closed
+
+        def serve(connection: socket.socket = connection) -> None:
+            try:
+                with connection:
+                    readers.serve(connection)
+            finally:
+                free.release()
+
+        Thread(target=serve, name="page-reader", daemon=True).start()
+
+
+class Readers:
+    """What each connection does."""
+
+    def __init__(self, facts: dict[str, str], blocks: SharedBlocks, leases: Leases) -> None:
+        self._facts, self._blocks, self._leases = facts, blocks, leases
+        self._views: list[Tensor] = blocks.blocks
+
+    def serve(self, connection: socket.socket) -> None:
+        connection.settimeout(QUIET_S)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            reader = receive(connection, Hello)
+            send(connection, Hello(self._facts, self._blocks.address))
+            if (difference := differing(self._facts, reader.facts)) is not None:
+                log.warning("a decode node asks for pages that it cannot use: %s", difference)
+                return
+            want = receive(connection, WantPages)
+            self._give(connection, want)
+            done = receive(connection, Done)
+            self._leases.release(want.lease, done.pages, done.bytes, done.seconds)
+        except (OSError, ValueError) as error:
+            log.debug("a reader of pages is gone: %s", error)
+
+    def _give(self, connection: socket.socket, want: WantPages) -> None:
+        pages = self._leases.find(want.lease, want.waits, min(max(want.seconds, 0), LONGEST_WAIT_S))
+        there = [(index, place) for index, place in enumerate(want.pages) if place in (pages or {})]
+        given = [self._given(index, place, (pages or {})[place]) for index, place in there]
+        # What was not theirs any more while the checksums were taken has the wrong ones.
+        if not self._leases.holds(want.lease, (place for _, place in there)):
+            given = []
+        send(connection, Give(pages is not None, given))
+        if not want.copies:
+            for each in given:
+                place = want.pages[each.index]
+                connection.sendall(self._bytes(place[0], (pages or {})[place]))
+
+    def _given(self, index: int, place: Place, block: int) -> Given:
+        group = place[0]
+        return Given(index, self._blocks.place(group, block)[0], zlib.crc32(self._bytes(group, block)))
+
+    def _bytes(self, group: int, block: int) -> memoryview:
+        view: memoryview = self._views[group][block].numpy().data
+        return view
