@@ -16,6 +16,7 @@ import mtpserve
 from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.request import EngineStats, Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.engine.ticks import Ticks
 from mtpserve.server.launch import serve
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -46,11 +47,16 @@ class PacedEngine:
             draft_tokens_per_position=[0] * (tokens - 1), accepted_tokens_per_position=[0] * (tokens - 1), accept_lengths=[0] * tokens
         )
         self.live: dict[str, Progress] = {}
+        self.ticks = Ticks()
         self._next = 0.0
 
     @property
     def has_work(self) -> bool:
         return bool(self.live)
+
+    @property
+    def changes_idle(self) -> bool:
+        return False
 
     def compile(self, spec: GrammarSpec | None) -> None: ...
 

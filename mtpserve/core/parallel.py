@@ -1,7 +1,9 @@
-"""The processes that compute one model together, each a part of every layer (tensor parallel)."""
+"""The processes that compute one model together: each a part of every layer (tensor parallel), or each its own requests with the experts
+spread over all of them (expert parallel)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,3 +59,38 @@ class PlannedRank:
 def share(numbers: int, size: int) -> int:
     """Of so many numbers that each rank has; the last ones may have fewer that count."""
     return -(-numbers // size)
+
+
+class Peers(Protocol):
+    """How engines that share their experts talk. All call the same methods in the same order. Raises EngineDead where one of them is gone
+    or does not answer in time."""
+
+    rank: int  # 0 … size - 1
+    size: int
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """As many numbers of each rank, by rank."""
+        ...
+
+    def swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """rows [sum(sent), n], for rank 0 first → [sum(received), n], from rank 0 first. n is the same everywhere."""
+        ...
+
+
+ComputeExperts = Callable[["Tensor", "Tensor"], "Tensor"]  # x [P, H], chosen [P, 1] of this rank's experts → [P, H], not weighted
+
+
+class SpreadExperts(Protocol):
+    """Where a model's routed experts are, and the rows' way to them and back. Layers have the numbers of `ModelArch.layers`."""
+
+    def owned(self, layer: int, experts: int) -> Sequence[int]:
+        """The numbers of this rank's experts, of so many of that layer, rising."""
+        ...
+
+    def serve(self, layer: int, experts: int, compute: ComputeExperts) -> None:
+        """From now on this computes what any rank sends to this one's experts."""
+        ...
+
+    def outputs(self, layer: int, x: Tensor, chosen: Tensor) -> Tensor:
+        """x [T, H], chosen [T, K] → [T, K, H]: what each chosen expert makes of the row. Raises EngineDead."""
+        ...

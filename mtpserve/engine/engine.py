@@ -43,6 +43,7 @@ from mtpserve.engine.line import ServiceOrder
 from mtpserve.engine.policy import DepthPolicy, report, work_of
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.stats import count, event_of
+from mtpserve.engine.ticks import Ticks
 from mtpserve.engine.tiers import Tiers
 from mtpserve.spec.counts import new_stats
 from mtpserve.spec.watchdog import Watchdog
@@ -117,7 +118,7 @@ class Engine:
             service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers, most_deferred=sizes.deferred,
             drafter=drafter,
         )  # fmt: skip
-        self._drafter = drafter
+        self._drafter, self.ticks = drafter, Ticks()  # others are set where it shares experts with other engines
         self._stats = new_stats(sizes.depth, pages.total, drafter)
 
     @property
@@ -385,6 +386,8 @@ class Engine:
 
 def _require_device(error: Exception) -> None:
     """Raises EngineDead where no other step can come to anything."""
+    if isinstance(error, EngineDead):
+        raise error
     if is_fatal(error):
         reason = str(error).partition("\n")[0]  # what follows is advice for CUDA's developers
         log.debug("the device has failed", exc_info=error)  # the receiver of EngineDead logs its message

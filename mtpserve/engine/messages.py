@@ -29,6 +29,12 @@ class Submit(Message, frozen=True):
     request: Request
 
 
+class Join(Message, frozen=True):
+    """To each of the engines that share their experts, after one of them was given a request. Numbers rise: see ticks.py."""
+
+    number: int
+
+
 class Abort(Message, frozen=True):
     """Unknown ids are ignored: the request may have ended while the message was under way."""
 
@@ -90,7 +96,7 @@ class Fatal(Message, frozen=True):
         return {"config": ConfigError, "load": LoadError, "engine": EngineDead}[self.kind](self.message)
 
 
-Down = Start | Submit | Abort | ResetCache | SetSpec | Shutdown
+Down = Start | Submit | Join | Abort | ResetCache | SetSpec | Shutdown
 Up = Started | Ready | Events | Spec | Rejected | Fatal
 
 INBOX = "requests"  # names of the two sockets in the private directory

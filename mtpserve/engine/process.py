@@ -36,6 +36,7 @@ from mtpserve.engine.messages import (
     Down,
     Events,
     Fatal,
+    Join,
     Ready,
     Rejected,
     ResetCache,
@@ -48,6 +49,7 @@ from mtpserve.engine.messages import (
     Up,
     endpoint,
 )
+from mtpserve.engine.ticks import State, Ticks
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ POLL_MS = 5  # how often the loop looks for compiled grammars while it has nothi
 
 class EngineLike(Protocol):
     """What the loop needs of an engine; tests bring a fake one."""
+
+    ticks: Ticks
 
     @property
     def card(self) -> ModelCard: ...
@@ -149,9 +153,17 @@ class Inbox:
                 self.engine.reset_prefix_cache()
             case SetSpec(change):
                 self.pipe.send(Spec(self.engine.set_spec(change)))
+            case Join(number):
+                self.engine.ticks.heard = number
             case Shutdown():
                 return False
         return True
+
+    @property
+    def state(self) -> State:
+        if self.engine.has_work:
+            return State.WORKS
+        return State.WAITS if self.compiling else State.IDLE
 
     def add_compiled(self) -> None:
         """Requests whose grammars are there now."""
@@ -177,27 +189,30 @@ def give_back() -> None:
 
 
 def loop(engine: EngineLike, pipe: Pipe) -> None:
-    """Step while there is work, block in the socket while there is none."""
-    inbox, trimmed = Inbox(engine, pipe), perf_counter()
+    """Step while there is work, block in the socket while there is none, here or in an engine that has a part of the experts."""
+    inbox, ticks, trimmed, going = Inbox(engine, pipe), engine.ticks, perf_counter(), True
     while True:
         if perf_counter() - trimmed > TRIM_S:
             give_back()
             trimmed = perf_counter()
-        if not engine.has_work:
+        if inbox.state == State.IDLE and ticks.sleeps:
             engine.check_integrity()
-            if inbox.compiling:
-                pipe.pause()
-            else:
+            pipe.send(Events([], engine.stats))
+            while engine.changes_idle and not pipe.pause(IDLE_MS):
                 pipe.send(Events([], engine.stats))
-                while engine.changes_idle and not pipe.pause(IDLE_MS):
-                    pipe.send(Events([], engine.stats))
-                if not inbox.take(pipe.wait()):
-                    return
-        if not all(inbox.take(message) for message in pipe.waiting()):
-            return
+            going = inbox.take(pipe.wait())
+        elif inbox.state < State.WORKS and ticks.state == State.WAITS:
+            pipe.pause()
+        going = going and all(inbox.take(message) for message in pipe.waiting())
         inbox.add_compiled()
+        state = inbox.state if going else State.ENDS
+        if state == State.IDLE and ticks.sleeps:
+            continue  # it was nothing that concerns the others
+        if ticks.begin(state) == State.ENDS:
+            return
         if engine.has_work:
             pipe.send(Events(engine.step(), engine.stats))
+        ticks.finish()
 
 
 def load_factory(name: str) -> Factory:

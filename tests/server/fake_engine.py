@@ -29,6 +29,7 @@ from mtpserve.core.request import (
 )
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.policy import DepthPolicy, report
+from mtpserve.engine.ticks import Ticks
 
 FACTORY = "tests.server.fake_engine:build"
 CONTEXT, VOCAB, STEPS, PAGES = 4096, 300, 2, 64
@@ -46,6 +47,7 @@ class FakeEngine:
         self.stats.depths = self.policy.state
         self.pause = pause
         self.live: dict[str, tuple[Request, int]] = {}
+        self.ticks = Ticks()
         self.cache: set[int] = set()  # hashes of prompts up to the end of a page
         self.found: dict[str, int] = {}  # tokens in it, for each live request
 
