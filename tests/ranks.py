@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Barrier, BrokenBarrierError, Thread
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
-from mtpserve_kernels.cpu.ranks import PeerGone
 from torch import Tensor
 
-from mtpserve.core.parallel import Ranks
-
 T = TypeVar("T")
-R = TypeVar("R", bound="Peer")
 LONGEST = 60  # seconds that one waits for the others
-
-
-class Peer(Ranks, Protocol):
-    def give_up(self) -> None:
-        """The others do not wait any more."""
-        ...
 
 
 class ThreadRank:
@@ -35,9 +25,6 @@ class ThreadRank:
     def gather(self, x: Tensor) -> Tensor:
         return self.together(x, lambda parts: torch.cat(parts, -1))
 
-    def give_up(self) -> None:
-        self.barrier.abort()
-
     def together(self, x: Tensor, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
         self.given[self.rank] = x
         self.barrier.wait(LONGEST)
@@ -46,29 +33,24 @@ class ThreadRank:
         return joined
 
 
-def thread_ranks(size: int) -> list[ThreadRank]:
-    barrier, given = Barrier(size), [torch.empty(0)] * size
-    return [ThreadRank(rank, size, barrier, given) for rank in range(size)]
-
-
-def on_ranks(ranks: Sequence[R], work: Callable[[R], T]) -> list[T]:
+def on_ranks(size: int, work: Callable[[ThreadRank], T]) -> list[T]:
     """What `work` gives on each rank. Raises the first error."""
+    barrier, given = Barrier(size), [torch.empty(0)] * size
     found: dict[int, T] = {}
     errors: list[Exception] = []
 
-    def run(rank: R) -> None:
+    def run(rank: ThreadRank) -> None:
         try:
             found[rank.rank] = work(rank)
         except Exception as error:
             errors.append(error)
-            for other in ranks:
-                other.give_up()
+            barrier.abort()
 
-    threads = [Thread(target=run, args=(rank,)) for rank in ranks]
+    threads = [Thread(target=run, args=(ThreadRank(rank, size, barrier, given),)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError | PeerGone)):
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
         raise error
-    return [found[rank.rank] for rank in ranks]
+    return [found[rank] for rank in range(size)]

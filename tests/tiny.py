@@ -30,7 +30,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel, Methods
-from mtpserve.layers.kernels import KERNELS
+from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.models import deepseek, gqa, nemotron_h, qwen3_next
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.graphs import Recorder, StepGraphs
@@ -100,20 +100,32 @@ def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = No
     return arch
 
 
+def built(family: str, kernels: Kernels, dtype: torch.dtype = torch.float32, **arch: Any) -> DecoderModel:
+    """Its weights are still to be filled."""
+    builds = {"deepseek": deepseek.build, "sparse": deepseek.build, "hybrid": qwen3_next.build, "mamba2": nemotron_h.build}
+    build = builds.get(family, gqa.build)
+    return build(tiny_arch(family, **arch), Methods.all(Unquantized(kernels)), dtype, CONTEXT + 160, kernels)
+
+
 def tiny_model(
     family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32, kernels: str = "torch", **arch: Any
 ) -> DecoderModel:
     """`kernels`: of layers/kernels; "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
-    builds = {"deepseek": deepseek.build, "sparse": deepseek.build, "hybrid": qwen3_next.build, "mamba2": nemotron_h.build}
-    build = builds.get(family, gqa.build)
-    made = KERNELS.get(kernels)()
-    model = build(tiny_arch(family, **arch), Methods.all(Unquantized(made)), dtype, CONTEXT + 160, made)
+    return finished(filled(built(family, KERNELS.get(kernels)(), dtype, **arch), seed, dtype))
+
+
+def filled(model: DecoderModel, seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderModel:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else noise * (0.7 if name == "embed.weight" else parameter.shape[-1] ** -0.5)
         if not any(part in name for part in ("router", "sinks", "decay", "key_norm")):
             parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def finished(model: DecoderModel) -> DecoderModel:
+    """As after a load."""
     for part in reversed(list(model.modules())):
         if hasattr(part, "finish_loading"):
             part.finish_loading()

@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "print a checkpoint's architecture, weights and memory plan without loading it",
     "prove": "test that a model's output is that of plain decoding: greedy identity, and one test per sampling feature",
     "replay": "run the steps of a recording again and compare the results",
+    "experts": "place a model's experts over engines by their measured load",
     "bench": "measure a running server under load, score a model twice, or simulate a prefix cache",
     "version": "print the version",
 }

@@ -219,18 +219,55 @@ class ParallelConfig:
         1, "engines with a copy of the model each, on a GPU each or a part of the cores; a request goes where its prompt was seen", "dp",
         "dp-size",
     )  # fmt: skip
-    expert_parallel_size: int = option(1, "devices that share the experts: only 1 is supported yet", "ep", "ep-size")
+    enable_expert_parallel: bool = option(
+        False,
+        "spread a model's routed experts over the engines of --data-parallel-size; each has requests, KV and all other weights itself",
+    )
+    enable_dp_attention: bool = option(False, "the same, as in SGLang, where --tensor-parallel-size is given as --data-parallel-size is")
+    expert_parallel_size: int = option(
+        1, "engines over which experts are spread: 1 (each has all), or as many as --data-parallel-size", "ep", "ep-size"
+    )
+    expert_map: str | None = option(
+        None, "JSON file: of a layer's number the engine of each expert, as `mtpserve experts` makes it (default: evenly, in order)"
+    )
+    record_expert_load: str | None = option(
+        None,
+        "file for how often each expert of each layer is chosen, with .0 after it for the first engine, and so on; see `mtpserve experts`",
+    )
 
     engine_restarts: int | None = option(
         None, "how often an engine that has died is started again; its requests go on (default: 0 for one engine, else without end)"
     )
 
     def __post_init__(self) -> None:
-        check(1 <= self.tensor_parallel_size <= 64, "tensor_parallel_size", self.tensor_parallel_size, "in [1, 64]")
-        for name in ("pipeline_parallel_size", "expert_parallel_size"):
-            check(getattr(self, name) == 1, name, getattr(self, name), "1: an engine has one device")
+        engines, experts = self.data_parallel_size, self.expert_parallel_size
+        if self.enable_dp_attention and self.tensor_parallel_size == engines:
+            object.__setattr__(self, "tensor_parallel_size", 1)  # SGLang counts the GPUs of all engines: each of them has one
+        own = self.tensor_parallel_size
+        check(1 <= own <= 64, "tensor_parallel_size", own, "in [1, 64]")
+        allowed = f"1, or as --data-parallel-size, with {self.spreading}: an engine that shares experts has one device"
+        check(own == 1 or self.spreading is None or not self.spreads, "tensor_parallel_size", own, allowed)
+        check(self.pipeline_parallel_size == 1, "pipeline_parallel_size", self.pipeline_parallel_size, "1: an engine has one device")
+        check(experts in (1, engines), "expert_parallel_size", experts, f"1 or as --data-parallel-size, which is {engines}")
+        for name in ("expert_map", "record_expert_load"):
+            given = getattr(self, name)
+            check(given is None or self.spreads, name, given, "given with --enable-expert-parallel and several engines")
         check(1 <= self.data_parallel_size <= 64, "data_parallel_size", self.data_parallel_size, "in [1, 64]")
         check(self.engine_restarts is None or self.engine_restarts >= 0, "engine_restarts", self.engine_restarts, "at least 0")
+
+    @property
+    def spreading(self) -> str | None:
+        """The option that asks for experts to be spread."""
+        if self.expert_parallel_size > 1:
+            return "--expert-parallel-size"
+        if self.enable_expert_parallel:
+            return "--enable-expert-parallel"
+        return "--enable-dp-attention" if self.enable_dp_attention else None
+
+    @property
+    def spreads(self) -> bool:
+        """Whether engines share a model's experts."""
+        return self.spreading is not None and self.data_parallel_size > 1
 
     @property
     def restarts(self) -> int:
@@ -266,7 +303,7 @@ class CPUConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The engine process's configuration: everything but ServerConfig. `replica`: which of --data-parallel-size engines it is; `rank`:
-    which of its --tensor-parallel-size processes."""
+    which of its --tensor-parallel-size processes; `meeting`: a file in which engines that share experts find each other."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -278,6 +315,7 @@ class EngineConfig:
     cpu: CPUConfig = field(default_factory=CPUConfig)
     replica: int = 0
     rank: int = 0
+    meeting: str = ""
 
     def __post_init__(self) -> None:
         role = self.disaggregation.role
@@ -294,5 +332,5 @@ class EngineConfig:
 
 
 ENGINE_SECTIONS: dict[str, Callable[..., Any]] = {
-    name: kind for name, kind in get_type_hints(EngineConfig).items() if name not in ("replica", "rank")
+    name: kind for name, kind in get_type_hints(EngineConfig).items() if name not in ("replica", "rank", "meeting")
 }

@@ -24,6 +24,7 @@ from mtpserve.engine.fingerprint import facts, fingerprint
 from mtpserve.engine.kv_events import KVEvents
 from mtpserve.engine.planning import Plan, load_model, overlap_of, plan, positions
 from mtpserve.engine.recording import header_of, recorder_of
+from mtpserve.engine.spread import meet
 from mtpserve.engine.threads import bind
 from mtpserve.layers.decoder import Methods
 from mtpserve.layers.kernels import KERNELS
@@ -41,6 +42,9 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, runnin
     """None where steps are not captured: on a CPU, and with parts that have to read on the host."""
     wanted, safe = not config.scheduler.disable_cuda_graph, step.attention.graph_safe and step.drafter.graph_safe
     if step.seats.device.type != "cuda" or not wanted or not safe:
+        return None
+    if config.parallel.spreads:
+        log.info("steps are not captured: what engines that share experts send each other is known only in the step")
         return None
     most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
     graphs = StepGraphs(step, sampling, CudaRecorder(), most)
@@ -160,7 +164,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
             kernels=described(config, device),
         ),
     )
-    family = planned.described.family
+    engine.ticks, family = meet(config, planned.described.spread, arch, dtype, device), planned.described.family
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 import zmq
@@ -32,6 +32,7 @@ from mtpserve.engine.messages import (
     Down,
     Events,
     Fatal,
+    Join,
     Ready,
     Rejected,
     ResetCache,
@@ -106,11 +107,13 @@ class Mailbox:
 
 
 class ProcessClient:
-    """`card` exists after `start()`. Streams end with EngineDead once the process is gone; the client does not restart it."""
+    """`card` exists after `start()`. Streams end with EngineDead once the process is gone; the client does not restart it. `submitted` is
+    called when the process was sent a request."""
 
     card: ModelCard
 
     def __init__(self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY, progress: bool = False, log_level: str = "info") -> None:
+        self.submitted: Callable[[], None] = lambda: None
         self._start_message = Start(config, progress, log_level)
         self._factory = factory
         self._directory = private_directory()
@@ -179,6 +182,7 @@ class ProcessClient:
             raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
         mailbox = self._open[request.id] = Mailbox()
         self._send(Submit(request))
+        self.submitted()
         try:
             while True:
                 events = await mailbox.take()
@@ -187,6 +191,10 @@ class ProcessClient:
                     return
         finally:
             self.abort(request.id)
+
+    def join(self, number: int) -> None:
+        """See engine/ticks.py."""
+        self._send(Join(number))
 
     def abort(self, request_id: str) -> None:
         """Ends the request in the engine. Ids that are not running are ignored."""

@@ -15,9 +15,10 @@ from mtpserve.config.options import USUAL_PAGE
 from mtpserve.core.arch import ModelArch, page_groups, tokens_of_entries
 from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError, UnsupportedModel
-from mtpserve.core.parallel import ALONE, PlannedRank, Ranks, share
+from mtpserve.core.parallel import ALONE, PlannedRank, Ranks, SpreadExperts, share
 from mtpserve.core.sharding import one_rank
 from mtpserve.engine.compute import device_of, dtype_of, kernels_of
+from mtpserve.engine.spread import spread_of
 from mtpserve.engine.storage import Storage, int8_of, storage_of
 from mtpserve.engine.vocabulary import require_same_tokens
 from mtpserve.heads.head import Head, HeadSource
@@ -28,6 +29,7 @@ from mtpserve.layers.linear import Linear
 from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
 from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
+from mtpserve.runtime.rounds import Rounds
 from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
@@ -64,6 +66,7 @@ class Described:
     head: Head | None = None  # a draft model of another kind that was published apart
     token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
     dummy: bool = False  # there is no checkpoint but its config
+    spread: Rounds | None = None  # who has which experts, where not all are here
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -110,7 +113,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     if hot is not None and arch.own_draft_head:
         raise ConfigError("--speculative-token-map needs a draft model that shares the model's head, and this one has its own")
     token_map = read_token_map(hot, arch.vocab) if arch.drafts and config.spec.steps and hot is not None else None
-    return Described(hf_config, family, arch, checkpoint, layout, nextn, prefix, head, token_map, dummy)
+    return Described(hf_config, family, arch, checkpoint, layout, nextn, prefix, head, token_map, dummy, spread_of(config, arch))
 
 
 def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:
@@ -232,7 +235,7 @@ def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tup
 def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: int = 1) -> Fixed:
     """Of one rank's part of the model as it will lie in memory, without making it. Embedding and head, which the MTP layer shares, are
     there once."""
-    model = empty_model(described, dtype, positions, kept, PlannedRank(0, ranks))
+    model = empty_model(described, dtype, positions, kept, PlannedRank(0, ranks), described.spread)
     sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, part in model.named_modules():
         int8 = kept.draft_int8 if name.startswith(DRAFTS) else kept.int8 and name.startswith("layers.")
@@ -247,26 +250,28 @@ def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storag
     return Fixed(sum(sizes.values()) - drafts, drafts, reduced, dtype.itemsize, what)
 
 
-def empty_model(described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: Ranks = ALONE) -> DecoderModel:
+def empty_model(
+    described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: Ranks = ALONE, spread: SpreadExperts | None = None
+) -> DecoderModel:
     """On no device: names, shapes and dtypes."""
     kernels = KERNELS.get("torch")()
     with torch.device("meta"):
-        model = build_model(described, dtype, positions, replace(kernels, ranks=ranks), kept)
-        whole = model if ranks.size == 1 else build_model(described, dtype, positions, kernels, kept)
+        model = build_model(described, dtype, positions, replace(kernels, ranks=ranks, spread=spread), kept)
+        whole = model if ranks.size == 1 and spread is None else build_model(described, dtype, positions, kernels, kept)
     if kept.kinds:
         hold_blocks(model, placements(whole, sources(described)), kept.kinds, shards_of(whole, model, ranks))
     return model
 
 
 def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, kept: Storage) -> DecoderModel:
-    """The part of the rank that `kernels.ranks` names. Its weights are uninitialised."""
+    """The part of the rank that `kernels.ranks` names, with the experts that `kernels.spread` does. Its weights are uninitialised."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         methods = kept.methods(kernels)
         model = described.family.build(one_rank(described.arch, kernels.ranks.size), methods, dtype, positions, kernels)
         if described.head is not None:
-            model.draft = described.head.make(model, methods, dtype, positions, replace(kernels, ranks=ALONE))
+            model.draft = described.head.make(model, methods, dtype, positions, replace(kernels, ranks=ALONE, spread=None))
         return model
     finally:
         torch.set_default_dtype(before)
@@ -306,10 +311,11 @@ def load_model(
     progress: bool,
     kept: Storage,
 ) -> DecoderModel:
-    """The part of the rank that `kernels.ranks` names."""
+    """The part of the rank that `kernels.ranks` names, with its experts."""
+    kernels = replace(kernels, spread=described.spread)
     model = build_model(described, dtype, positions, kernels, kept)
     plain = replace(kept, keep_blocks=False, keep_int4=False)
-    whole = model if kernels.ranks.size == 1 else empty_model(described, dtype, positions, plain)
+    whole = model if kernels.ranks.size == 1 and kernels.spread is None else empty_model(described, dtype, positions, plain)
     if described.dummy:
         log.warning("DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing")
         fill(model, device, whole, kernels.ranks)

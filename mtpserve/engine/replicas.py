@@ -37,7 +37,13 @@ STEADY_S = 60.0  # after which a death is the first one again
 
 
 class LocalEngine(RequestClient, Protocol):
-    """An engine that is started and ended here."""
+    """An engine that is started and ended here. `submitted` is called whenever it was sent a request."""
+
+    submitted: Callable[[], None]
+
+    def join(self, number: int) -> None:
+        """Tell it that an engine with which it shares experts has work: see ticks.py."""
+        ...
 
     async def start(self) -> None: ...
     async def stop(self, grace: float = 2.0) -> None: ...
@@ -118,15 +124,19 @@ class Affinity:
 
 
 class Replicas:
-    """`card` exists after `start()`. `make(number)` gives an engine that was not started; `restarts`: how often each is started again
-    after it has died; `seed`: from which requests without one get theirs."""
+    """`card` exists after `start()`. `make(number, restarts)` gives an engine that was not started; `restarts`: how often each is started
+    again after it has died; `seed`: from which requests without one get theirs; `together`: they share experts, so that
+    they die and are started together."""
 
     card: ModelCard
 
-    def __init__(self, make: Callable[[int], LocalEngine], count: int, *, restarts: int = 0, seed: int | None = None) -> None:
-        self._make, self._restarts = make, restarts
+    def __init__(
+        self, make: Callable[[int, int], LocalEngine], count: int, *, restarts: int = 0, seed: int | None = None, together: bool = False
+    ) -> None:
+        self._make, self._restarts, self._together = make, restarts, together
         self._seeds = SystemRandom() if seed is None else Random(seed)
-        self._replicas = [Replica(number, make(number)) for number in range(count)]
+        self._joins = 0
+        self._replicas = [Replica(number, self._made(number, 0)) for number in range(count)]
         self._affinity = Affinity()
         self._open: dict[str, Replica | None] = {}  # None: it waits for an engine
         self._aborted: set[str] = set()  # of those that wait
@@ -146,7 +156,8 @@ class Replicas:
         self.card = replace(first, capacity=capacity, context_length=min(card.context_length for card in (first, *others)))
         for replica in self._replicas:
             replica.state, replica.since = "up", monotonic()
-        self._keepers = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
+        groups = [self._replicas] if self._together else [[replica] for replica in self._replicas]
+        self._keepers = [asyncio.create_task(self._keep(group)) for group in groups]
 
     async def stop(self, grace: float = 2.0) -> None:
         """Ends the processes, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
@@ -179,41 +190,74 @@ class Replicas:
     def engines(self) -> list[EngineState]:
         return [EngineState(each.number, each.state, each.restarts, each.reason, each.stats()) for each in self._replicas]
 
-    async def _keep(self, replica: Replica) -> None:
-        """Starts an engine again whenever it has died."""
+    def _made(self, number: int, restarts: int) -> LocalEngine:
+        made = self._make(number, restarts)
+        if self._together:
+            made.submitted = self._tell
+        return made
+
+    def _tell(self) -> None:
+        """All engines, that one of them was sent a request. They start together, so that each has heard of all since then."""
+        self._joins += 1
+        for replica in self._replicas:
+            replica.client.join(self._joins)
+
+    async def _keep(self, group: Seq[Replica]) -> None:
+        """Starts engines again whenever one of them has died: a single one, or all that share experts."""
         while True:
-            replica.reason = await replica.client.wait_dead()
-            replica.state = "starting"  # from here on what it has counted is in `lost` alone
-            if monotonic() - replica.since > STEADY_S:
-                replica.deaths = 0
-            replica.lost = total([replica.lost, counters(replica.client.stats())])
-            self._affinity.forget(replica.number)
-            await replica.client.stop(grace=0)
-            if not await self._revive(replica):
-                replica.state = "dead"
-                if self._restarts:
-                    log.error("engine %d is not started again: %s", replica.number, replica.reason)
-                if all(each.state == "dead" for each in self._replicas):
-                    self._die(replica.reason)
+            deaths = [asyncio.create_task(replica.client.wait_dead()) for replica in group]
+            try:
+                await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for death in deaths:
+                    death.cancel()
+            number = next(number for number, death in enumerate(deaths) if death.done())
+            reason = deaths[number].result()
+            for replica in group:
+                own = replica is group[number]
+                replica.reason = reason if own else f"it shares experts with engine {group[number].number}: {reason}"
+                replica.state = "starting"  # from here on what it has counted is in `lost` alone
+                if monotonic() - replica.since > STEADY_S:
+                    replica.deaths = 0
+                replica.lost = total([replica.lost, counters(replica.client.stats())])
+                self._affinity.forget(replica.number)
+            await self._put_away(group)
+            if not await self._revive(group):
+                self._give_up(group, reason)
                 return
-            replica.state, replica.since = "up", monotonic()
-            log.info("engine %d is up again", replica.number)
+            for replica in group:
+                replica.state, replica.since = "up", monotonic()
+                log.info("engine %d is up again", replica.number)
             self._wake()
 
-    async def _revive(self, replica: Replica) -> bool:
-        """False: it was started often enough."""
-        while replica.restarts < self._restarts:
-            pause = PAUSES[min(replica.deaths, len(PAUSES) - 1)]
-            replica.restarts, replica.deaths = replica.restarts + 1, replica.deaths + 1
-            log.warning("engine %d is started again in %g s: %s", replica.number, pause, replica.reason)
+    async def _put_away(self, group: Seq[Replica]) -> None:
+        await asyncio.gather(*(replica.client.stop(grace=0) for replica in group))
+
+    def _give_up(self, group: Seq[Replica], reason: str) -> None:
+        for replica in group:
+            replica.state = "dead"
+            if self._restarts:
+                log.error("engine %d is not started again: %s", replica.number, replica.reason)
+        if all(each.state == "dead" for each in self._replicas):
+            self._die(reason)
+
+    async def _revive(self, group: Seq[Replica]) -> bool:
+        """False: they were started often enough."""
+        while group[0].restarts < self._restarts:
+            pause = PAUSES[min(group[0].deaths, len(PAUSES) - 1)]
+            for replica in group:
+                replica.restarts, replica.deaths = replica.restarts + 1, replica.deaths + 1
+                log.warning("engine %d is started again in %g s: %s", replica.number, pause, replica.reason)
             await asyncio.sleep(pause)
-            replica.client = self._make(replica.number)
+            for replica in group:
+                replica.client = self._made(replica.number, replica.restarts)
             try:
-                await replica.client.start()
+                await asyncio.gather(*(replica.client.start() for replica in group))
                 return True
             except MTPServeError as error:
-                replica.reason = str(error)
-                await replica.client.stop(grace=0)
+                for replica in group:
+                    replica.reason = str(error)
+                await self._put_away(group)
         return False
 
     def _die(self, reason: str) -> None:

@@ -25,4 +25,5 @@ def build_engine(config: EngineConfig, *, progress: bool = False) -> Engine:
 
     engine = build(config, progress=progress)
     engine.try_out(compiles(config))
+    engine.ticks.finish()
     return engine

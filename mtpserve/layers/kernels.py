@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from mtpserve.core.arch import ClampedGate, MoEArch, Ungated
-from mtpserve.core.parallel import ALONE, Ranks
+from mtpserve.core.parallel import ALONE, Ranks, SpreadExperts
 from mtpserve.core.protocols import Context, LinearStored, Pack, PackInt8
 from mtpserve.core.registry import Registry
 from mtpserve.layers.rope import Rotation
@@ -210,6 +210,7 @@ class Kernels:
     pack_int8: PackInt8
     linear_stored: LinearStored
     ranks: Ranks = ALONE  # what sums and gathers the parts of products that ranks share
+    spread: SpreadExperts | None = None  # what reaches the routed experts where they are spread over several engines
 
 
 KERNELS: Registry[Callable[[], Kernels]] = Registry(

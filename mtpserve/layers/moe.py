@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpserve.core.arch import MoEArch
+from mtpserve.core.parallel import SpreadExperts
 from mtpserve.core.protocols import LinearMethod
-from mtpserve.layers.kernels import Kernels, MixExperts, Route
+from mtpserve.layers.kernels import Gate, Kernels, MixExperts, Route, SharedExpert
 from mtpserve.layers.linear import Float32Linear, Linear, in_float32
 from mtpserve.layers.mlp import MLP
+from mtpserve.layers.torch_kernels import beside
 
 
 class Router(nn.Module):
@@ -24,8 +28,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts' weights in two tensors. As loaded: gate_up [experts, 2 size, hidden], or up alone [experts, size, hidden] where there
-    is no gate, and down [experts, hidden, size].
+    """The weights of all experts, or of those that this process has, in two tensors. As loaded: gate_up [experts, 2 size, hidden], or up
+    alone [experts, size, hidden] where there is no gate, and down [experts, hidden, size].
 
     Each may be float8, with its scales [experts, blocks down, blocks across]; gate and up begin blocks of their own. Or either is float8
     or of four bits, with scales and zeros [experts, rows, groups].
@@ -35,11 +39,13 @@ class Experts(nn.Module):
     experts_first = True  # the first dimension of each parameter
     added_once = ("down_bias",)  # as in Linear
 
-    def __init__(self, hidden: int, arch: MoEArch) -> None:
+    def __init__(self, hidden: int, arch: MoEArch, held: Sequence[int] | None) -> None:
+        """`held`: the numbers of those that this process has; None: all."""
         super().__init__()
+        self.held, experts = held, arch.experts if held is None else len(held)
         parts = (arch.size,) if arch.gate == "relu2" else (arch.size, arch.size)
-        self.gate_up = nn.Parameter(torch.empty(arch.experts, sum(parts), hidden), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(arch.experts, hidden, arch.size), requires_grad=False)
+        self.gate_up = nn.Parameter(torch.empty(experts, sum(parts), hidden), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(experts, hidden, arch.size), requires_grad=False)
         self.gate_up_scale_inv: nn.Parameter | None
         self.down_scale_inv: nn.Parameter | None
         self.gate_up_zeros: nn.Parameter | None
@@ -47,19 +53,51 @@ class Experts(nn.Module):
         for name in ("gate_up_scale_inv", "down_scale_inv", "gate_up_zeros", "down_zeros"):
             self.register_parameter(name, None)
         self.gate = arch.gate
-        self.gate_up_bias = nn.Parameter(torch.empty(arch.experts, sum(parts)), requires_grad=False) if arch.biases else None
-        self.down_bias = nn.Parameter(torch.empty(arch.experts, hidden), requires_grad=False) if arch.biases else None
+        self.gate_up_bias = nn.Parameter(torch.empty(experts, sum(parts)), requires_grad=False) if arch.biases else None
+        self.down_bias = nn.Parameter(torch.empty(experts, hidden), requires_grad=False) if arch.biases else None
         self.parts = {"gate_up": parts, "gate_up_bias": parts, "down": (hidden,), "down_bias": (hidden,)}
+
+
+class SpreadMix:
+    """layers.kernels.MixExperts, of experts that are spread over several engines: their outputs are weighted and added up here, in float32
+    and the order of the experts' numbers, as where all are in one."""
+
+    def __init__(self, spread: SpreadExperts, layer: int, shared: SharedExpert | None, gate: Gate | None) -> None:
+        self.spread, self.layer, self.shared, self.gate = spread, layer, shared, gate
+
+    def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        numbers, order = chosen.sort(-1)
+        outputs = self.spread.outputs(self.layer, x, numbers)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for output, weight in zip(outputs.unbind(1), weights.gather(1, order).unbind(1), strict=True):
+            total += output.float() * weight.unsqueeze(1)
+        out = total.to(x.dtype)
+        return out if self.shared is None else out + beside(self.shared, self.gate, x)
+
+
+def held(kernels: Kernels, layer: int, arch: MoEArch) -> Sequence[int] | None:
+    """The numbers of the experts that this process has of the layer with this number in `ModelArch.layers`; None: all."""
+    return None if kernels.spread is None else kernels.spread.owned(layer, arch.experts)
+
+
+def packed(kernels: Kernels, layer: int, arch: MoEArch, experts: Experts, shared: SharedExpert | None, gate: Gate | None) -> MixExperts:
+    """`layer`: as in `held`."""
+    if kernels.spread is None:
+        return kernels.pack_experts(experts, shared, gate)
+    mix = kernels.pack_experts(experts, None, None)
+    kernels.spread.serve(layer, arch.experts, lambda x, chosen: mix(x, x.new_ones(len(x), 1, dtype=torch.float32), chosen))
+    return SpreadMix(kernels.spread, layer, shared, gate)
 
 
 class MoE(nn.Module):
     """With a latent size, the routed experts are computed between two projections (Nemotron 3 Super, https://arxiv.org/abs/2601.18089);
     the shared one is not."""
 
-    def __init__(self, hidden: int, arch: MoEArch, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(self, hidden: int, arch: MoEArch, layer: int, method: LinearMethod, kernels: Kernels) -> None:
+        """`layer`: its number in `ModelArch.layers`."""
         super().__init__()
-        self.arch, self.kernels = arch, kernels
-        self.router, self.experts = Router(hidden, arch), Experts(arch.latent or hidden, arch)
+        self.arch, self.layer, self.kernels = arch, layer, kernels
+        self.router, self.experts = Router(hidden, arch), Experts(arch.latent or hidden, arch, held(kernels, layer, arch))
         self.latent_in = Linear(hidden, (arch.latent,), method) if arch.latent else None
         self.latent_out = Linear(arch.latent, (hidden,), method) if arch.latent else None
         self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
@@ -69,8 +107,8 @@ class MoE(nn.Module):
 
     def finish_loading(self) -> None:
         self.route = self.kernels.pack_router(self.router.weight, self.router.bias, self.arch)
-        beside = (None, None) if self.latent_in is not None else (self.shared, self.shared_gate)
-        self.mix = self.kernels.pack_experts(self.experts, *beside)
+        along = (None, None) if self.latent_in is not None else (self.shared, self.shared_gate)
+        self.mix = packed(self.kernels, self.layer, self.arch, self.experts, *along)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.latent_in is None or self.latent_out is None:
@@ -107,15 +145,16 @@ class TokenRouter(Float32Linear):
 class TokenMoE(nn.Module):
     """Of which experts may be known by the token alone."""
 
-    def __init__(self, hidden: int, arch: MoEArch, tokens: int, method: LinearMethod, kernels: Kernels) -> None:
+    def __init__(self, hidden: int, arch: MoEArch, layer: int, tokens: int, method: LinearMethod, kernels: Kernels) -> None:
         super().__init__()
-        self.kernels = kernels
-        self.router, self.experts = TokenRouter(hidden, arch, tokens, kernels), Experts(hidden, arch)
+        self.arch, self.layer, self.kernels = arch, layer, kernels
+        self.router = TokenRouter(hidden, arch, tokens, kernels)
+        self.experts = Experts(hidden, arch, held(kernels, layer, arch))
         self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
         self.mix: MixExperts
 
     def finish_loading(self) -> None:
-        self.mix = self.kernels.pack_experts(self.experts, self.shared, None)
+        self.mix = packed(self.kernels, self.layer, self.arch, self.experts, self.shared, None)
 
     def forward(self, x: Tensor, ids: Tensor | None) -> Tensor:
         return self.kernels.ranks.sum(self.mix(x, *self.router.route(x, ids)))

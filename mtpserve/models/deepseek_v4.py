@@ -179,7 +179,7 @@ def build(arch: ModelArch, methods: Methods, dtype: torch.dtype, positions: int,
     def block(layer: int) -> tuple[nn.Module, nn.Module]:
         method = methods.of(drafts=layer >= arch.num_layers)
         tokens = arch.vocab if layer in moe.by_token else 0
-        return SharedKV(arch, arch.attention(layer), method, kernels), TokenMoE(arch.hidden, moe, tokens, method, kernels)
+        return SharedKV(arch, arch.attention(layer), method, kernels), TokenMoE(arch.hidden, moe, layer, tokens, method, kernels)
 
     return DecoderModel(arch, block, methods, dtype, positions, kernels)
 

@@ -52,7 +52,7 @@ def feed_forward(arch: ModelArch, layer: int, method: LinearMethod, kernels: Ker
     if arch.moe is None or layer in arch.moe.dense:
         return MLP(arch.hidden, arch.intermediate, method, kernels, arch.gate if gates is None else gates.dense)
     moe = arch.moe if gates is None else replace(arch.moe, gate=gates.routed, beside=gates.dense)
-    return MoE(arch.hidden, moe, method, kernels)
+    return MoE(arch.hidden, moe, layer, method, kernels)
 
 
 def trunk_layers(arch: ModelArch, names: Names, layers: Iterable[int] | None = None, model: str = r"model\.") -> list[Rule]:

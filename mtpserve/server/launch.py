@@ -21,6 +21,7 @@ import signal
 import socket
 import ssl
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -134,14 +135,14 @@ class Launch:
     async def run(self, listener: socket.socket) -> int:
         signals = Signals()
         progress = sys.stderr.isatty()
-        parallel = self.engine_config.parallel
+        parallel, meetings = self.engine_config.parallel, tempfile.TemporaryDirectory(prefix="mtpserve-")
 
-        def make(number: int) -> ProcessClient:
-            config = replace(self.engine_config, replica=number)
+        def make(number: int, restarts: int) -> ProcessClient:
+            config = replace(self.engine_config, replica=number, meeting=f"{meetings.name}/{restarts}")
             return ProcessClient(config, factory=self.factory, progress=progress and number == 0, log_level=self.server.log_level)
 
         seed = self.engine_config.scheduler.random_seed
-        client = Replicas(make, parallel.data_parallel_size, restarts=parallel.restarts, seed=seed)
+        client = Replicas(make, parallel.data_parallel_size, restarts=parallel.restarts, seed=seed, together=parallel.spreads)
         http = HTTPServer(self.http)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         grace = 0.0
@@ -154,6 +155,7 @@ class Launch:
             return await self._until_the_end(client, signals, service)
         finally:
             await client.stop(grace=0 if signals.second.is_set() else grace)
+            meetings.cleanup()
             http.should_exit = True
             await serving
 

@@ -81,6 +81,20 @@ def test_both_dialects_mean_the_same(arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        "--model-path x --tp-size 8 --enable-dp-attention --dp 8 --speculative-algorithm NEXTN --speculative-draft-model-path y",
+        "--model-path x --tp 8 --ep 8 --dp-size 8 --enable-dp-attention",
+        "--model x --data-parallel-size 8 --enable-expert-parallel",
+        "x -dp 8 -ep 8",
+    ],
+)
+def test_both_dialects_spread_experts(arguments: str) -> None:
+    parallel = parse(*arguments.split()).engine.parallel
+    assert parallel.spreads and (parallel.data_parallel_size, parallel.tensor_parallel_size) == (8, 1)
+
+
+@pytest.mark.parametrize(
     ("method", "drafter"),
     [
         ("mtp", "MTP"), ("deepseek_mtp", "MTP"), ("eagle", "EAGLE"), ("eagle3", "EAGLE3"), ("medusa", "MEDUSA"), ("dflash", "DFLASH"),
@@ -251,6 +265,8 @@ def test_every_option_reaches_the_settings(one: Option) -> None:
             settings({one.name: 2 if one.kind is int else False})
         return
     values |= {"kv_offload_dir": "pages"} if one.name == "kv_offload_dir_gib" else {}
+    if one.name in ("expert_map", "record_expert_load"):
+        values |= {"enable_expert_parallel": True, "data_parallel_size": 2}
     value = ("a",) if one.many else value
     if one.name.startswith("ssl_"):  # those belong together
         values |= {"ssl_keyfile": "1", "ssl_certfile": "1"}

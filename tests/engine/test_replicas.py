@@ -24,6 +24,8 @@ class Local:
 
     def __init__(self, number: int, *, capacity: int | None = None, fails: bool = False) -> None:
         self.number, self.fails = number, fails
+        self.submitted: Callable[[], None] = lambda: None
+        self.joins: list[int] = []
         self.card = ModelCard("m", 1000, 4096 + number, (1,), 3, capacity=capacity)
         self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.served: list[Request] = []
@@ -56,6 +58,7 @@ class Local:
 
     async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
         self.served.append(request)
+        self.submitted()
         self.counted.running += 1
         at_most = request.sampling.max_tokens or 16
         for index in range(len(request.said), at_most):
@@ -70,6 +73,9 @@ class Local:
             self.counted.generation_tokens_total += 1
             yield [TokenEvent(request.id, [said(request, index)], finish=Finish.LENGTH if index + 1 == at_most else None)]
         self.counted.running -= 1
+
+    def join(self, number: int) -> None:
+        self.joins.append(number)
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
@@ -94,13 +100,15 @@ def said(request: Request, index: int) -> int:
 class Bench:
     """`made[i]`: the engines that were engine i, one after the other."""
 
-    def __init__(self, count: int, restarts: int = 0, capacity: int | None = None, failing: int = 0) -> None:
+    def __init__(
+        self, count: int, restarts: int = 0, capacity: int | None = None, failing: int = 0, together: bool = False
+    ) -> None:  # fmt: skip
         """`failing`: so many of those that are started again do not start."""
         self.made: list[list[Local]] = [[] for _ in range(count)]
         self.capacity, self.failing = capacity, failing
-        self.replicas = Replicas(self.make, count, restarts=restarts, seed=5)
+        self.replicas = Replicas(self.make, count, restarts=restarts, seed=5, together=together)
 
-    def make(self, number: int) -> Local:
+    def make(self, number: int, restarts: int) -> Local:
         fails = bool(self.made[number]) and self.failing > 0
         self.failing -= fails
         self.made[number].append(Local(number, capacity=self.capacity, fails=fails))
@@ -197,6 +205,27 @@ def test_one_engine_is_started_again_and_its_requests_go_on() -> None:
         assert len(bench.made[0]) == 3 and bench.replicas.engines[0].restarts_total == 2, "the first new one did not start"
 
     run(work, count=1, restarts=2, failing=1)
+
+
+def test_engines_that_share_experts_hear_of_all_requests_and_are_started_again_together() -> None:
+    async def work(bench: Bench) -> None:
+        tasks = [asyncio.create_task(bench.ask(asked(f"r{i}", prompt=[i, i], tokens=30))) for i in range(40)]
+        await settle(lambda: all(bench.now(number).counted.generation_tokens_total > 20 for number in range(3)))
+        assert [bench.now(number).joins for number in range(3)] == [list(range(1, 41))] * 3
+        bench.now(1).die()
+        assert [len(text) for text in await asyncio.gather(*tasks)] == [30] * 40
+        # The second ones did not all start.
+        assert [len(made) for made in bench.made] == [3] * 3 and all(local.stopped for made in bench.made for local in made[:2])
+        engines = bench.replicas.engines
+        assert [each.state for each in engines] == ["up"] * 3 and [each.restarts_total for each in engines] == [2] * 3
+        heard = [bench.now(number).joins for number in range(3)]
+        assert heard[0] == heard[1] == heard[2] == sorted(heard[0]) and len(heard[0]) > 20
+        for number in range(3):
+            bench.now(number).die()
+        await settle(lambda: all(len(made) == 4 for made in bench.made))
+        assert [len(text) for text in [await bench.ask(asked("last"))]] == [12]
+
+    run(work, count=3, restarts=5, failing=1, together=True)
 
 
 def test_without_restarts_the_end_is_the_engines() -> None:

@@ -236,7 +236,7 @@ def test_a_shared_expert(device: torch.device, name: str, limits: ClampedGate | 
     arch = MoEArch(4, 2, 16, shared, (), 1, 1, 1.0, True, beside=limits)
     x, found = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)), []
     for kernels in (KERNELS.get("torch")(), KERNELS.get(name)()):
-        layer, dice = MoE(32, arch, Unquantized(kernels), kernels), torch.Generator().manual_seed(0)
+        layer, dice = MoE(32, arch, 0, Unquantized(kernels), kernels), torch.Generator().manual_seed(0)
         for parameter in layer.parameters():
             parameter.data = torch.randn(parameter.shape, generator=dice).to(where) / 4
         for part in reversed(list(layer.modules())):

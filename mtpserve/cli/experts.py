@@ -1,0 +1,67 @@
+"""`mtpserve experts`: from what --record-expert-load counted to a file for --expert-map."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mtpserve.cli.parser import Parser
+from mtpserve.core.errors import ConfigError
+from mtpserve.runtime.placement import balanced, imbalance, in_order
+
+Loads = Mapping[int, Sequence[int]]  # of each layer, how often each of its experts was chosen
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="mtpserve experts", usage="%(prog)s FILE … --engines N --output FILE",
+        description="Spread the experts of each layer over engines so that these have about as much to do, and print how even that is: the "
+        "busiest engine's load as a multiple of the mean, before and after, for each layer.",
+    )  # fmt: skip
+    made.add_argument(
+        "files", metavar="FILE", nargs="+", help="what --record-expert-load wrote: the files of all engines, which are added up"
+    )
+    made.add_argument("--engines", metavar="N", type=int, required=True, help="--data-parallel-size of the server that will read the file")
+    made.add_argument("--output", metavar="FILE", required=True, help="file for --expert-map")
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    chosen = parser().parse(arguments)
+    loads, size = summed([loads_of(file) for file in chosen.files]), chosen.engines
+    fewest = min(len(load) for load in loads.values())
+    if not 2 <= size <= fewest:
+        raise ConfigError(f"--engines must be in [2, {fewest}], as each needs an expert of each layer, got {size}")
+    owners = {layer: balanced(load, size) for layer, load in loads.items()}
+    Path(chosen.output).write_text(json.dumps(owners) + "\n")
+    print("\n".join(lines(loads, owners, size)))
+    return 0
+
+
+def loads_of(file: str) -> Loads:
+    """Raises ConfigError."""
+    try:
+        given = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    lists = isinstance(given, dict) and given and all(isinstance(load, list) and load for load in given.values())
+    if not lists or not all(name.isdecimal() and all(type(n) is int and n >= 0 for n in load) for name, load in given.items()):
+        raise ConfigError(f"{file} must hold an object: of each layer's number how often each of its experts was chosen")
+    return {int(name): load for name, load in given.items()}
+
+
+def summed(loads: Sequence[Loads]) -> Loads:
+    """Raises ConfigError where they are of different models."""
+    if len({tuple((layer, len(load)) for layer, load in sorted(each.items())) for each in loads}) > 1:
+        raise ConfigError("the files are of models with other layers or experts")
+    return {layer: [sum(column) for column in zip(*(each[layer] for each in loads), strict=True)] for layer in sorted(loads[0])}
+
+
+def lines(loads: Loads, owners: Mapping[int, Sequence[int]], size: int) -> list[str]:
+    """A table, and its last line is that of the layer that is busiest after."""
+    before = {layer: imbalance(load, in_order(len(load), size), size) for layer, load in loads.items()}
+    after = {layer: imbalance(load, owners[layer], size) for layer, load in loads.items()}
+    rows = [f"{layer:5} {sum(load):12} {before[layer]:8.2f} {after[layer]:8.2f}" for layer, load in loads.items()]
+    mean = [sum(each.values()) / len(each) for each in (before, after)]
+    return ["layer       chosen   before    after", *rows, f"{'mean':>5} {'':12} {mean[0]:8.2f} {mean[1]:8.2f}"]

@@ -1,0 +1,37 @@
+"""How often each expert of each layer is chosen, in a file: what `mtpserve experts` places them by."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+EVERY_S = 10.0  # between two writings, while there is work
+
+
+class ExpertLoad:
+    """JSON: {"3": [rows that chose expert 0, …], …}, of the rows that this engine's requests had. What the trial at start computes is not
+    counted."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.written = file, monotonic()
+        self.counts: dict[int, Tensor] = {}
+        self.started = False
+
+    def count(self, layer: int, chosen: Tensor, experts: int) -> None:
+        counts = torch.bincount(chosen.flatten(), minlength=experts)
+        self.counts[layer] = self.counts[layer] + counts if layer in self.counts else counts
+
+    def tick(self, idle: bool) -> None:
+        """At the end of each; `idle`: no engine had work in it."""
+        if not self.started:
+            self.started, self.counts = True, {}
+        elif self.counts and (idle or monotonic() - self.written > EVERY_S):
+            made = self.file.with_name(f"{self.file.name}.new")
+            made.write_text(json.dumps({layer: self.counts[layer].tolist() for layer in sorted(self.counts)}) + "\n")
+            os.replace(made, self.file)
+            self.written = monotonic()

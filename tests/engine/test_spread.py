@@ -1,0 +1,181 @@
+"""Engine processes that share a model's experts: their texts are one engine's, none of them holds more than its part, and they die and
+start together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.client import ProcessClient
+from mtpserve.engine.planning import plan
+from mtpserve.engine.replicas import Replicas
+from tests.models.checkpoints import deepseek, glm4_moe, llama
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
+CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2)
+
+
+def config_of(directory: Path, spec: SpecConfig, **parallel: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), dtype="float32", device="cpu"),
+        cache=CacheConfig(max_total_tokens=512, page_size=4),
+        scheduler=SchedulerConfig(max_running_requests=8, chunked_prefill_size=16),
+        spec=replace(spec, speculative_draft_model_quantization="none"),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def asked(count: int, tokens: int = 20) -> list[Request]:
+    """With two beginnings, of which each is in one engine's prefix cache; every second one is sampled."""
+    made = []
+    for number in range(count):
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=float(number % 2), seed=number)
+        made.append(Request(str(number), [*[2 + number % 2] * 9, *range(3, 5 + number % 5)], sampling))
+    return made
+
+
+def alone(config: EngineConfig, requests: list[Request]) -> list[list[int]]:
+    """The texts of one engine in this process."""
+    engine, texts = build_engine(replace(config, parallel=ParallelConfig())), dict[str, list[int]]()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            texts.setdefault(event.id, []).extend(event.tokens)
+    return [texts[request.id] for request in requests]
+
+
+def serve(config: EngineConfig, folder: Path, work: Callable[[Replicas, list[ProcessClient]], Awaitable[None]]) -> None:
+    """As server/launch does it."""
+    made: list[ProcessClient] = []
+
+    def make(number: int, restarts: int) -> ProcessClient:
+        made.append(ProcessClient(replace(config, replica=number, meeting=str(folder / f"meeting {restarts}")), log_level="warning"))
+        return made[-1]
+
+    async def main() -> None:
+        count = config.parallel.data_parallel_size
+        replicas = Replicas(make, count, restarts=config.parallel.restarts, seed=1, together=config.parallel.spreads)
+        try:
+            await asyncio.wait_for(replicas.start(), 60)
+            await asyncio.wait_for(work(replicas, made), 60)
+        finally:
+            await replicas.stop()
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
+
+
+async def text(replicas: Replicas, request: Request) -> list[int]:
+    return [token async for events in replicas.submit(request) for event in events for token in event.tokens]
+
+
+def test_two_engines_are_one_and_outlive_the_death_of_either(tmp_path: Path) -> None:
+    deepseek(tmp_path / "model")
+    config = config_of(tmp_path / "model", CHAIN, data_parallel_size=2, enable_expert_parallel=True, engine_restarts=2)
+    requests = asked(40)
+    expected = alone(config, requests)
+
+    async def work(replicas: Replicas, made: list[ProcessClient]) -> None:
+        # One of them has nothing to do.
+        assert await text(replicas, requests[0]) == expected[0]
+        tasks = [asyncio.create_task(text(replicas, request)) for request in requests[1:]]
+        while not any(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+        process = made[1]._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == expected[1:]
+        assert len(made) == 4 and [each.restarts_total for each in replicas.engines] == [1, 1]
+        used = [each.stats for each in replicas.engines]
+        assert all(stats.generation_tokens_total > 0 for stats in used) and sum(stats.cached_prompt_tokens_total for stats in used) > 0
+        assert sum(stats.accepted_tokens_total for stats in used) > 0
+
+    serve(config, tmp_path, work)
+
+
+def test_four_engines_with_a_map_and_their_load(tmp_path: Path) -> None:
+    glm4_moe(tmp_path / "model")
+    owners, load = {"1": [0, 1, 2, 3, 3, 2, 1, 0], "3": [3, 0, 0, 1, 2, 0, 0, 0]}, tmp_path / "load"
+    (tmp_path / "map.json").write_text(json.dumps(owners))
+    options = {"tensor_parallel_size": 4, "data_parallel_size": 4, "enable_dp_attention": True, "expert_parallel_size": 4}
+    config = config_of(
+        tmp_path / "model", TREE, **options, expert_map=str(tmp_path / "map.json"), record_expert_load=str(load)
+    )  # fmt: skip
+    requests = asked(10, tokens=10)
+    expected = alone(config, requests)
+
+    async def work(replicas: Replicas, made: list[ProcessClient]) -> None:
+        assert await asyncio.gather(*(text(replicas, request) for request in requests)) == expected
+        assert [each.restarts_total for each in replicas.engines] == [0] * 4
+        await asyncio.sleep(0.2)  # the last tick
+
+    serve(config, tmp_path, work)
+    counted = [json.loads(Path(f"{load}.{rank}").read_text()) for rank in range(4) if Path(f"{load}.{rank}").exists()]
+    assert all(each.keys() == {"1", "2", "3"} for each in counted)
+    rows = [sum(sum(each[layer]) for each in counted) for layer in ("1", "2", "3")]
+    assert rows[0] == rows[1] > 10 * 10 and rows[0] % 3 == rows[2] % 3 == 0
+
+
+def test_each_engine_plans_for_its_own_experts(tmp_path: Path) -> None:
+    deepseek(tmp_path)
+    sizes = {}
+    for engines in (1, 2, 4):
+        memory = plan(config_of(tmp_path, CHAIN, data_parallel_size=engines, enable_expert_parallel=True)).memory
+        sizes[engines] = dict(memory.rows)["weights"]
+    each = 3 * 20 * 48 * 4  # bytes of an expert; two layers of the trunk have eight
+    assert sizes[1] - sizes[2] == 2 * 4 * each and sizes[1] - sizes[4] == 2 * 6 * each
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (
+            {"data_parallel_size": 2, "expert_parallel_size": 4},
+            "--expert-parallel-size must be 1 or as --data-parallel-size, which is 2, got 4",
+        ),
+        (
+            {"data_parallel_size": 2, "enable_dp_attention": True, "tensor_parallel_size": 4},
+            "--tensor-parallel-size must be 1, or as --data-par",
+        ),
+        (
+            {"expert_map": "x", "enable_expert_parallel": True},
+            "--expert-map must be given with --enable-expert-parallel and several engines",
+        ),
+    ],
+)
+def test_what_does_not_fit_together(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        ParallelConfig(**options)
+
+
+def test_a_model_without_experts_and_one_with_too_few(tmp_path: Path) -> None:
+    deepseek(tmp_path / "few", n_routed_experts=2, num_experts_per_tok=1)
+    llama(tmp_path / "none")
+    for model, engines, error in (
+        ("none", 2, "--enable-expert-parallel spreads the experts of a model, and this one has none"),
+        ("few", 4, "--data-parallel-size must be at most 2, the model's experts"),
+    ):
+        config = config_of(tmp_path / model, SpecConfig(), data_parallel_size=engines, enable_expert_parallel=True)
+        with pytest.raises(ConfigError, match=error):
+            plan(config)

@@ -1,0 +1,120 @@
+"""Experts that are spread over several engines: each engine's text is the one of an engine that has them all. Engines are threads here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from mtpserve.config import SpecConfig
+from mtpserve.core.errors import EngineDead
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.engine import Engine
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import KERNELS
+from mtpserve.layers.moe import MoE
+from mtpserve.runtime.placement import ExpertPlacement
+from mtpserve.runtime.rounds import Rounds
+from tests.engine.peers import Table, ThreadPeers, together
+from tests.tiny import CPU, built, filled, finished, prompts, run, tiny_arch, tiny_engine, tiny_model
+
+TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
+GREEDY, SEEDED = SamplingParams(max_tokens=12, temperature=0), SamplingParams(max_tokens=12, temperature=1.0, seed=3)
+
+
+def part_of(whole: DecoderModel, family: str, kernels: str, placement: ExpertPlacement, peers: ThreadPeers) -> tuple[DecoderModel, Rounds]:
+    """The same model with some of its experts."""
+    arch = tiny_arch(family)
+    assert arch.moe is not None
+    rounds = Rounds(placement)
+    model = built(family, replace(KERNELS.get(kernels)(), spread=rounds))
+    own = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    weights = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        layer = next((own[start] for start in own if name.startswith(f"{start}.experts.")), None)
+        given = weights[name].data
+        parameter.data = given.clone() if layer is None else given[placement.owned(layer.layer, arch.moe.experts)]
+    finished(model)
+    rounds.join(peers, arch.moe.latent or arch.hidden, arch.moe.top_k, torch.float32, CPU)
+    return model, rounds
+
+
+def drive(engine: Engine, rounds: Rounds, asked: Sequence[Request], texts: dict[str, list[int]], ticks: int, random: Random) -> None:
+    """As many ticks, of which each may have any number of steps."""
+    waiting = list(asked)
+    for tick in range(ticks):
+        while waiting and random.random() < 0.5:
+            engine.add(waiting.pop())
+        if tick == ticks - 1:
+            for request in waiting:
+                engine.add(request)
+        while engine.has_work and (tick == ticks - 1 or random.random() < 0.7):
+            for event in engine.step():
+                assert event.error is None, event.error
+                texts.setdefault(event.id, []).extend(event.tokens)
+        rounds.finish()
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "backend", "size", "spec"),
+    [
+        ("deepseek", "torch", "reference", 2, 3),
+        ("deepseek", "torch", "reference", 4, TREE),
+        ("deepseek", "cpu", "cpu", 2, TREE),
+        ("glm", "cpu", "cpu", 4, 2),
+        ("oss", "torch", "reference", 2, 0),
+        ("qwen", "cpu", "cpu", 2, 3),
+        ("mamba2", "torch", "reference", 2, 3),
+    ],
+)
+def test_texts_are_those_of_one_engine(family: str, kernels: str, backend: str, size: int, spec: int | SpecConfig) -> None:
+    """Greedy and seeded, chain and tree, uneven loads, an engine without any request; experts in any order."""
+    whole = filled(built(family, KERNELS.get("torch")()))
+    asked = prompts(3 * size - 1)
+    params = [(GREEDY, replace(SEEDED, seed=number))[number % 2] for number in range(len(asked))]
+    expected = run(tiny_engine(tiny_model(family, kernels=kernels), spec, backend=backend), asked, params)
+    owners = [(3 * expert + 1) % size for expert in range(8)]
+    table, texts = Table(size), [dict[str, list[int]]() for _ in range(size)]
+
+    def work(rank: int) -> None:
+        model, rounds = part_of(whole, family, kernels, ExpertPlacement(rank, size, {1: owners}), ThreadPeers(table, rank))
+        engine = tiny_engine(model, spec, backend=backend)
+        # The last one has nothing to do.
+        mine = [Request(str(i), asked[i], params[i]) for i in range(len(asked)) if rank < size - 1 and i % (size - 1) == rank]
+        drive(engine, rounds, mine, texts[rank], 8, Random(rank))
+
+    together(size, work)
+    assert [next(of[str(i)] for of in texts if str(i) in of) for i in range(len(asked))] == expected
+
+
+def test_an_error_in_a_step_ends_its_requests_and_one_in_a_round_all_engines() -> None:
+    whole, table, ends = filled(built("deepseek", KERNELS.get("torch")())), Table(2, patience=1.0), [""] * 2
+
+    def work(rank: int) -> None:
+        model, rounds = part_of(whole, "deepseek", "torch", ExpertPlacement(rank, 2), ThreadPeers(table, rank))
+        engine = tiny_engine(model, 2)
+        step, engine.runner.step.forward = engine.runner.step.forward, lambda rows: 1 / 0
+        engine.add(Request("0", [5, 6], GREEDY))
+        events = engine.step() if rank == 0 else []
+        rounds.finish()
+        assert [event.error is not None for event in events] == [True][: 1 - rank]
+        engine.runner.step.forward = step
+        engine.abort("0")
+        if rank == 1:
+            rounds.computes = {}
+        else:
+            engine.add(Request("1", [5, 6], GREEDY))
+        try:
+            while True:
+                engine.step()
+                rounds.finish()
+        except EngineDead as error:
+            ends[rank] = str(error)
+
+    together(2, work)
+    assert ends == ["an engine is missing", "engines that share their experts failed to exchange rows: KeyError: 1"]
