@@ -14,6 +14,7 @@ from weakref import ref
 
 import torch
 from mtpserve_kernels.cpu import fused, layers as stacks, linear, matrices, moe
+from mtpserve_kernels.cpu.ranks import Exchange
 from mtpserve_kernels.moe.reference import Clamped
 from torch import Tensor
 
@@ -179,12 +180,22 @@ class PanelMatrix:
 
 
 def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
-    """All layers in one call. Layers of other kinds are computed one by one."""
+    """All layers in one call. Layers of other kinds are computed one by one, and so are those of ranks without shared memory."""
     try:
-        described = [described_layer(layer) for layer in layers]
+        described, ranks = [described_layer(layer) for layer in layers], exchange_of(layers)
     except NotDescribed:
         return one_by_one(layers, norm)
-    return LayerStack(layers, norm, (stacks.Layer * len(layers))(*described))
+    return LayerStack(layers, norm, (stacks.Layer * len(layers))(*described), ranks)
+
+
+def exchange_of(layers: Sequence[Layer]) -> Exchange | None:
+    """None: no other rank has a part of them."""
+    ranks = cast("GQA | MLA", cast(DecoderLayer, layers[0]).attention).kernels.ranks
+    if ranks.size == 1:
+        return None
+    if not isinstance(ranks, Exchange):
+        raise NotDescribed
+    return ranks
 
 
 class NotDescribed(Exception):
@@ -194,8 +205,8 @@ class NotDescribed(Exception):
 class LayerStack:
     """layers.kernels.RunLayers. `described` points to what is in `layers` and `norm`."""
 
-    def __init__(self, layers: Sequence[Layer], norm: LastNorm, described: Array[stacks.Layer]) -> None:
-        self.layers, self.norm, self.described = layers, norm, described
+    def __init__(self, layers: Sequence[Layer], norm: LastNorm, described: Array[stacks.Layer], ranks: Exchange | None) -> None:
+        self.layers, self.norm, self.described, self.ranks = layers, norm, described, ranks
         self.last = fused.norm_of(norm.weight, norm.eps)
         self.stores: Callable[[], Stores | None] = lambda: None  # of which `contexts` are: an engine's, weakly
         self.contexts = stacks.Contexts([], [])
@@ -211,7 +222,7 @@ class LayerStack:
         residual, kept, first = None, [], 0
         for end in sorted({*(tap + 1 for tap in taps), len(self.described)}):
             last = self.last if end == len(self.described) else None
-            x, residual = stacks.run(self.described, slice(first, end), self.contexts, x, residual, angles, last)
+            x, residual = stacks.run(self.described, slice(first, end), self.contexts, x, residual, angles, last, self.ranks)
             if end - 1 in taps:
                 kept.append(residual if last else residual + x)
             first = end
@@ -243,8 +254,6 @@ def described_layer(layer: Layer) -> stacks.Layer:
 
 
 def described_attention(module: object) -> stacks.AttentionLayer:
-    if isinstance(module, GQA | MLA) and module.kernels.ranks.size > 1:
-        raise NotDescribed  # it has no sums over ranks
     made = stacks.AttentionLayer()
     if type(module) is GQA and module.ordinary:
         out = matrix_of(module.out)

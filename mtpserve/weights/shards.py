@@ -194,9 +194,9 @@ def owner_of(module: nn.Module, name: str) -> nn.Module:
 
 def shard_of(name: str, whole: tuple[int, ...], own: tuple[int, ...], of_whole: Any, of_own: Any, ranks: Ranks) -> Shard:
     leaf, held = name.rpartition(".")[2], getattr(of_own, "held", None)
-    if ranks.size > 1 and held is None and leaf in getattr(of_own, "added_once", ()):
+    if held is None and leaf in getattr(of_own, "added_once", ()) and divided(of_whole, of_own):
         return Shard((once(whole[0], ranks), *map(replicated, whole[1:])))
-    if ranks.size > 1 and getattr(of_own, "shared_tokens", False):
+    if whole != own and getattr(of_own, "shared_tokens", False):
         return Shard((tokens(whole[0], own[0], ranks), *map(replicated, whole[1:])))
     in_parts = int(getattr(of_own, "experts_first", False))  # the dimension that has parts
     dims = []
@@ -209,6 +209,12 @@ def shard_of(name: str, whole: tuple[int, ...], own: tuple[int, ...], of_whole: 
             parts = (cuts_of(of_whole, leaf, size), cuts_of(of_own, leaf, mine)) if number == in_parts else ((size,), (mine,))
             dims.append(blocks(*parts, ranks))
     return Shard(tuple(dims))
+
+
+def divided(whole: nn.Module, own: nn.Module) -> bool:
+    """A rank has a part of what the module holds: of models that each rank computes alone it has everything."""
+    pairs = zip(whole.parameters(recurse=False), own.parameters(recurse=False), strict=True)
+    return any(one.shape != other.shape for one, other in pairs)
 
 
 def cuts_of(owner: Any, leaf: str, size: int) -> tuple[int, ...]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from mmap import mmap
 from pathlib import Path
+from threading import Thread, current_thread
 from typing import Any
 
 import pytest
 import torch
+from mtpserve_kernels.cpu.ranks import Exchange, exchange_bytes
 from torch import Tensor
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpecConfig
@@ -19,8 +23,11 @@ from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.engine.compute import backend_of, kernels_of
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import load_model, plan, positions
+from mtpserve.layers import cpu_kernels
 from mtpserve.layers.decoder import DecoderModel, MTPHead
 from mtpserve.layers.kernels import KERNELS
+from tests.heads import test_dflash as dflash, test_medusa as medusa
+from tests.heads.eagles import eagle, eagle3
 from tests.models.chained import step
 from tests.models.checkpoints import deepseek, glm4_moe, glm4_moe_lite, llama, mimo, mistral, qwen2_moe, qwen3
 from tests.models.compressed_checkpoints import deepseek_v4
@@ -28,10 +35,11 @@ from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.own_layouts import ernie, gpt_oss, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 from tests.models.test_families import SEVERAL_BLOCKS, Make
-from tests.ranks import on_ranks
+from tests.ranks import Peer, on_ranks, thread_ranks
 from tests.tiny import run
 from tests.weights.gguf_files import as_gguf
 
+Logits = dict[Thread, list[Tensor]]
 MTP = SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=2, speculative_adaptive=False)
 TREE = SpecConfig(
     speculative_algorithm="NEXTN",
@@ -97,15 +105,15 @@ def config_of(directory: Path, spec: SpecConfig, backend: str = "auto", **model:
 
 
 @pytest.fixture
-def logits(monkeypatch: pytest.MonkeyPatch) -> dict[Ranks, list[Tensor]]:
-    """Of each pass of the trunk and of the MTP layer, by the rank that computed it."""
-    seen: dict[Ranks, list[Tensor]] = {}
+def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
+    """Of each pass of a trunk and of its MTP layer, by the rank that computed it."""
+    seen: Logits = {}
     for kind in (DecoderModel, MTPHead):
         own = kind.logits
 
         def watched(self: Any, *given: Any, own: Any = own) -> Tensor:
             found: Tensor = own(self, *given)
-            seen.setdefault(self.kernels.ranks, []).append(found)
+            seen.setdefault(current_thread(), []).append(found)
             return found
 
         monkeypatch.setattr(kind, "logits", watched)
@@ -148,10 +156,11 @@ def written(config: EngineConfig, ranks: Ranks) -> list[list[int]]:
     return texts
 
 
-def compare(config: EngineConfig, size: int, logits: dict[Ranks, list[Tensor]], off: float = 3e-5) -> None:
+def compare(config: EngineConfig, size: int, logits: Logits, off: float = 3e-5, through: Sequence[Peer] = ()) -> None:
+    """`through`: what the ranks exchange numbers by, where that is not what threads have."""
     wanted = written(config, ALONE)
     divided = replace(config, parallel=ParallelConfig(tensor_parallel_size=size))
-    texts = on_ranks(size, lambda rank: written(divided, rank))
+    texts = on_ranks(through or thread_ranks(size), lambda rank: written(divided, rank))
     alone, *ranks = logits.values()
     assert len(ranks) == size and max(whole.std() for whole in alone) > 0.3
     for each in zip(*ranks, strict=True):
@@ -166,12 +175,12 @@ def compare(config: EngineConfig, size: int, logits: dict[Ranks, list[Tensor]], 
 
 @pytest.mark.parametrize(("make", "options", "size", "spec"), CASES.values(), ids=CASES.keys())
 def test_the_ranks_are_the_whole_model(
-    tmp_path: Path, make: Make, options: dict[str, Any], size: int, spec: SpecConfig, logits: dict[Ranks, list[Tensor]]
+    tmp_path: Path, make: Make, options: dict[str, Any], size: int, spec: SpecConfig, logits: Logits
 ) -> None:
     compare(config_of(make(tmp_path, **options).directory, spec), size, logits)
 
 
-def test_matrices_in_float8_stay_so(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+def test_matrices_in_float8_stay_so(tmp_path: Path, logits: Logits) -> None:
     """Those of which a rank has whole blocks."""
     config = config_of(glm4_moe(tmp_path, **LARGE).directory, MTP, "reference", quantization="fp8")
     compare(config, 2, logits)
@@ -179,30 +188,61 @@ def test_matrices_in_float8_stay_so(tmp_path: Path, logits: dict[Ranks, list[Ten
     assert part < 0.6 * whole
 
 
-def test_integers_of_four_bits_stay_so(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+def test_integers_of_four_bits_stay_so(tmp_path: Path, logits: Logits) -> None:
     tiny = gpt_oss(tmp_path, mxfp4=True, hidden_size=96, intermediate_size=128)
     compare(config_of(tiny.directory, PLAIN, "reference", quantization="int4"), 2, logits)
 
 
-def test_int8_is_rounded_by_each_rank(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+def test_int8_is_rounded_by_each_rank(tmp_path: Path, logits: Logits) -> None:
     """A row of a second matrix has a scale on each rank, so that the numbers are others."""
     compare(config_of(mimo(tmp_path).directory, MTP, "cpu", quantization="int8"), 2, logits, off=0)
 
 
-def test_random_weights_are_those_of_one_model(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+def test_random_weights_are_those_of_one_model(tmp_path: Path, logits: Logits) -> None:
     tiny = deepseek(tmp_path, **HEADS, vocab_size=25)
     compare(config_of(tiny.directory, MTP, load_format="dummy"), 4, logits)
 
 
-def test_a_gguf_file(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+def test_a_gguf_file(tmp_path: Path, logits: Logits) -> None:
     tiny = as_gguf(qwen2_moe(tmp_path / "model"), tmp_path / "model.gguf")
     compare(config_of(tiny.directory, PLAIN), 2, logits)
 
 
-def test_a_token_map_is_shared(tmp_path: Path, logits: dict[Ranks, list[Tensor]]) -> None:
+def test_a_token_map_is_shared(tmp_path: Path, logits: Logits) -> None:
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps([*range(3, 20)]))
     compare(config_of(mimo(tmp_path).directory, replace(MTP, speculative_token_map=str(tokens))), 2, logits)
+
+
+@pytest.mark.parametrize("kind", ["STANDALONE", "EAGLE", "EAGLE3", "MEDUSA", "DFLASH"])
+def test_each_rank_computes_all_of_a_draft_model_that_is_apart(tmp_path: Path, kind: str, logits: Logits) -> None:
+    target, path = llama(tmp_path / "target", num_hidden_layers=3 if kind == "DFLASH" else 7), tmp_path / "head"
+    match kind:
+        case "STANDALONE":  # with its own sinks and biases, and as many heads as ranks do not share
+            gpt_oss(path, vocab_size=24, num_attention_heads=3, num_key_value_heads=1)
+        case "EAGLE":
+            eagle(path, target, attention_bias=True)
+        case "EAGLE3":
+            eagle3(path, target, embedding=True, bias=True)
+        case "MEDUSA":
+            medusa.write(path, "authors")
+        case "DFLASH":
+            dflash.write(path, dflash.CONFIGS["sinks"])
+    spec = SpecConfig(
+        speculative_algorithm=kind, speculative_draft_model_path=str(path), speculative_num_steps=2, speculative_adaptive=False
+    )
+    compare(config_of(target.directory, spec), 2, logits)
+
+
+@pytest.mark.parametrize("case", ["llama", "mimo", "glm 4.5", "deepseek", "gpt-oss"])
+def test_whole_layers_sum_inside(tmp_path: Path, case: str, logits: Logits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, through the memory that its ranks share."""
+    pytest.importorskip("mtpserve_kernels.cpu.library")
+    monkeypatch.setattr(cpu_kernels, "one_by_one", lambda *_: pytest.fail("layers one by one"))
+    make, options, size, spec = CASES[case]
+    memory, panels = mmap(-1, exchange_bytes(size)), {} if case in ("llama", "mimo", "gpt-oss") else {"moe_intermediate_size": 64}
+    config = config_of(make(tmp_path, **{**options, **panels}).directory, spec, "cpu")
+    compare(config, size, logits, through=[Exchange(memory, number, size, 60) for number in range(size)])
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from mtpserve_kernels.cpu.library import Op
 from mtpserve_kernels.cpu.linear import TYPES, Matrix
 from mtpserve_kernels.cpu.matrices import Matrices
 from mtpserve_kernels.cpu.moe import Experts, Router
+from mtpserve_kernels.cpu.ranks import Exchange
 
 
 class AttentionLayer(Structure):
@@ -40,7 +41,7 @@ class Context(Structure):
 class Pass(Structure):
     _fields_ = [
         ("x", c_void_p), ("residual", c_void_p), ("out", c_void_p), ("total", c_void_p), ("normed", c_void_p), ("last", Norm),
-        ("rows", c_int64), ("hidden", c_int64), ("type", c_int32), ("rotation", Rotation),
+        ("rows", c_int64), ("hidden", c_int64), ("type", c_int32), ("rotation", Rotation), ("ranks", c_void_p),
     ]  # fmt: skip
 
 
@@ -63,16 +64,27 @@ class Contexts:
 
 
 def run(
-    layers: Array[Any], part: slice, contexts: Contexts, x: Tensor, residual: Tensor | None, rotation: Rotation, last: Norm | None
+    layers: Array[Any],
+    part: slice,
+    contexts: Contexts,
+    x: Tensor,
+    residual: Tensor | None,
+    rotation: Rotation,
+    last: Norm | None,
+    ranks: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """layers: an array of Layer, of which `part` is run. x and residual [T, H], contiguous → the last layer's output as two parts that are
-    to be added; with a norm `last` after it, the norm and their sum."""
+    to be added; with a norm `last` after it, the norm and their sum. `ranks`: that sum what each has of a block's output; raises PeerGone
+    as they do."""
     x = x.contiguous()
     out, total, normed = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x) if last is not None else None
     step = Pass(
         x.data_ptr(), None if residual is None else residual.data_ptr(), out.data_ptr(), total.data_ptr(),
         None if normed is None else normed.data_ptr(), last or Norm(), *x.shape, TYPES[x.dtype], rotation,
+        None if ranks is None else ranks.address,
     )  # fmt: skip
     first, count = part.start, part.stop - part.start
     _layers(byref(layers, first * sizeof(Layer)), byref(contexts.array, first * sizeof(Context)), count, byref(step))
+    if ranks is not None:
+        ranks.check()
     return out if normed is None else normed, total

@@ -50,7 +50,7 @@ class Exchange:
         """x of any shape → its sum over all ranks in their order, computed in float32 and rounded once. May overwrite x."""
         total = (x if x.dtype in (torch.float32, torch.bfloat16) else x.float()).contiguous()
         _sum(byref(self._own), total, total.numel(), TYPES[total.dtype])
-        self._check()
+        self.check()
         return total.to(x.dtype)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -59,13 +59,19 @@ class Exchange:
         out = torch.empty(*x.shape[:-1], self.size * x.shape[-1], dtype=x.dtype)
         row = x.shape[-1] * x.element_size()
         _gather(byref(self._own), x, out, x.nbytes // max(row, 1), row)
-        self._check()
+        self.check()
         return out
 
     def give_up(self) -> None:
         """Also in another thread, while this rank waits: whoever waits, or will, raises PeerGone."""
         _break(self._own.exchange)
 
-    def _check(self) -> None:
+    @property
+    def address(self) -> int:
+        """Of the struct that ops sum with."""
+        return addressof(self._own)
+
+    def check(self) -> None:
+        """Raises PeerGone if an exchange has failed."""
         if self._own.done < 0:
             raise PeerGone("a rank is gone, or did not come in time")

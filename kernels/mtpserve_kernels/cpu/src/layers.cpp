@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "fused.h"
 #include "moe.h"
+#include "ranks.h"
 
 namespace mtp {
 // layers/attention.py; where kv_rank is not 0, latent attention: layers/mla.py.
@@ -42,6 +43,7 @@ struct Pass {
   int64_t rows, hidden;
   Type type;
   Rotation rotation;
+  Rank* ranks;  // of which each has a part of every layer, or null
 };
 
 namespace {
@@ -91,6 +93,11 @@ struct Walk {
   void norm(const Norm& norm, const void* x, int64_t stride, const void* residual, int64_t size, void* normed) const {
     add_rms_norm(member, {x, residual, stride, size, norm, normed, pass.total, pass.rows, size, pass.type});
     member.wait();
+  }
+
+  // x [rows, hidden], of which each rank has a part of the sum.
+  void together(void* x) const {
+    if (pass.ranks) by_type(pass.type, [&](auto number) { sum(member, *pass.ranks, (decltype(number)*)x, pass.rows * pass.hidden); });
   }
 
   void grouped(const AttentionLayer& layer, const Context& context, std::atomic<int64_t>& next) const {
@@ -153,10 +160,15 @@ struct Walk {
     if (layer.attention.kv_rank) latent(layer.attention, context, next);
     else grouped(layer.attention, context, next);
     product(layer.attention.out, arrays.at[Arrays::JOINED], layer.attention.out.inputs, branch);
+    together(branch);
     norm(layer.mlp_norm, branch, pass.hidden, residual ? pass.total : x, pass.hidden, normed);
-    if (layer.router.weight.data) return mixture(layer, normed, out);
-    product(layer.gate_up, normed, pass.hidden, arrays.at[Arrays::INNER], true);
-    product(layer.down, arrays.at[Arrays::INNER], layer.down.inputs, out);
+    if (layer.router.weight.data) {
+      mixture(layer, normed, out);
+    } else {
+      product(layer.gate_up, normed, pass.hidden, arrays.at[Arrays::INNER], true);
+      product(layer.down, arrays.at[Arrays::INNER], layer.down.inputs, out);
+    }
+    together(out);
   }
 };
 }  // namespace
