@@ -143,7 +143,6 @@ def engine_of_rank(config: EngineConfig, ranks: Ranks) -> Engine:
             stored=planned.storage.cache,
             backend=backend_of(config, device),
             token_map=planned.described.token_map,
-            cache=config.cache,
             poison=True,
         ),
     )
