@@ -16,8 +16,8 @@ from mtpserve.text.control import RenderedChat
 from mtpserve.text.parsers.tools import instructions
 
 
-def asked_tools(service: Service, body: ChatRequest) -> ToolUse:
-    return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.formats)
+def asked_tools(service: Service, body: ChatRequest, prompt_only: bool = False) -> ToolUse:
+    return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, service.formats, prompt_only)
 
 
 async def rendered(service: Service, body: ChatRequest, use: ToolUse) -> RenderedChat:

@@ -212,7 +212,7 @@ async def continued(service: Service, body: ChatRequest, id: str, arrival: float
     plan = output_plan(use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
     sampling = planned(plan, sampling, service.tokenizer)
     spelling = await service.spelling(sampling)
-    prompt = service.truncated(await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens)
+    prompt = service.truncated(await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens, body.keeps_first)
     service.check_length(prompt, body.wanted_tokens, "messages")
     if at_most is not None:
         sampling = replace(sampling, max_tokens=min(at_most, service.client.card.context_length - len(prompt)))

@@ -155,11 +155,13 @@ class Service:
         self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
         self.check_ids(list(sampling.logit_bias), "logit_bias")
 
-    def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
-        """The last `keep` tokens; -1: as many as fit in front of `max_tokens`, or of one."""
+    def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None, first: bool = False) -> list[int]:
+        """The last `keep` tokens, or the `first` ones; -1: as many as fit in front of `max_tokens`, or of one."""
         if keep == -1:
             keep = self.client.card.context_length - (max_tokens or 1)
-        return prompt if keep is None else prompt[-keep:]
+        if keep is None:
+            return prompt
+        return prompt[:keep] if first else prompt[-keep:]
 
     def handover(self, body: TransferFields) -> Handover:
         return handover_of(body, self.engine_config.disaggregation, self.engine_config.parallel.data_parallel_size)

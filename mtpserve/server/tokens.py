@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.body import MAX_PROMPTS, Strict, Texts, Tokens
+from mtpserve.server.body import MAX_PROMPTS, Effort, Strict, Texts, Tokens
 from mtpserve.server.conversation import Messages
 from mtpserve.server.dialogue import asked_tools, rendered
 from mtpserve.server.fields import either
@@ -29,6 +29,9 @@ class TokenizeRequest(Strict):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, either("a string or an object")] = None
+    reasoning_effort: Effort | None = None
+    chat_template: None = None  # a template is code: it is the server's
     return_token_strs: bool | None = None
 
 
@@ -68,11 +71,13 @@ async def tokenize(service: Served, body: TokenizeRequest) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
-    fields = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+    fields = (
+        "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "tool_choice", "reasoning_effort",
+    )  # fmt: skip
     if body.messages is not None:
         chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in fields})
         chat.check()
-        written = await rendered(service, chat, asked_tools(service, chat))
+        written = await rendered(service, chat, asked_tools(service, chat, prompt_only=True))
         lists = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
     else:
         for name in fields[2:]:

@@ -52,8 +52,9 @@ class ToolUse:
         return self.choice in ("required", "named")
 
 
-def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats) -> ToolUse:
-    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest that names the place."""
+def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats, prompt_only: bool = False) -> ToolUse:
+    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. `prompt_only`: nothing will be generated. Raises InvalidRequest that names
+    the place."""
     given = definitions(tools)
     offered = [tool(entry["function"], f"tools[{index}].function") for index, entry in enumerate(given)]
     names = [each.name for each in offered]
@@ -67,7 +68,7 @@ def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats) -
         return ToolUse([], [])
     if only is not None and only not in names:
         raise InvalidRequest(f"tool_choice names {only[:100]!r}, which is none of the tools", "tool_choice")
-    if kind == "auto" and formats.tool_calls is None:
+    if kind == "auto" and formats.tool_calls is None and not prompt_only:
         raise InvalidRequest(
             "tool_choice 'auto' needs to know how this model writes calls, which its chat template does not show: start the server with "
             f"--tool-call-parser ({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for one tool by name", "tool_choice",

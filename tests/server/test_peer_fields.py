@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from mtpserve.server.body import Strict
 from mtpserve.server.openai import body as openai
 from mtpserve.server.openai.responses.body import ResponsesRequest
 from mtpserve.server.sglang.body import NativeRequest, NativeSampling
+from mtpserve.server.tokens import DetokenizeRequest, TokenizeRequest
 from mtpserve.server.unsupported import LETTERS, REFUSED, TABLE
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
@@ -80,22 +83,28 @@ def test_priority_needs_its_policy(tokenizer: Tokenizer, client: FakeClient, rou
     assert [request.sampling.priority for request in client.submitted] == [3]
 
 
-# Of the peers' protocols; what one route has and another has not is refused there.
-PEERS = """
-    priority lora_path lora_id session_params custom_logit_processor logits_processors return_hidden_states return_token_ids
-    return_tokens_as_token_ids return_routed_experts return_prompt_token_ids return_meta_info return_cached_tokens_details
-    return_spec_tokens_details prompt_embeds input_embeds stop_regex use_beam_search length_penalty truncate_prompt_tokens
-    thinking_token_budget documents chat_template kv_transfer_params bootstrap_host bootstrap_port bootstrap_room routed_dp_rank
-    data_parallel_rank disagg_prefill_dp_rank vllm_xargs mm_processor_kwargs media_io_kwargs repetition_detection logprob_token_ids
-    spaces_between_special_tokens guided_whitespace_pattern return_entropy return_bytes background max_tool_calls include container
-    mcp_servers conversation token_ids_logprob image_data
-"""
+PEERS = json.loads(Path(__file__).with_name("peer_fields.json").read_text())
+# They label a request, say who logs or routes it, or how pictures travel which no request can have: no answer depends on them.
+CHANGES_NOTHING = {
+    "betas", "conversation_id", "custom_labels", "external_trace_header", "kv_hints", "log_metrics", "media_io_kwargs", "mm_payload",
+    "mm_processor_kwargs", "no_logs", "received_time", "return_flat_raw_top_logprobs_b64", "return_mm_kwargs", "routing_key", "session_id",
+}  # fmt: skip
 CLASSES: dict[str, type[Strict]] = {
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/generate": NativeRequest,
+}
+BY_COLUMN: dict[str, type[Strict]] = {
+    "completions": openai.CompletionRequest,
+    "chat": openai.ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+    "generate": NativeRequest,
+    "sampling_params": NativeSampling,
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
 }
 
 
@@ -124,9 +133,19 @@ def test_the_table_has_each_field_once_in_a_column() -> None:
         assert neutral[0] is None
 
 
-def test_no_field_of_the_peers_is_unheard_of() -> None:
-    refused = {name for fields in REFUSED.values() for name in fields}
-    assert set(PEERS.split()) <= {name for cls in CLASSES.values() for name in cls.model_fields} | refused
+@pytest.mark.parametrize("peer", ["vllm", "sglang"])
+@pytest.mark.parametrize(("route", "cls"), BY_COLUMN.items())
+def test_no_field_of_the_peers_is_unheard_of(peer: str, route: str, cls: type[Strict]) -> None:
+    refused = REFUSED[cls.column] if cls.column is not None else {}
+    unknown = set(PEERS[peer][route]) - cls.model_fields.keys() - refused.keys()
+    assert unknown <= CHANGES_NOTHING
+
+
+def test_a_prompt_is_truncated_on_either_side(http: httpx.AsyncClient, client: FakeClient) -> None:
+    prompt = {"prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 2}
+    for side in (None, "left", "right"):
+        assert send(http, "POST", "/v1/completions", json=prompt | {"truncation_side": side}).status_code == 200
+    assert [request.prompt for request in client.submitted] == [[7, 8], [7, 8], [5, 6]]
 
 
 @pytest.mark.parametrize(("fields", "effort", "shown"), [
@@ -136,6 +155,9 @@ def test_no_field_of_the_peers_is_unheard_of() -> None:
     ({"reasoning": {"enabled": False}}, "none", True),
     ({"reasoning": {"exclude": True}}, None, False),
     ({"include_reasoning": False}, None, False),
+    ({"thinking": {"type": "disabled"}}, "none", True),
+    ({"thinking": {"type": "disabled"}, "reasoning": {"enabled": True}}, None, True),
+    ({"thinking": {"type": "enabled", "budget_tokens": 5}}, None, True),
     ({}, None, True),
 ])  # fmt: skip
 def test_how_reasoning_is_asked_for(fields: dict[str, Any], effort: str | None, shown: bool) -> None:

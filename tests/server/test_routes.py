@@ -106,6 +106,16 @@ def test_what_is_wrong_is_named(http: httpx.AsyncClient, client: FakeClient, pat
     assert not client.submitted
 
 
+def test_tokens_of_a_conversation_with_tools_are_counted_without_a_parser(http: httpx.AsyncClient) -> None:
+    tools = [{"type": "function", "function": {"name": "look_up", "description": "finds"}}]
+    plain, none, told = (
+        post(http, "/tokenize", {"messages": USER, **more})["count"]
+        for more in ({}, {"tools": tools, "tool_choice": "none"}, {"tools": tools})
+    )
+    assert plain == none < told
+    assert post(http, "/v1/messages/count_tokens", {"messages": USER, "tools": [{"name": "look_up", "input_schema": {}}]})["input_tokens"]
+
+
 def test_a_native_generation(http: httpx.AsyncClient, client: FakeClient, tokenizer: Tokenizer) -> None:
     ids = list(range(FIRST_TOKEN, FIRST_TOKEN + 5))
     request = {

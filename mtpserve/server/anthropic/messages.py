@@ -197,5 +197,5 @@ async def count_tokens(service: Served, body: CountRequest) -> Response:
     offer = body.offer()
     with renamed(RENAMED | offer.places):
         chat = body.chat(offer)
-        tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat)))
+        tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat, prompt_only=True)))
     return JSON(CountedTokens(len(tokens)))

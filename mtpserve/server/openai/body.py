@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -94,6 +94,7 @@ class GenerationRequest(SamplingFields, TransferFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are cut off; None is left
     rid: RequestId | None = None  # SGLang's name for the id of the answer, which /abort_request takes
     request_id: RequestId | None = None  # vLLM's
     timeout: Timeout | None = None
@@ -114,6 +115,11 @@ class GenerationRequest(SamplingFields, TransferFields):
             raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {given}", "truncate_prompt_tokens")
         if self.rid is not None and self.request_id is not None:
             raise InvalidRequest("rid and request_id name the same thing: give one of them", "request_id")
+
+    @property
+    def keeps_first(self) -> bool:
+        """Of a prompt that is truncated."""
+        return self.truncation_side == "right"
 
     @property
     def usage_in_every_chunk(self) -> bool:
@@ -228,6 +234,12 @@ class ReasoningOptions(Strict):
     exclude: bool | None = None
 
 
+class ThinkingSwitch(Strict):
+    """As DeepSeek's and GLM's own APIs have it; `reasoning` and `reasoning_effort` go before it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class ChatRequest(GenerationRequest):
     column = "chat"
 
@@ -243,6 +255,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     reasoning: ReasoningOptions | None = None
+    thinking: ThinkingSwitch | None = None
     separate_reasoning: bool | None = None  # False: reasoning stays in the content, as the model wrote it
     include_reasoning: bool | None = None  # False: it is left out
 
@@ -260,13 +273,19 @@ class ChatRequest(GenerationRequest):
 
     @property
     def effort(self) -> Effort | None:
-        options = self.reasoning or ReasoningOptions()
-        return self.reasoning_effort or ("none" if options.enabled is False else options.effort)
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return self.reasoning_effort or ("none" if self.thinks is False else effort)
+
+    @property
+    def thinks(self) -> bool | None:
+        """None: not said."""
+        if self.reasoning is not None and self.reasoning.enabled is not None:
+            return self.reasoning.enabled
+        return None if self.thinking is None else self.thinking.type != "disabled"
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        enabled = {"enable_thinking": True} if self.reasoning is not None and self.reasoning.enabled else {}
-        return enabled | (self.chat_template_kwargs or {})
+        return ({"enable_thinking": True} if self.thinks else {}) | (self.chat_template_kwargs or {})
 
     @property
     def shows_reasoning(self) -> bool:

@@ -61,7 +61,7 @@ async def completions(request: Request, service: Served, body: CompletionRequest
         else:
             ids = prompt
             service.check_ids(ids if body.truncate_prompt_tokens else ids[:context], "prompt")
-        whole, ids = len(ids), service.truncated(ids, body.truncate_prompt_tokens, body.max_tokens)
+        whole, ids = len(ids), service.truncated(ids, body.truncate_prompt_tokens, body.max_tokens, body.keeps_first)
         service.check_length(ids, body.max_tokens, "prompt")
         max_tokens = min(DEFAULT_MAX_TOKENS, context - len(ids)) if body.max_tokens is None else max(body.max_tokens, 1)
         echo = None

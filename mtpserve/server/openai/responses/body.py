@@ -80,6 +80,7 @@ class ResponsesRequest(SamplingFields):
     timeout: Timeout | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # False: it is left out
 
     def check(self) -> None:
         if not self.input:
@@ -109,6 +110,7 @@ class ResponsesRequest(SamplingFields):
             stream=self.stream,
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            include_reasoning=self.include_reasoning,
             response_format=self._format(),
             structured_outputs=self.structured_outputs,
             tools=offer.functions,
