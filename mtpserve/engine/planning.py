@@ -259,7 +259,10 @@ def empty_model(
         model = build_model(described, dtype, positions, replace(kernels, ranks=ranks, spread=spread), kept)
         whole = model if ranks.size == 1 and spread is None else build_model(described, dtype, positions, kernels, kept)
     if kept.kinds:
-        hold_blocks(model, placements(whole, sources(described)), kept.kinds, shards_of(whole, model, ranks))
+        wide = hold_blocks(model, placements(whole, sources(described)), kept.kinds, shards_of(whole, model, ranks))
+        if wide:
+            why = "they take more memory: a rank's part of them would not be whole blocks or groups"
+            log.warning("--tensor-parallel-size %d: %d matrices become %s (%s, …), and %s", ranks.size, len(wide), dtype, wide[0], why)
     return model
 
 

@@ -21,12 +21,15 @@ from mtpserve.weights.plan import Placement, parts_of
 from mtpserve.weights.shards import Shard
 
 log = logging.getLogger(__name__)
+NOT_WHOLE = "a rank's part of it would not be whole blocks or groups"
 STEP = 32  # columns: a kernel's step over the inputs stays in a group
 
 
-def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Collection[str], shards: Mapping[str, Shard]) -> None:
+def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Collection[str], shards: Mapping[str, Shard]) -> list[str]:
     """Allocates room for stored weights and scales in the modules that support them (`may_hold_blocks`), for formats of these `kinds`
-    (fp8, int4). All others are widened while loading. `shards`: what the module has of each parameter."""
+    (fp8, int4). All others are widened while loading. `shards`: what the module has of each parameter. → the parameters that are widened
+    only because ranks share them."""
+    cut = list[str]()
     by_target: dict[str, list[Placement]] = defaultdict(list)
     for placement in placements:
         by_target[placement.target].append(placement)
@@ -39,12 +42,14 @@ def hold_blocks(module: nn.Module, placements: Iterable[Placement], kinds: Colle
         shard = shards[target]
         if (why := why_wide(owner, name, members, formats, kinds, shard)) is not None:
             log.debug("%s is expanded: %s", target, why)
+            cut += [target] if why == NOT_WHOLE else []
         elif formats[0].groups is None:
             make_room(owner, name, parts_of(owner, name))
         else:
             scales = torch.float32 if formats[0].bits == 8 else torch.float8_e8m0fnu if formats[0].floats else scale_dtype(members)
             groups = formats[0].groups if formats[0].groups == 1 else formats[0].groups * shard.dims[-1].size // shard.columns
             make_room_by_row(owner, name, formats[0].bits, groups, any(each.zeros for each in formats), scales)
+    return cut
 
 
 def why_wide(
@@ -72,7 +77,7 @@ def why_wide(
         if first.groups > 1 and each[1] % STEP:
             return f"no product reads {first.label}"
     if not shard.filled or not all(dim.divides(block) for dim, block in zip(shard.dims[-2:], each, strict=True)):
-        return f"a rank's part of {first.label} would not be whole blocks"
+        return NOT_WHOLE
     return None
 
 

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from mtpserve.core.errors import LoadError
 from mtpserve.core.parallel import ALONE, Ranks
 from mtpserve.quant.fp8 import BLOCK, SCALE
-from mtpserve.quant.stored import MIDDLE, ZEROS
+from mtpserve.quant.stored import MIDDLE, ZEROS, QuantisedMatrix
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
 from mtpserve.weights.checkpoint import Checkpoint
 from mtpserve.weights.finish import Finisher, inside
+from mtpserve.weights.formats import read_scaled
 from mtpserve.weights.plan import Placement, WeightSource, plan
 from mtpserve.weights.rules import Rule
 from mtpserve.weights.shards import Shard, clear, shards_of
@@ -115,7 +116,9 @@ def _keep(
     moves = list(placement.region.moves(shard))
     if not moves:
         return
-    stored = placement.stored(parameter.device)
+    # Mapped from the file where the numbers are kept as they are: what is not taken is not read.
+    as_mapped = placement.format is not None and placement.format.read is read_scaled
+    stored = placement.stored(torch.device("cpu") if as_mapped else parameter.device)
     assert stored is not None
     if stored.group_of is not None:
         why = "although the config's desc_act is not true; --quantization none widens it"
@@ -124,13 +127,14 @@ def _keep(
     each = BLOCK if stored.in_blocks else (1, 0 if groups == 1 else shard.columns // groups)
     for move in moves:
         numbers, scale = move.by(1, shard.columns // stored.numbers.shape[-1]), move.by(*each)
-        numbers.of(parameter.detach()).copy_(stored.numbers[numbers.taken])
-        scale.of(scales.detach()).copy_(stored.scale[scale.taken])
+        own = QuantisedMatrix(numbers.of(parameter.detach()), scale.of(scales.detach()))
+        own.numbers.copy_(stored.numbers[numbers.taken])
+        own.scale.copy_(stored.scale[scale.taken])
+        if check_finite and not own.is_finite():
+            raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
         if zeros is not None:
             place = scale.of(zeros.detach())
             place.copy_(stored.zeros[scale.taken] if stored.zeros is not None else torch.full_like(place, MIDDLE))
-    if check_finite and not stored.is_finite():
-        raise LoadError(f"{placement.entry.file}: {placement.name} holds NaN or infinite numbers")
 
 
 def _check_dtypes(module: nn.Module, dtype: torch.dtype) -> None:

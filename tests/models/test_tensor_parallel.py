@@ -179,12 +179,15 @@ def test_the_ranks_are_the_whole_model(
     compare(config_of(make(tmp_path, **options).directory, spec), size, logits)
 
 
-def test_matrices_in_float8_stay_so(tmp_path: Path, logits: Logits) -> None:
+def test_matrices_in_float8_stay_so(tmp_path: Path, logits: Logits, caplog: pytest.LogCaptureFixture) -> None:
     """Those of which a rank has whole blocks."""
     config = config_of(glm4_moe(tmp_path, **LARGE).directory, MTP, "reference", quantization="fp8")
     compare(config, 2, logits)
     whole, part = (fixed_weights(config, size) for size in (1, 2))
-    assert part < 0.6 * whole
+    assert part < 0.6 * whole and not caplog.messages
+    # Half of a block is no block.
+    assert fixed_weights(config, 4) > 0.6 * part
+    assert "--tensor-parallel-size 4: 22 matrices become torch.float32 (layers.0.attention.qkv.weight, …)" in caplog.text
 
 
 def test_integers_of_four_bits_stay_so(tmp_path: Path, logits: Logits) -> None:
