@@ -37,6 +37,7 @@ class OutputReader:
         self.parses = plan.thinking is not None or plan.calls is not None  # otherwise all text is content
         self.tells_reasoning = include_reasoning and plan.thinking is not None
         self._include_reasoning, self._several, self._tokenizer = include_reasoning, plan.use.several, tokenizer
+        self._calls_alone = plan.calls_alone
         self._parser = plan.parser()
         self._counter = None if plan.thinking is None else ReasoningCount(plan.thinking, plan.opening)
 
@@ -53,7 +54,9 @@ class OutputReader:
     def _wanted(self, event: Event) -> bool:
         if isinstance(event, CallBegin | Arguments):
             return event.index == 0 or self._several
-        return isinstance(event, Content) or (isinstance(event, Reasoning) and self._include_reasoning)
+        if isinstance(event, Content):
+            return not self._calls_alone
+        return isinstance(event, Reasoning) and self._include_reasoning
 
 
 @dataclass(slots=True)

@@ -143,6 +143,11 @@ class OutputPlan:
     opening: Opening
     separate_reasoning: bool = True
 
+    @property
+    def calls_alone(self) -> bool:
+        """Besides reasoning: what else seems to be there is a call's beginning that the limit has cut."""
+        return self.calls is not None and self.use.forced and self.separate_reasoning
+
     def parser(self) -> OutputParser:
         return OutputParser(self.thinking, self.opening, self.calls, separate_reasoning=self.separate_reasoning)
 
@@ -159,7 +164,8 @@ def planned(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tokenizer) ->
     """`sampling` with what the plan asks of it: the grammar of forced calls, room for reasoning, and markers that stay visible."""
     spell = spelled_by(tokenizer.marker_id)
     if plan.calls is not None and plan.use.forced:
-        if sampling.grammar is not None:
+        # As at the peers a form of the answer is one of answers without calls.
+        if sampling.grammar is not None and sampling.grammar.field != "response_format":
             raise InvalidRequest("tool_choice and another constraint of the output exclude each other: give one of them", "tool_choice")
         sampling = replace(sampling, grammar=GrammarSpec("tool_calls", calls_grammar(plan.use, plan.calls, spell)))
     elif plan.calls is not None and sampling.grammar is not None:

@@ -241,6 +241,25 @@ def test_a_constrained_answer_leaves_the_choice_of_a_call(tokenizer: Tokenizer) 
     assert server.choice(tools=parameters(**{"not": {}}))["message"]["content"]  # nothing is enforced
 
 
+def test_a_demanded_call_goes_before_a_form_of_the_answer(tokenizer: Tokenizer) -> None:
+    server = Server(tokenizer, CALL)
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"}
+    assert server.choice(**asked, response_format={"type": "json_object"})["finish_reason"] == "tool_calls"
+    grammar = server.client.submitted[0].sampling.grammar
+    assert grammar is not None and grammar.kind == "tool_calls"
+    assert server.post(**asked, regex="a+").json()["error"]["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_that_is_cut_leaks_no_markup(tokenizer: Tokenizer, stream: bool) -> None:
+    server, asked = Server(tokenizer, CALL), {"tools": [WEATHER], "tool_choice": "required"}
+    for tokens in range(1, len(tokenizer.encode(CALL, special=False))):
+        if stream:
+            assert streamed(server.post(stream=True, max_tokens=tokens, **asked))["content"] == ""
+        else:
+            assert not server.choice(max_tokens=tokens, **asked)["message"]["content"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_where_parallel_ones_are_not_wanted(tokenizer: Tokenizer, stream: bool) -> None:
     server = Server(tokenizer, f"{CALL}\n{CALL}")
