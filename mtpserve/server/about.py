@@ -47,6 +47,10 @@ class VerboseHealth(Healthy):
     engines: list[EngineHealth]
 
 
+class Load(Rendered):
+    server_load: int  # requests that run or wait
+
+
 class Version(Rendered):
     version: str
 
@@ -151,6 +155,12 @@ async def health(service: Served, verbose: bool = False) -> Response:
     drafting = Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)
     states = [EngineHealth(each.number, each.state, each.restarts_total, each.reason or None) for each in engines]
     return JSON(VerboseHealth(status, drafting, states))
+
+
+async def load(service: Served) -> Response:
+    """How many requests run or wait, in vLLM's form."""
+    stats = service.client.stats()
+    return JSON(Load(stats.running + stats.waiting))
 
 
 async def version() -> Response:

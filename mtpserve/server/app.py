@@ -26,6 +26,7 @@ from mtpserve.server.observe.page import Stats, page, stats
 from mtpserve.server.openai.chat import chat
 from mtpserve.server.openai.completions import completions
 from mtpserve.server.openai.objects import ChatObject, CompletionObject
+from mtpserve.server.openai.others import invocations, no_vectors
 from mtpserve.server.openai.responses import routes as responses
 from mtpserve.server.openai.responses.objects import DeletedResponse, ResponseObject
 from mtpserve.server.openai.responses.store import ResponseStore
@@ -77,11 +78,15 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/flush_cache",), flush_cache, (Flushed,)),  # SGLang takes both
     ("POST", ("/flush_cache", "/reset_prefix_cache"), flush_cache, (Flushed,)),  # SGLang's name and vLLM's
     ("POST", ("/abort_request",), abort_request, (Aborted,)),
+    ("GET", ("/load",), about.load, (about.Load,)),  # vLLM's
+    ("POST", ("/invocations",), invocations, (CompletionObject, ChatObject)),
 )
+# Of models that give vectors; they are not described.
+VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling")
 
 JSON_ANSWERS = [answer if isinstance(answer, tuple) else () for *_, answer in ROUTES]
 (*SCHEMAS, ERROR, ANTHROPIC_ERROR), COMPONENTS = described([*JSON_ANSWERS, (ErrorAnswer,), (AnthropicError,)])
-STREAMING = (completions, chat, generate, messages, responses.create)
+STREAMING = (completions, chat, generate, messages, responses.create, invocations)
 
 
 class Server(FastAPI):
@@ -127,9 +132,13 @@ def create_app(
         )
     app.add_middleware(RequestLog)
     add_error_handlers(app)
+    for path in VECTORS:
+        app.add_api_route(path, no_vectors, methods=["POST"], include_in_schema=False)
     for (method, paths, endpoint, answer), schema in zip(ROUTES, SCHEMAS, strict=True):
         for path in paths:
             kind = JSON if isinstance(answer, tuple) else answer
             documented = responses_of(endpoint, path, schema if kind is JSON else None)
             app.add_api_route(path, endpoint, methods=[method], response_model=None, response_class=kind, responses=documented)
+            if method == "GET":
+                app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     return app

@@ -213,6 +213,24 @@ def test_what_the_server_says_of_itself(client: FakeClient, tokenizer: Tokenizer
     assert post(http, "/flush_cache", None)["success"] is True
 
 
+def test_one_route_for_completions_and_chats(http: httpx.AsyncClient) -> None:
+    assert post(http, "/invocations", {"prompt": "a"})["object"] == "text_completion"
+    assert post(http, "/invocations", {"messages": USER, "max_tokens": 2})["object"] == "chat.completion"
+    assert error(send(http, "POST", "/invocations", json={"messages": USER, "max_tokens": "2"}), 400)["param"] == "max_tokens"
+    assert error(send(http, "POST", "/invocations", json={}), 400)["param"] == "prompt"
+
+
+def test_vectors_are_refused_with_the_reason(http: httpx.AsyncClient) -> None:
+    refused = error(send(http, "POST", "/v1/embeddings", json={"input": "a"}), 400)
+    assert refused["code"] == "unsupported_parameter" and refused["message"].startswith("embeddings is not supported: ")
+
+
+def test_what_can_be_read_has_a_head(http: httpx.AsyncClient) -> None:
+    for path in ("/health", "/v1/models", "/metrics", "/"):
+        assert send(http, "HEAD", path).status_code == 200, path
+    assert send(http, "GET", "/load").json() == {"server_load": 0}
+
+
 def test_requests_end_by_their_id(http: httpx.AsyncClient, app: FastAPI, client: FakeClient) -> None:
     client.pause = 0.001
     long = {"prompt": "a", "max_tokens": 4000}

@@ -168,7 +168,7 @@ def describe(error: Exception) -> tuple[int, ErrorAnswer]:
 
 def error_response(error: Exception) -> Response:
     status, body = describe(error)
-    headers = RETRY_AFTER if isinstance(error, EngineBusy) else NO_RETRY if isinstance(error, DeadlineExceeded) else None
+    headers = RETRY_AFTER if status in (429, 503) else NO_RETRY if isinstance(error, DeadlineExceeded) else None
     return Refusal(status, body, headers)
 
 
