@@ -213,7 +213,9 @@ class SchedulerConfig:
 class ParallelConfig:
     """How many devices and processes compute. Those of peers that are not supported yet are accepted with their default."""
 
-    tensor_parallel_size: int = option(1, "devices that share each layer: only 1 is supported yet", "tp", "tp-size")
+    tensor_parallel_size: int = option(
+        1, "processes that share each layer of an engine's model, on a GPU each or a part of the cores", "tp", "tp-size"
+    )
     pipeline_parallel_size: int = option(1, "devices that share the layers: only 1 is supported yet", "pp", "pp-size")
     data_parallel_size: int = option(
         1, "engines with a copy of the model each, on a GPU each or a part of the cores; a request goes where its prompt was seen", "dp",
@@ -247,7 +249,7 @@ class ParallelConfig:
         check(1 <= own <= 64, "tensor_parallel_size", own, "in [1, 64]")
         allowed = f"1, or as --data-parallel-size, with {self.spreading}: an engine that shares experts has one device"
         check(own == 1 or self.spreading is None or not self.spreads, "tensor_parallel_size", own, allowed)
-        check(self.pipeline_parallel_size == 1, "pipeline_parallel_size", self.pipeline_parallel_size, "1: an engine has one device")
+        check(self.pipeline_parallel_size == 1, "pipeline_parallel_size", self.pipeline_parallel_size, "1: it is not supported yet")
         check(experts in (1, engines), "expert_parallel_size", experts, f"1 or as --data-parallel-size, which is {engines}")
         for name in ("expert_map", "record_expert_load"):
             given = getattr(self, name)
@@ -323,6 +325,9 @@ class EngineConfig:
             raise ConfigError("--disable-radix-cache must be left out with --disaggregation-mode: pages are found by their keys")
         if role is not None and self.parallel.tensor_parallel_size > 1:
             raise ConfigError("--disaggregation-mode needs --tensor-parallel-size 1: pages of one device are exchanged")
+        if self.parallel.tensor_parallel_size > 1:
+            for name, given in (("kv_offload_gib", self.cache.kv_offload_gib), ("kv_offload_dir", self.cache.kv_offload_dir)):
+                check(not given, name, given, "left out with --tensor-parallel-size: each rank would have a part of every page")
 
     @property
     def host_bytes(self) -> int:

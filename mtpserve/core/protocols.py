@@ -369,3 +369,11 @@ class ModelRunner(Protocol):
         """Start one step, after those that were started before. A request that cannot be seated has an error in its span's result, and
         in those of all its later spans; any other fault is raised here, or by `result`."""
         ...
+
+    def check(self) -> None:
+        """While nothing runs. Raises EngineDead where a process that computes a part of the model has ended."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is called any more."""
+        ...

@@ -30,6 +30,8 @@ from mtpserve.core.protocols import AttentionBackend, DraftModel, LogitsProcesso
 from mtpserve.engine.below import TierOptions, make_tiers, page_parts
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.ranks import EveryRank, RankProcesses
+from mtpserve.engine.tiers import Tiers
 from mtpserve.runtime.exact import ExactModel
 from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.rules import LogitRules
@@ -101,6 +103,7 @@ class EngineOptions:
     processors: Seq[LogitsProcessor] = ()
     grammars: GrammarCompiler | None = None
     recorder: Callable[[ModelRunner], ModelRunner] | None = None  # between engine and runner
+    others: RankProcesses | None = None  # that compute the same model; None: there are none
     overlap: int = 0  # steps in flight while another is planned
     graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
     fingerprint: bytes | None = b""  # of all that KV depends on besides tokens; None: no prefix cache
@@ -198,7 +201,19 @@ def watch_of(options: EngineOptions, vocab: int) -> Watchdog | None:
     return Watchdog(spec.steps, vocab, options.floor, source_name(spec.drafter, spec.checkpoint))
 
 
-def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What computes steps, and what an engine has to know of it."""
+
+    runner: Runner
+    grammars: PreparedGrammars | None
+    pages: PageGroups
+    tiers: Tiers | None
+    drafts: bool  # by a model
+    finds: bool  # prefixes: they are of no use without the state after them
+
+
+def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Computing:
     """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
     arch, spec, device = model.arch, options.spec, options.device
     kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.get(options.backend, {}).items()}
@@ -229,32 +244,47 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         decide=judge_of(options, kernels),
     )
     sampling = SeatSampling(sizes.seats, LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device)
-    grammars = None if options.grammars is None else PreparedGrammars(options.grammars)
+    grammars = None if options.grammars is None else prepared(options.grammars, options.others)
     pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size, sizes.states or None)
     tiers, transfers = make_tiers(options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder)
     drafters, graphs = DraftersByShape(spec, options.scheduler.chunked_prefill_size, passes, drafts), options.graphs(step, sampling)
-    runner: ModelRunner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
+    runner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
+    return Computing(runner, grammars, pages, tiers, passes is not None, states is None or sizes.states > 0)
+
+
+def prepared(grammars: GrammarCompiler, others: RankProcesses | None) -> PreparedGrammars:
+    return PreparedGrammars(grammars) if others is None else PreparedGrammars(grammars, others.prepare)
+
+
+def runner_of(made: Runner, options: EngineOptions) -> ModelRunner:
+    """What the engine is given."""
+    runner: ModelRunner = made if options.others is None else EveryRank(made, options.others)
+    return runner if options.recorder is None else options.recorder(runner)
+
+
+def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
+    """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
+    made, spec = computing(model, sizes, options), options.spec
     return Engine(
-        runner if options.recorder is None else options.recorder(runner),
+        runner_of(made.runner, options),
         options.scheduler,
-        pages=pages,
-        tiers=tiers,
+        pages=made.pages,
+        tiers=made.tiers,
         max_running=sizes.seats,
         context_length=sizes.context,
-        vocab=arch.vocab,
+        vocab=model.arch.vocab,
         eos_ids=options.eos_ids,
         want=0 if options.below.computes_prompts else spec.steps,
         name=options.name,
         kernels=options.kernels,
-        grammars=grammars,
+        grammars=made.grammars,
         lossy=spec.lossy,
         overlap=options.overlap,
         plain_above=spec.speculative_disable_by_batch_size,
         adaptive=spec.adaptive,
-        # A prefix is of no use without the state after it.
-        fingerprint=options.fingerprint if states is None or sizes.states else None,
+        fingerprint=options.fingerprint if made.finds else None,
         observer=options.observer,
-        watch=None if passes is None else watch_of(options, arch.vocab),
+        watch=watch_of(options, model.arch.vocab) if made.drafts else None,
         drafter=source_name(spec.drafter, spec.checkpoint),
-        long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if device.type == "cpu" else None,
+        long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if options.device.type == "cpu" else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -11,25 +12,30 @@ from statistics import median
 from typing import cast
 
 from mtpserve.config import EngineConfig, SpecConfig
-from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.grammars import Grammar, GrammarCompiler
+from mtpserve.core.parallel import Ranks
 from mtpserve.core.protocols import LogitsProcessor
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
+from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble, computing
 from mtpserve.engine.below import TierOptions
 from mtpserve.engine.compute import backend_of, described, kernels_of
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.fingerprint import facts, fingerprint
+from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.kv_events import KVEvents
 from mtpserve.engine.planning import Plan, load_model, overlap_of, plan, positions
+from mtpserve.engine.rank_messages import Order, Reached, Room, Wire
+from mtpserve.engine.ranks import RankProcesses, joined
 from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.engine.spread import meet
 from mtpserve.engine.threads import bind
-from mtpserve.layers.decoder import Methods
+from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
 from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
+from mtpserve.runtime.memory import MemoryPlan
+from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.step import Step
 from mtpserve.spec.curves import Curve, read_curve
@@ -117,54 +123,117 @@ def log_rounding(methods: Methods) -> None:
             log.info("int8, %s: rounding changes the matrices by %.2f %%, at most %.2f %%", what, median_error, largest)
 
 
+def load_part(planned: Plan, ranks: Ranks, progress: bool) -> DecoderModel:
+    """The model, or this rank's part of it."""
+    config, device = planned.config, planned.device
+    kernels = replace(KERNELS.get(kernels_of(config, device))(), ranks=ranks)
+    length = positions(config, planned.described.arch, device)
+    return load_model(planned.described, planned.dtype, device, length, kernels, progress, planned.storage)
+
+
+def sizes_of(planned: Plan) -> EngineSizes:
+    memory, page_size = planned.memory, planned.config.cache.page_size
+    return EngineSizes(
+        pages=memory.pages, page_size=page_size, seats=memory.max_running, context=memory.context_length, states=memory.states
+    )
+
+
+def options_of(planned: Plan, processors: Seq[LogitsProcessor], curve: Curve | None) -> EngineOptions:
+    """Those of what computes, alike in all ranks."""
+    config, device, arch = planned.config, planned.device, planned.described.arch
+    running, budget = planned.memory.max_running, config.scheduler.chunked_prefill_size
+    return EngineOptions(
+        spec=config.spec,
+        scheduler=config.scheduler,
+        sampling=config.sampling,
+        device=device,
+        dtype=planned.dtype,
+        stored=planned.storage.cache,
+        backend=backend_of(config, device),
+        eos_ids=arch.eos_ids,
+        token_map=planned.described.token_map,
+        rates=None if curve is None else curve.rates(draft_sizes(config.spec, budget).depth),
+        processors=processors,
+        grammars=None if config.model.numbers_for_text else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
+        overlap=overlap_of(config, device),
+        graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
+    )
+
+
+def curve_of(spec: SpecConfig) -> Curve | None:
+    return None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
+
+
+def room_of(memory: MemoryPlan) -> Room:
+    return Room(list(memory.pages), memory.states, memory.max_running, memory.context_length)
+
+
+def in_room(planned: Plan, room: Room) -> Plan:
+    fitting = replace(
+        planned.memory, pages=tuple(room.pages), states=room.states, max_running=room.max_running, context_length=room.context_length
+    )
+    return replace(planned, memory=fitting)
+
+
+def build_rank(config: EngineConfig, wire: Wire[Order], memory: int) -> tuple[Runner, PreparedGrammars | None] | None:
+    """In a process of rank 1 and up: what computes its part. `memory`: a descriptor of what ranks may share, or -1. None: rank 0 has given
+    up. Raises LoadError and ConfigError."""
+    bind(config)
+    processors, planned = load_processors(config.sampling.logits_processors), plan(config)
+    wire.send(room_of(planned.memory))
+    room = wire.receive()
+    if room is None:
+        return None
+    assert isinstance(room, Room)
+    planned = in_room(planned, room)
+    ranks = joined(config, planned.device, memory, room.port)
+    model = load_part(planned, ranks, progress=False)
+    wire.send(Reached("loaded"))
+    made = computing(model, sizes_of(planned), options_of(planned, processors, curve_of(config.spec)))
+    return made.runner, made.grammars
+
+
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
     """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
-    size = config.parallel.tensor_parallel_size
-    check(size == 1, "tensor_parallel_size", size, "1: an engine has one process")
-    bind(config)
+    others = RankProcesses(config)  # before this one is bound to its part of the cores
+    try:
+        bind(config)
+        return build_with(others, config, progress, poison)
+    except BaseException:
+        others.close()
+        raise
+
+
+def build_with(others: RankProcesses, config: EngineConfig, progress: bool, poison: bool) -> Engine:
     processors = load_processors(config.sampling.logits_processors)
     planned = plan(config)
-    config = planned.config
     observer = observer_of(config)  # before anything is loaded: its port may be in use
-    dtype, device, kept, memory = planned.dtype, planned.device, planned.storage, planned.memory
-    arch, spec, page_size = planned.described.arch, config.spec, config.cache.page_size
-    for what, size in [*memory.rows, ("all", memory.total)]:
+    for what, size in [*planned.memory.rows, ("all", planned.memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
-    kernels = KERNELS.get(kernels_of(config, device))()
-    model = load_model(planned.described, dtype, device, positions(config, arch, device), kernels, progress, kept)
+    room = others.agree(room_of(planned.memory))
+    planned, together = in_room(planned, room), others.connect(room, planned.device)
+    config, device, memory = planned.config, planned.device, planned.memory
+    model = load_part(planned, others.ranks, progress)
+    others.reach("loaded")
     log_rounding(model.methods)
-    curve = None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
+    curve, spec, arch = curve_of(config.spec), config.spec, planned.described.arch
     warn(spec, curve)
-    running, record = memory.max_running, recorded_in(config)
-    engine = assemble(
-        model,
-        EngineSizes(pages=memory.pages, page_size=page_size, seats=running, context=memory.context_length, states=memory.states),
-        EngineOptions(
-            spec=spec,
-            scheduler=config.scheduler,
-            sampling=config.sampling,
-            device=device,
-            dtype=dtype,
-            stored=kept.cache,
-            backend=backend_of(config, device),
-            eos_ids=arch.eos_ids,
-            token_map=planned.described.token_map,
-            rates=None if curve is None else curve.rates(draft_sizes(spec, config.scheduler.chunked_prefill_size).depth),
-            processors=processors,
-            grammars=None if config.model.numbers_for_text else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
-            overlap=overlap_of(config, device),
-            recorder=None if record is None else partial(recorder_of, record, header_of(config, planned)),
-            graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
-            fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
-            below=below_of(config, planned),
-            observer=observer,
-            floor=None if config.model.load_format == "dummy" or config.disaggregation.role == "prefill" else planned.described.floor,
-            poison=poison,
-            name=config.model.names[0],
-            kernels=described(config, device),
-        ),
+    record, computed = recorded_in(config), f"{described(config, device)}{together}"
+    options = replace(
+        options_of(planned, processors, curve),
+        recorder=None if record is None else partial(recorder_of, record, header_of(config, planned)),
+        others=others if others.size > 1 else None,
+        fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
+        below=below_of(config, planned),
+        observer=observer,
+        floor=None if config.model.load_format == "dummy" or config.disaggregation.role == "prefill" else planned.described.floor,
+        poison=poison,
+        name=config.model.names[0],
+        kernels=computed,
     )
-    engine.ticks, family = meet(config, planned.described.spread, arch, dtype, device), planned.described.family
+    engine = assemble(model, sizes_of(planned), options)
+    others.reach("ready")
+    engine.ticks, family = meet(config, planned.described.spread, arch, planned.dtype, device), planned.described.family
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,
@@ -173,7 +242,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
         algorithm=None if spec.speculative_algorithm is None else spec.speculative_algorithm.upper(),
     )
     log.info(
-        "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, dtype, device, engine.card.kernels,
-        memory.counted, page_size, spec.steps, spec.nodes,
+        "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, planned.dtype, device, computed,
+        memory.counted, config.cache.page_size, spec.steps, spec.nodes,
     )  # fmt: skip
     return engine

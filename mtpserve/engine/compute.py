@@ -21,8 +21,20 @@ def device_of(config: EngineConfig) -> torch.device:
         raise ConfigError("--device cuda: torch finds no GPU")
     if name == "cpu" or not there:
         return torch.device("cpu")
-    check(config.replica < there, "data_parallel_size", config.parallel.data_parallel_size, f"at most {there}, one engine for each GPU")
+    ranks = config.parallel.tensor_parallel_size
+    check(ranks <= there, "tensor_parallel_size", ranks, f"at most {there}, one rank for each GPU")
+    engines = config.parallel.data_parallel_size
+    check(device_number(config) < there, "data_parallel_size", engines, f"at most {there // ranks}, one engine for each {gpus(ranks)}")
     return torch.device("cuda")
+
+
+def gpus(count: int) -> str:
+    return "GPU" if count == 1 else f"{count} GPUs"
+
+
+def device_number(config: EngineConfig) -> int:
+    """Of the process's GPU."""
+    return config.replica * config.parallel.tensor_parallel_size + config.rank
 
 
 def dtype_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> torch.dtype:

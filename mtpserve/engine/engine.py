@@ -231,6 +231,7 @@ class Engine:
 
     def close(self) -> None:
         """Nothing is called any more."""
+        self._runner.close()
         if self._observer is not None:
             self._observer.close()
         if self._tiers is not None:
@@ -303,6 +304,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise unless pages, seats and queues agree; while idle, unless all pages and seats are free."""
         self._scheduler.check_integrity()
+
+    def check_alive(self) -> None:
+        """Raises EngineDead where a process that computes a part of the model has ended."""
+        self._runner.check()
 
     def _report(self, outcomes: Seq[Outcome]) -> list[TokenEvent]:
         """Of one step, before another is booked: what has ended must not seem to have ended earlier."""

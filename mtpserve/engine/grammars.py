@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from threading import Lock
 
 from mtpserve.core.grammars import Grammar, GrammarCompiler
@@ -12,15 +13,17 @@ MOST = 1024  # compiled and not taken: of requests that wait, or went away befor
 
 
 class PreparedGrammars:
-    """core.protocols.GrammarCompiler: each state is given once, since what a text does to it cannot be undone."""
+    """core.protocols.GrammarCompiler: each state is given once, since what a text does to it cannot be undone. `coming` is told of each
+    grammar before it is compiled."""
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
+    def __init__(self, compiler: GrammarCompiler, coming: Callable[[GrammarSpec], None] = lambda spec: None) -> None:
+        self._compiler, self._coming = compiler, coming
         self._ready: deque[tuple[GrammarSpec, Grammar]] = deque(maxlen=MOST)
         self._lock = Lock()
 
     def prepare(self, spec: GrammarSpec) -> None:
         """May take seconds, in any thread. Raises InvalidRequest, EngineBusy."""
+        self._coming(spec)
         made = self._compiler.compile(spec)
         with self._lock:
             self._ready.append((spec, made))

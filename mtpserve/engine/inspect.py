@@ -67,6 +67,8 @@ def inspect_model(config: EngineConfig) -> InspectReport:
     pages = f"{memory.counted} pages of {planned.config.cache.page_size} tokens"
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {pages}, "
                  f"up to {memory.max_running} requests at once, {config.spec.steps} drafts per step")  # fmt: skip
+    if (ranks := config.parallel.tensor_parallel_size) > 1:
+        notes.append(f"the memory plan is that of each of {ranks} ranks")
     apart = None if described.head is None else str(described.head.checkpoint.directory)
     if described.head is not None:
         asked = f"--speculative-algorithm {config.spec.speculative_algorithm} --speculative-draft-model-path {config.spec.checkpoint}"

@@ -62,7 +62,7 @@ PR_SET_PDEATHSIG = 1
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "48"}
 MAX_COMPILING = 64  # requests whose grammars are being compiled or wait for it; more are refused as by a full queue
 TRIM_S = 10.0  # how often freed memory is given back to the system
-IDLE_MS = 250  # how often an idle engine looks whether what may change by itself has
+IDLE_MS = 250  # how often an idle engine looks whether what may change by itself has, and whether all that compute are there
 POLL_MS = 5  # how often the loop looks for compiled grammars while it has nothing else to do
 
 
@@ -86,6 +86,7 @@ class EngineLike(Protocol):
     def set_spec(self, change: SpecChange) -> SpecReport: ...
     def step(self) -> list[TokenEvent]: ...
     def check_integrity(self) -> None: ...
+    def check_alive(self) -> None: ...
 
 
 class Factory(Protocol):
@@ -198,8 +199,10 @@ def loop(engine: EngineLike, pipe: Pipe) -> None:
         if inbox.state == State.IDLE and ticks.sleeps:
             engine.check_integrity()
             pipe.send(Events([], engine.stats))
-            while engine.changes_idle and not pipe.pause(IDLE_MS):
-                pipe.send(Events([], engine.stats))
+            while not pipe.pause(IDLE_MS):
+                engine.check_alive()
+                if engine.changes_idle:
+                    pipe.send(Events([], engine.stats))
             going = inbox.take(pipe.wait())
         elif inbox.state < State.WORKS and ticks.state == State.WAITS:
             pipe.pause()

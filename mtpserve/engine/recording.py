@@ -97,6 +97,13 @@ class StepRecorder:
     def reshape(self, shape: object) -> None:
         raise ConfigError("--record-steps must be left out where the shape of steps changes: that is not recorded")
 
+    def check(self) -> None:
+        self.runner.check()
+
+    def close(self) -> None:
+        self.runner.close()
+        self.file.close()
+
     def launch(self, plan: StepPlan) -> Launched:
         self.steps += 1
         self.write(StepPlanned(self.steps, plan))

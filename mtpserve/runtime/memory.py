@@ -167,7 +167,7 @@ def plan_memory(
 
     if total is None:
         fraction = config.cache.mem_fraction_static or (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
-        budget = int(usable_memory(device) * fraction) - weights
+        budget = int(usable_memory(device, config.parallel.tensor_parallel_size) * fraction) - weights
         typical = max(context // SHARE_OF_CONTEXT, 1)
         # Half of the states are kept ones, at least.
         each = sum(share.token * tokens_in(share, typical, 1) for share in shares) + 2 * state_bytes + waiting_bytes
@@ -269,9 +269,10 @@ def selection(arch: ModelArch, rows: int, context: int) -> int:
     return rows * best * 8 + min(rows * context, max(MAX_SCORES, context)) * 4 if best else 0
 
 
-def usable_memory(device: torch.device) -> int:
+def usable_memory(device: torch.device, ranks: int = 1) -> int:
     """Bytes, of which `--mem-fraction-static` is a share. On a GPU what is free now, before weights are loaded: other processes keep what
-    they have. On a CPU all that the machine has, since what counts as free there changes with every file that is read."""
+    they have. On a CPU all that the machine has, since what counts as free there changes with every file that is read; `ranks` of a model
+    share it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

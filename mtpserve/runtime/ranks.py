@@ -13,7 +13,7 @@ from mmap import mmap
 import torch
 import torch.distributed as dist
 from mtpserve_kernels.cpu.library import Unavailable, library
-from mtpserve_kernels.cpu.ranks import Exchange, exchange_bytes
+from mtpserve_kernels.cpu.ranks import Exchange, PeerGone, exchange_bytes
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, and documented
 
@@ -55,8 +55,8 @@ class TorchRanks:
         for name, interface in LOOPBACK.items():
             os.environ.setdefault(name, interface)
         self.rank, self.size, self.nccl = rank, size, device.type == "cuda"
-        backend, place = "nccl" if self.nccl else "gloo", store or TCPStore(HERE, port, size)
-        dist.init_process_group(backend, store=place, rank=rank, world_size=size)
+        self.backend = "nccl" if self.nccl else "gloo"
+        dist.init_process_group(self.backend, store=store or TCPStore(HERE, port, size), rank=rank, world_size=size)
         self.sum(torch.zeros(1, device=device))  # NCCL connects now, and not in a step that is captured
 
     def sum(self, x: Tensor) -> Tensor:
@@ -82,11 +82,11 @@ class TorchRanks:
             return list(parts)
         numbers = x.view(-1).view(torch.uint8)  # gloo does not know every type
         made = [torch.empty_like(numbers) for _ in range(self.size)]
-        dist.all_gather(made, numbers)
+        try:
+            dist.all_gather(made, numbers)
+        except RuntimeError as error:
+            raise PeerGone(str(error)) from error
         return [part.view(x.dtype).view(x.shape) for part in made]
-
-    def give_up(self) -> None:
-        """gloo sees by itself that a rank is gone."""
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -111,6 +111,12 @@ class Runner:
                 self.captured[drafter] = self.graphs.again()
             self.graphs = self.captured[drafter]
 
+    def check(self) -> None:
+        """No other process is needed."""
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
     @property
     def sizes(self) -> DraftSizes:
         return self.drafter.sizes

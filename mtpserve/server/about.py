@@ -40,6 +40,7 @@ class EngineHealth(Rendered):
     state: Literal["starting", "up", "dead"]
     restarts: int
     reason: str | None  # of its last death
+    ranks: int  # processes that compute its model together
 
 
 class VerboseHealth(Healthy):
@@ -132,6 +133,7 @@ STATE = [
     ("model_path", str),  # SGLang's name: routers tell by these which model a server has
     ("tokenizer_path", str),
     ("dp_size", int),
+    ("tp_size", int),
     ("lossy", bool),
     ("synthetic_acceptance", str | None),
     ("kernels", str),
@@ -153,7 +155,8 @@ async def health(service: Served, verbose: bool = False) -> Response:
         return JSON(Healthy(status))
     known = service.client.stats().draft_health
     drafting = Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)
-    states = [EngineHealth(each.number, each.state, each.restarts_total, each.reason or None) for each in engines]
+    ranks = service.engine_config.parallel.tensor_parallel_size
+    states = [EngineHealth(each.number, each.state, each.restarts_total, each.reason or None, ranks) for each in engines]
     return JSON(VerboseHealth(status, drafting, states))
 
 
@@ -228,6 +231,7 @@ async def server_info(service: Served) -> Response:
     counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[1:]}
     model = service.engine_config.model
     state: dict[str, Any] = {"model_path": str(model.directory.absolute()), "tokenizer_path": str(model.tokenizer_directory.absolute())}
-    state["dp_size"] = service.engine_config.parallel.data_parallel_size
+    parallel = service.engine_config.parallel
+    state |= {"dp_size": parallel.data_parallel_size, "tp_size": parallel.tensor_parallel_size}
     state |= {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
     return JSON(ServerInfo(**launched, **state, internal_states=[InternalState(stats.accept_length(), **counted)]))

@@ -27,9 +27,9 @@ def restored() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def bound(engines: int = 1, replica: int = 0, **cpu: Any) -> EngineConfig:
-    model, parallel = ModelConfig(device="cpu"), ParallelConfig(data_parallel_size=engines)
-    return EngineConfig(model=model, parallel=parallel, cpu=CPUConfig(**cpu), replica=replica)
+def bound(engines: int = 1, replica: int = 0, ranks: int = 1, rank: int = 0, **cpu: Any) -> EngineConfig:
+    model, parallel = ModelConfig(device="cpu"), ParallelConfig(data_parallel_size=engines, tensor_parallel_size=ranks)
+    return EngineConfig(model=model, parallel=parallel, cpu=CPUConfig(**cpu), replica=replica, rank=rank)
 
 
 def test_a_number_of_threads() -> None:
@@ -63,6 +63,19 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch, engines: int, 
     assert found[-1] == {4, 5, 6, 7}
 
 
+@needs_affinity
+def test_ranks_share_the_cores_of_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equally many threads: what each of them computes is the same to the last bit."""
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: found.append(tuple(sorted(chosen))))
+    for cores, each in ((8, 2), (7, 1), (3, 1)):
+        monkeypatch.setattr(threads, "allowed", lambda cores=cores: frozenset(range(cores)))
+        for replica, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            threads.bind(bound(2, replica, 2, rank))
+            assert torch.get_num_threads() == each
+    assert found == [(0, 1), (2, 3), (4, 5), (6, 7), (0,), (1, 2), (3, 4), (5, 6)], "three cores are for all four"
+
+
 def test_each_engine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -72,6 +85,14 @@ def test_each_engine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen == [0, 1]
     with pytest.raises(ConfigError, match="--data-parallel-size must be at most 2, one engine for each GPU, got 3"):
         threads.bind(replace(bound(3, 2), model=ModelConfig()))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for rank in range(2):
+        threads.bind(replace(bound(2, 1, 2, rank), model=ModelConfig()))
+    assert chosen == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="--tensor-parallel-size must be at most 4, one rank for each GPU, got 8"):
+        threads.bind(replace(bound(ranks=8), model=ModelConfig()))
+    with pytest.raises(ConfigError, match="--data-parallel-size must be at most 2, one engine for each 2 GPUs, got 3"):
+        threads.bind(replace(bound(3, 2, 2), model=ModelConfig()))
 
 
 @needs_affinity

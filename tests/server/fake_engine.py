@@ -112,6 +112,9 @@ class FakeEngine:
         stats.transfer_seconds_total = {"save": 0.0075, "load": 0.001, "spill": 0.02, "fetch": 0.004}
         stats.failed_transfers_total = {"fetch": 1}
 
+    def check_alive(self) -> None:
+        """Nothing can end."""
+
     def check_integrity(self) -> None:
         if self.stats.pages_used:
             raise AssertionError("pages in use while idle")

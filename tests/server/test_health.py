@@ -32,7 +32,7 @@ def test_what_is_known_of_the_draft_model(http: httpx.AsyncClient, client: FakeC
     for path in ("/health", "/ready"):
         assert get(http, path).json() == {"status": "ok"}
         response = get(http, f"{path}?verbose=true")
-        engines = [{"engine": 0, "state": "up", "restarts": 0, "reason": None}]
+        engines = [{"engine": 0, "state": "up", "restarts": 0, "reason": None, "ranks": 1}]
         assert (response.status_code, response.json()) == (200, {"status": "ok", "drafting": told, "engines": engines})
     values = dict(re.findall(r"^mtpserve_speculative_(faults_total|suspended) (\S+)$", get(http, "/metrics").text, re.MULTILINE))
     assert float(values["faults_total"]) == told["faults"] and float(values["suspended"]) == (known.state == "suspended")

@@ -1,0 +1,121 @@
+"""A process that computes its part of a model as rank 0 says (engine/ranks.py starts it): no scheduler, no requests but those in the plans.
+
+    python -m mtpserve.engine.rank --orders FD --answers FD --memory FD
+
+It ignores SIGINT and SIGTERM and dies with its parent, as the engine's process does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
+
+from mtpserve.core.errors import EngineDead, MTPServeError
+from mtpserve.core.protocols import Launched, ModelRunner
+from mtpserve.core.sampling import GrammarSpec
+from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.process import CPU_CACHES, TRIM_S, die_with_parent, give_back, kind_of, one_line
+from mtpserve.engine.rank_messages import ORDERS, Failed, LaunchStep, Order, Prepare, Reached, Read, Reshape, StartRank, Wire, digest
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """Does what rank 0's runner is asked to do."""
+
+    def __init__(self, runner: ModelRunner, grammars: PreparedGrammars | None) -> None:
+        self.runner, self.grammars = runner, grammars
+        self.launched: deque[Launched] = deque()
+        self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self.compiling: list[tuple[GrammarSpec, Future[None]]] = []
+
+    def follow(self, order: Order) -> None:
+        match order:
+            case LaunchStep(plan):
+                self.wait_for([admission.sampling.grammar for admission in plan.admissions])
+                self.launched.append(self.runner.launch(plan))
+            case Read(expected):
+                if digest(self.launched.popleft().result()) != expected:
+                    raise EngineDead("it has chosen other tokens than rank 0")
+            case Reshape(shape):
+                self.runner.reshape(shape)
+            case Prepare(spec):
+                assert self.grammars is not None
+                self.compiling.append((spec, self.compiler.submit(self.grammars.prepare, spec)))
+
+    def wait_for(self, specs: list[GrammarSpec | None]) -> None:
+        """Rank 0 has compiled them already."""
+        for _, compiling in (each for each in self.compiling if each[0] in specs):
+            compiling.exception()
+        self.compiling = [each for each in self.compiling if not each[1].done()]
+
+
+def compute(wire: Wire[Order], memory: int) -> None:
+    """Until rank 0 says no more."""
+    start = wire.receive()
+    if start is None:
+        return
+    assert isinstance(start, StartRank)
+    # What rank 0 says of the model all ranks would say; what ends this one is reported, and rank 0 tells the user.
+    level = logging.DEBUG if start.log_level <= logging.DEBUG else logging.CRITICAL
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s rank {start.config.rank}: %(message)s")
+    from mtpserve.engine.build import build_rank
+
+    made = build_rank(start.config, wire, memory)
+    if made is None:
+        return
+    follower, trimmed = Follower(*made), perf_counter()
+    gc.collect()
+    gc.freeze()
+    wire.send(Reached("ready"))
+    while (order := wire.receive()) is not None:
+        follower.follow(order)
+        if perf_counter() - trimmed > TRIM_S:
+            give_back()
+            trimmed = perf_counter()
+
+
+def run(wire: Wire[Order], memory: int) -> int:
+    """Returns the exit code."""
+    from mtpserve_kernels.cpu.ranks import PeerGone
+
+    try:
+        compute(wire, memory)
+    except PeerGone:
+        while wire.receive() is not None:  # rank 0 knows who has ended, and ends this one
+            pass
+    except BrokenPipeError:
+        pass
+    except MTPServeError as error:
+        wire.send(Failed(kind_of(error), one_line(error)))
+        return 1
+    except Exception as error:
+        log.critical("fails", exc_info=True)
+        wire.send(Failed("engine", f"{type(error).__name__}: {one_line(error)}"))
+        return 1
+    return 0
+
+
+def main() -> int:
+    assert "torch" not in sys.modules
+    for name, size in CPU_CACHES.items():
+        os.environ.setdefault(name, size)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="mtpserve.engine.rank")
+    for name in ("orders", "answers", "memory"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+    die_with_parent()
+    return run(Wire(given.orders, given.answers, ORDERS), given.memory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

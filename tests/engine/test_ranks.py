@@ -1,0 +1,163 @@
+"""Several processes that compute one model: they say what one process says, and end together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.draft_sizes import DraftShape
+from mtpserve.core.errors import ConfigError, EngineDead
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import GrammarSpec, SamplingParams
+from mtpserve.engine import ranks as ranks_module
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.engine import Engine
+from mtpserve.engine.ranks import EveryRank
+from tests.engine.bad_ranks import NAME
+from tests.spec.test_moved import hear
+
+ROOT = Path(__file__).parents[2]
+CHAIN = SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=3, speculative_adaptive=False)
+TREE = SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
+GREEDY, SAMPLED = SamplingParams(max_tokens=24, temperature=0), SamplingParams(max_tokens=24, temperature=0.9, seed=3)
+ASKED = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "penalties": replace(SAMPLED, presence_penalty=1.5, frequency_penalty=0.7, repetition_penalty=1.4),
+    "bias": replace(SAMPLED, logit_bias={40: 3.0, 50: -100.0}),
+    "grammar": replace(SAMPLED, max_tokens=40, grammar=GrammarSpec("regex", r"def [a-z]{5,9}\([a-z]+\): return [0-9]{6,12}")),
+    "log-probabilities": replace(SAMPLED, logprobs=2),
+    "custom": replace(SAMPLED, custom_params={"bad": "no"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Rank 0, which is this process, is bound to a part of the cores."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'kernels'}")
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+
+
+def config_of(ranks: int, spec: SpecConfig = CHAIN, tokens: int = 2048, backend: str = "auto") -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(device="cpu", dtype="float32", attention_backend=backend),
+        cache=CacheConfig(max_total_tokens=tokens),
+        spec=spec,
+        sampling=SamplingConfig(logits_processors=NAME),
+        scheduler=SchedulerConfig(max_running_requests=4, random_seed=0),
+        parallel=ParallelConfig(tensor_parallel_size=ranks),
+    )
+
+
+@contextmanager
+def built(config: EngineConfig) -> Iterator[Engine]:
+    engine = build_engine(config, poison=True)
+    others = processes(engine)
+    try:
+        yield engine
+    finally:
+        engine.close()
+    assert not any(alive(pid) for pid in others)
+
+
+def processes(engine: Engine) -> list[int]:
+    runner = engine.runner
+    return [other.process.pid for other in runner.others._others] if isinstance(runner, EveryRank) else []
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def requests(again: str = "") -> list[Request]:
+    prompts = {name: [5 + 7 * i % 60 for i in range(3 + 9 * place)] for place, name in enumerate(ASKED)}
+    return [Request(name + again, prompts[name], sampling) for name, sampling in ASKED.items()]
+
+
+def texts(engine: Engine) -> dict[str, list[int]]:
+    """Twice: the second time prompts are found in the cache."""
+    first = {name: heard.tokens for name, heard in hear(engine, requests()).items()}
+    again = {name.removesuffix(" again"): heard.tokens for name, heard in hear(engine, requests(" again")).items()}
+    assert engine.stats.cached_prompt_tokens_total > 0 and first == again
+    engine.check_integrity()
+    return first
+
+
+@pytest.mark.parametrize(("spec", "backend"), [(CHAIN, "auto"), (TREE, "reference")], ids=["chain", "tree in plain torch"])
+def test_two_say_what_one_says(spec: SpecConfig, backend: str) -> None:
+    with built(config_of(1, spec, backend=backend)) as alone:
+        expected = texts(alone)
+    assert len({tuple(text) for text in expected.values()}) == len(ASKED)
+    with built(config_of(2, spec, backend=backend)) as engine:
+        assert texts(engine) == expected
+        (other,) = processes(engine)
+        if len(cores := os.sched_getaffinity(0) | os.sched_getaffinity(other)) > 1:
+            assert os.sched_getaffinity(0).isdisjoint(os.sched_getaffinity(other)), cores
+        assert "2 ranks by" in engine.card.kernels
+
+
+def test_without_shared_memory_and_with_few_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By gloo; requests are preempted; the shape of drafts changes."""
+    monkeypatch.setattr(ranks_module, "shares_memory", lambda device: False)
+    with built(config_of(1, tokens=160)) as alone, built(config_of(2, tokens=160)) as engine:
+        expected = {name: heard.tokens for name, heard in hear(alone, requests()).items()}
+        assert {name: heard.tokens for name, heard in hear(engine, requests()).items()} == expected
+        assert engine.stats.preemptions_total > 0 and "by gloo" in engine.card.kernels
+        for each in (alone, engine):
+            each.draft_with(DraftShape(1, 1, 1))
+        assert hear(engine, requests("1"))["greedy1"].tokens == expected["greedy"]
+
+
+def to_the_end(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("killed", "rank 1 of the model was killed by SIGKILL"),
+        ("differs", "rank 1 of the model failed: it has chosen other tokens than rank 0"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_engine(what: str, reason: str) -> None:
+    with built(config_of(2)) as engine:
+        engine.add(Request("a", [7, 8], replace(GREEDY, custom_params={"bad": what})))
+        began = time.monotonic()
+        with pytest.raises(EngineDead, match=reason):
+            to_the_end(engine)
+        assert time.monotonic() - began < 5
+        with pytest.raises(EngineDead, match=reason):
+            engine.check_alive()
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "reason"),
+    [
+        ("killed", EngineDead, "rank 1 of the model was killed by SIGKILL"),
+        ("refuses", ConfigError, f"--logits-processors {NAME}: RuntimeError: not in this rank"),
+    ],
+)
+def test_a_rank_that_cannot_start(what: str, error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAD_RANK", what)
+    with pytest.raises(error, match=reason):
+        build_engine(config_of(2))
+    assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def test_what_ranks_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-offload-gib must be left out with --tensor-parallel-size"):
+        replace(config_of(2), cache=CacheConfig(kv_offload_gib=1.0))
+    with pytest.raises(ConfigError, match="--tensor-parallel-size must be in"):
+        ParallelConfig(tensor_parallel_size=0)
