@@ -48,7 +48,7 @@ class VerboseHealth(Healthy):
     engines: list[EngineHealth]
 
 
-class Load(Rendered):
+class ServerLoad(Rendered):
     server_load: int  # requests that run or wait
 
 
@@ -163,7 +163,7 @@ async def health(service: Served, verbose: bool = False) -> Response:
 async def load(service: Served) -> Response:
     """How many requests run or wait, in vLLM's form."""
     stats = service.client.stats()
-    return JSON(Load(stats.running + stats.waiting))
+    return JSON(ServerLoad(stats.running + stats.waiting))
 
 
 async def version() -> Response:

@@ -78,7 +78,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/flush_cache",), flush_cache, (Flushed,)),  # SGLang takes both
     ("POST", ("/flush_cache", "/reset_prefix_cache"), flush_cache, (Flushed,)),  # SGLang's name and vLLM's
     ("POST", ("/abort_request",), abort_request, (Aborted,)),
-    ("GET", ("/load",), about.load, (about.Load,)),  # vLLM's
+    ("GET", ("/load",), about.load, (about.ServerLoad,)),  # vLLM's
     ("POST", ("/invocations",), invocations, (CompletionObject, ChatObject)),
 )
 # Of models that give vectors; they are not described.
