@@ -135,10 +135,12 @@ class Launch:
     async def run(self, listener: socket.socket) -> int:
         signals = Signals()
         progress = sys.stderr.isatty()
-        parallel, meetings = self.engine_config.parallel, tempfile.TemporaryDirectory(prefix="mtpserve-")
+        parallel = self.engine_config.parallel
+        meetings = tempfile.TemporaryDirectory(prefix="mtpserve-") if parallel.spreads else None
 
         def make(number: int, restarts: int) -> ProcessClient:
-            config = replace(self.engine_config, replica=number, meeting=f"{meetings.name}/{restarts}")
+            meeting = "" if meetings is None else f"{meetings.name}/{restarts}"
+            config = replace(self.engine_config, replica=number, meeting=meeting)
             return ProcessClient(config, factory=self.factory, progress=progress and number == 0, log_level=self.server.log_level)
 
         seed = self.engine_config.scheduler.random_seed
@@ -155,7 +157,8 @@ class Launch:
             return await self._until_the_end(client, signals, service)
         finally:
             await client.stop(grace=0 if signals.second.is_set() else grace)
-            meetings.cleanup()
+            if meetings is not None:
+                meetings.cleanup()
             http.should_exit = True
             await serving
 

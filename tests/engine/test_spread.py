@@ -6,13 +6,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import torch
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
@@ -20,9 +26,12 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.client import ProcessClient
-from mtpserve.engine.planning import plan
+from mtpserve.engine.planning import describe, load_model, plan
 from mtpserve.engine.replicas import Replicas
-from tests.models.checkpoints import deepseek, glm4_moe, llama
+from mtpserve.engine.storage import Storage
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import KERNELS
+from tests.models.checkpoints import DEEPSEEK, deepseek, glm4_moe, llama
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
@@ -114,27 +123,63 @@ def test_two_engines_are_one_and_outlive_the_death_of_either(tmp_path: Path) -> 
     serve(config, tmp_path, work)
 
 
-def test_four_engines_with_a_map_and_their_load(tmp_path: Path) -> None:
-    glm4_moe(tmp_path / "model")
+def test_the_sources_command(tmp_path: Path) -> None:
+    """SGLang's for eight GPUs, with four engines and a small model of random weights, which are the same in parts as in one engine."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
     owners, load = {"1": [0, 1, 2, 3, 3, 2, 1, 0], "3": [3, 0, 0, 1, 2, 0, 0, 0]}, tmp_path / "load"
     (tmp_path / "map.json").write_text(json.dumps(owners))
-    options = {"tensor_parallel_size": 4, "data_parallel_size": 4, "enable_dp_attention": True, "expert_parallel_size": 4}
-    config = config_of(
-        tmp_path / "model", TREE, **options, expert_map=str(tmp_path / "map.json"), record_expert_load=str(load)
-    )  # fmt: skip
-    requests = asked(10, tokens=10)
-    expected = alone(config, requests)
-
-    async def work(replicas: Replicas, made: list[ProcessClient]) -> None:
-        assert await asyncio.gather(*(text(replicas, request) for request in requests)) == expected
-        assert [each.restarts_total for each in replicas.engines] == [0] * 4
-        await asyncio.sleep(0.2)  # the last tick
-
-    serve(config, tmp_path, work)
+    options = (
+        "--tp-size 4 --enable-dp-attention --dp 4 --ep 4 --speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 2"
+    )
+    command = [sys.executable, "-m", "mtpserve", "launch", "--model-path", str(tmp_path), "--load-format", "dummy", *options.split()]
+    command += ["--speculative-num-draft-tokens", "6", "--expert-map", str(tmp_path / "map.json"), "--record-expert-load", str(load)]
+    command += ["--port", "0", "--max-total-tokens", "512", "--log-level", "warning", "--speculative-draft-model-quantization", "none"]
+    config = config_of(tmp_path, TREE)
+    config = replace(config, model=replace(config.model, load_format="dummy"))
+    requests = asked(8, tokens=8)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r"http://\S+", server.stdout.readline())
+            assert found, server.communicate(timeout=5)
+            with ThreadPoolExecutor() as pool:
+                answers = list(pool.map(lambda request: completed(found[0], request), requests))
+            server.send_signal(signal.SIGTERM)
+            _, log = server.communicate(timeout=20)
+        finally:
+            server.kill()
+    assert answers == alone(config, requests) and server.returncode == 0 and "Traceback" not in log
     counted = [json.loads(Path(f"{load}.{rank}").read_text()) for rank in range(4) if Path(f"{load}.{rank}").exists()]
-    assert all(each.keys() == {"1", "2", "3"} for each in counted)
     rows = [sum(sum(each[layer]) for each in counted) for layer in ("1", "2", "3")]
-    assert rows[0] == rows[1] > 10 * 10 and rows[0] % 3 == rows[2] % 3 == 0
+    # Of each row three experts; the MTP layer has rows of its own.
+    assert rows[0] == rows[1] >= 3 * sum(len(request.prompt) for request in requests) and rows[2] > 0 and rows[0] % 3 == rows[2] % 3 == 0
+
+
+def completed(url: str, request: Request) -> list[int]:
+    body = {"prompt": request.prompt, "max_tokens": request.sampling.max_tokens, "ignore_eos": True, "seed": request.sampling.seed}
+    body |= {"temperature": request.sampling.temperature}
+    (choice,) = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+    return [int(token) for token in choice["text"].split()]
+
+
+def test_each_engine_loads_its_own_experts(tmp_path: Path) -> None:
+    glm4_moe(tmp_path)
+    (tmp_path / "map.json").write_text(json.dumps({"2": [1, 0, 2, 1, 3, 3, 1, 2]}))
+    whole = dict(loaded(config_of(tmp_path, CHAIN)).named_parameters())
+    for rank in range(4):
+        map_file = str(tmp_path / "map.json")
+        config = config_of(tmp_path, CHAIN, data_parallel_size=4, enable_expert_parallel=True, expert_map=map_file)
+        parts = dict(loaded(replace(config, replica=rank)).named_parameters())
+        assert parts.keys() == whole.keys()
+        mapped = [[1], [0, 3, 6], [2, 7], [4, 5]][rank]
+        for name, part in parts.items():
+            held = mapped if name.startswith("layers.2.") else [2 * rank, 2 * rank + 1]
+            assert torch.equal(part, whole[name][held] if ".experts." in name else whole[name]), name
+
+
+def loaded(config: EngineConfig) -> DecoderModel:
+    found = describe(config, want_mtp=True)
+    return load_model(found, torch.float32, torch.device("cpu"), 64, KERNELS.get("torch")(), False, Storage(False, torch.float32))
 
 
 def test_each_engine_plans_for_its_own_experts(tmp_path: Path) -> None:

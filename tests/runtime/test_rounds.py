@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def drive(engine: Engine, rounds: Rounds, asked: Sequence[Request], texts: dict[
         ("oss", "torch", "reference", 2, 0),
         ("qwen", "cpu", "cpu", 2, 3),
         ("mamba2", "torch", "reference", 2, 3),
+        ("deepseek", "exact", "reference", 2, 3),
     ],
 )
 def test_texts_are_those_of_one_engine(family: str, kernels: str, backend: str, size: int, spec: int | SpecConfig) -> None:
@@ -77,19 +79,22 @@ def test_texts_are_those_of_one_engine(family: str, kernels: str, backend: str, 
     whole = filled(built(family, KERNELS.get("torch")()))
     asked = prompts(3 * size - 1)
     params = [(GREEDY, replace(SEEDED, seed=number))[number % 2] for number in range(len(asked))]
-    expected = run(tiny_engine(tiny_model(family, kernels=kernels), spec, backend=backend), asked, params)
+    options: dict[str, Any] = {"backend": backend, "exact": kernels == "exact", "pages": 18 if size == 2 else 400}
+    expected = run(tiny_engine(tiny_model(family, kernels=kernels), spec, **options), asked, params)
     owners = [(3 * expert + 1) % size for expert in range(8)]
-    table, texts = Table(size), [dict[str, list[int]]() for _ in range(size)]
+    table, texts, preempted = Table(size), [dict[str, list[int]]() for _ in range(size)], [0] * size
 
     def work(rank: int) -> None:
         model, rounds = part_of(whole, family, kernels, ExpertPlacement(rank, size, {1: owners}), ThreadPeers(table, rank))
-        engine = tiny_engine(model, spec, backend=backend)
+        engine = tiny_engine(model, spec, **options)
         # The last one has nothing to do.
         mine = [Request(str(i), asked[i], params[i]) for i in range(len(asked)) if rank < size - 1 and i % (size - 1) == rank]
         drive(engine, rounds, mine, texts[rank], 8, Random(rank))
+        preempted[rank] = engine.stats.preemptions_total
 
     together(size, work)
     assert [next(of[str(i)] for of in texts if str(i) in of) for i in range(len(asked))] == expected
+    assert size > 2 or sum(preempted), "the pool is too small for all of one engine's requests"
 
 
 def test_an_error_in_a_step_ends_its_requests_and_one_in_a_round_all_engines() -> None:
