@@ -70,6 +70,8 @@ class PacedEngine:
 
     def check_integrity(self) -> None: ...
 
+    def check_alive(self) -> None: ...
+
     def step(self) -> list[TokenEvent]:
         time.sleep(max(0.0, self._next - time.perf_counter()))
         self._next = max(self._next, time.perf_counter() - self.seconds) + self.seconds

@@ -53,6 +53,9 @@ class Engine:
     def check_integrity(self) -> None:
         assert not self.live
 
+    def check_alive(self) -> None:
+        pass
+
     def step(self) -> list[TokenEvent]:
         self.steps += 1
         for _ in range(self.random.randrange(3)):
@@ -83,8 +86,9 @@ class Messages:
         self.slept += 1
         return self.inbox.get(timeout=10)
 
-    def pause(self) -> None:
-        time.sleep(1e-4)
+    def pause(self, milliseconds: float = 0.1) -> bool:
+        with self.inbox.not_empty:
+            return bool(self.inbox.not_empty.wait_for(lambda: self.inbox.queue, milliseconds / 1000))
 
     def waiting(self) -> Iterator[Down]:
         while self.random.random() < 0.5:
