@@ -47,6 +47,12 @@ class Leases:
         with self._changed:
             self._coming.add(name)
 
+    def refuse(self, name: str) -> None:
+        """Its pages will not be computed: who waits for them need not."""
+        with self._changed:
+            self._remember(name)
+            self._changed.notify_all()
+
     def offer(self, name: str, pages: Mapping[Place, int]) -> None:
         """Complete blocks, which the caller leaves as they are until `take_ended` gives them back."""
         with self._changed:
@@ -115,6 +121,9 @@ class Leases:
 
     def _end(self, name: str) -> None:
         self._ended.append(self._open.pop(name).pages)
+        self._remember(name)
+
+    def _remember(self, name: str) -> None:
         self._names[name] = None
         if len(self._names) > MOST_ENDED:
             del self._names[next(iter(self._names))]

@@ -55,6 +55,10 @@ class Exports:
         self._offer(name)
         return offer
 
+    def refuse(self, name: str) -> None:
+        """A request has not come to its prompt's end."""
+        self._leases.refuse(name)
+
     def _keep(self, group: int, key: Key, pages: dict[Place, int]) -> None:
         host = self._tiers.host[group]
         page = self._pages.groups[group].allocator.find(key)

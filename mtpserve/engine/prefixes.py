@@ -14,12 +14,12 @@ from mtpserve.core.observers import CacheObserver
 from mtpserve.core.plan import KeptState, SpanPlan
 from mtpserve.core.request import Finish
 from mtpserve.core.sequence import Sequence
+from mtpserve.engine.exports import Exports
 from mtpserve.engine.output_states import OutputStates
 from mtpserve.engine.spans import prefill_end
 from mtpserve.engine.tiers import Tiers
 
 KEEP_EVERY = 2048  # tokens of a prompt, after which a state is kept in addition
-ENDED_WELL = (Finish.STOP, Finish.LENGTH)
 PATIENCE = 3  # loadings for which a request waits before it starts with what is there
 
 
@@ -36,11 +36,12 @@ class Prefixes:
     def add(self, seq: Sequence) -> None:
         """A request arrives."""
         self._extend(seq, prefill_end(seq))
+        self._pulls(seq, self._usable(seq))  # they come while it waits for a seat
 
     def columns(self, seq: Sequence) -> int | None:
         """Columns of a waiting request that are in the cache. None: it finds more in a few steps, or once another node has it."""
         keys = self._usable(seq)
-        if self._tiers is not None and self._tiers.pulls is not None and self._tiers.pulls.waits(seq, keys):
+        if self._pulls(seq, keys):
             return None
         columns = seq.matched = self._pages.matched(keys)
         if columns == len(keys):
@@ -139,10 +140,8 @@ class Prefixes:
         """A request gives its pages back. Not `trusted`: its numbers may have been wrong long before they showed, and nobody finds them in
         any tier; neither those that it had found itself, which may be why."""
         self._arrived(seq, seq.labelled, len(seq.keys))
-        if self._tiers is not None and self._tiers.exports is not None and seq.lease is not None and seq.finish in ENDED_WELL:
-            # Those that another request with this prompt may start after.
-            columns = (seq.prompt_len - self._pages.has_states) // self._pages.page_size
-            seq.offer = self._tiers.exports.add(seq.lease, seq.keys[:columns])
+        if self._tiers is not None and self._tiers.exports is not None and seq.lease is not None and seq.finish is not None:
+            self._export(seq, seq.lease, self._tiers.exports)
         state = self._outputs.leave(seq, trusted) if self._pages.has_states else []
         if state and self._tiers is not None:
             self._tiers.completed(state, seq.keys, state[-1].first, state[-1].end)
@@ -154,6 +153,17 @@ class Prefixes:
             self._tiers.distrust(seq.keys)
         for key in lost[0] if lost else []:
             self._gone(key)
+
+    def _export(self, seq: Sequence, lease: str, exports: Exports) -> None:
+        """A request has ended whose prompt another node goes on with: it gets what another request with this prompt may start after."""
+        if seq.finish in (Finish.STOP, Finish.LENGTH):
+            seq.offer = exports.add(lease, seq.keys[: (seq.prompt_len - self._pages.has_states) // self._pages.page_size])
+        else:
+            exports.refuse(lease)
+
+    def _pulls(self, seq: Sequence, keys: Seq[Key]) -> bool:
+        """Whether pages are still to come from another node."""
+        return self._tiers is not None and self._tiers.pulls is not None and self._tiers.pulls.waits(seq, keys)
 
     @property
     def states(self) -> list[int]:

@@ -161,6 +161,30 @@ def test_a_decode_node_waits_for_a_prompt_that_is_still_being_computed() -> None
     assert facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0)) and sum(event.cached for event in events) == 36
 
 
+def test_nobody_waits_for_a_prompt_that_will_not_be_computed() -> None:
+    model = tiny_model()
+    prefill, decode = node("prefill", model), node("decode", model)
+    here = source(prefilled(prefill, [1, 2, 3, 4, 5]), lease="room", waits=True)
+    ask(decode, "d", PROMPT, source=here, temperature=0.0)
+    decode.step()
+    ask(prefill, "p", PROMPT, lease="room", max_tokens=1)
+    prefill.abort("p")
+    assert facts(drain(prefill, decode)["d"]) == facts(single(model, "chain", PROMPT, temperature=0.0))
+
+
+def test_pages_come_while_a_request_waits_for_a_seat() -> None:
+    """Its lease may be over by the time that it gets one."""
+    model = tiny_model()
+    prefill, decode = node("prefill", model), node("decode", model, seats=1)
+    ask(decode, "long", SYSTEM, temperature=0.0, max_tokens=60)
+    decode.step()
+    ask(decode, "d", PROMPT, source=source(prefilled(prefill, PROMPT)), temperature=0.0)
+    while not decode.stats.transfers_total.get("pull"):
+        assert not any(event.finish for event in decode.step())
+    later(prefill)
+    assert sum(event.cached for event in drain(decode)["d"]) == 36
+
+
 def test_salts_share_nothing() -> None:
     model = tiny_model()
     prefill, decode = node("prefill", model), node("decode", model)

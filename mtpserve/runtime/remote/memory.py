@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -21,6 +22,7 @@ from mtpserve.core.errors import ConfigError
 
 FRONT = mmap.PAGESIZE  # bytes before the blocks
 NONCE = 16
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # reading mapped memory that has shrunk would end the reader
 KEPT = 8  # nodes whose memory stays mapped
 
 
@@ -41,9 +43,10 @@ class SharedBlocks:
         for count, size in zip(counts, sizes, strict=True):
             self._starts.append(self._starts[-1] + count * size)
         self._sizes, nonce = list(sizes), secrets.token_bytes(NONCE)
-        descriptor = os.memfd_create("mtpserve-pages", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("mtpserve-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, self._starts[-1])
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             self._memory = mmap.mmap(descriptor, self._starts[-1])
         except OSError as error:
             raise ConfigError(f"--kv-offload-gib: {self._starts[-1]} bytes cannot be shared: {error.strerror}") from error
@@ -86,7 +89,8 @@ def _opened(address: Address) -> np.ndarray | None:
     try:
         descriptor = os.open(f"/proc/{address.process}/fd/{address.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size != address.size or os.pread(descriptor, NONCE, 0) != address.nonce:
+            meant = os.fstat(descriptor).st_size == address.size and os.pread(descriptor, NONCE, 0) == address.nonce
+            if not meant or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 return None
             return np.frombuffer(mmap.mmap(descriptor, address.size, prot=mmap.PROT_READ), np.uint8)
         finally:
