@@ -36,8 +36,9 @@ class DisaggregationConfig:
     )
     disaggregation_transfer_backend: str = option(
         "auto",
-        "how pages travel: shm: through memory that nodes of one machine share; tcp; auto: shm where that is possible, else tcp",
-        choices=("auto", "shm", "tcp"),
+        "how pages travel: shm: through memory that nodes of one machine share; tcp; nixl (pip install nixl-cu12) with nodes that have it, "
+        "else tcp; auto: shm where that is possible, else tcp",
+        choices=("auto", "shm", "tcp", "nixl"),
     )
     disaggregation_lease: float = option(60.0, "seconds for which a prefill node keeps a prompt's pages for a decode node")
     disaggregation_timeout: float = option(

@@ -24,6 +24,7 @@ from mtpserve.engine.tiers import Tiers
 from mtpserve.runtime.paging import Transfers, block_bytes, host_blocks, parts_of
 from mtpserve.runtime.remote.client import PageClient
 from mtpserve.runtime.remote.memory import SharedBlocks
+from mtpserve.runtime.remote.nixl import Nixl
 from mtpserve.runtime.remote.server import PageServer
 from mtpserve.runtime.remote.wire import VERSION
 
@@ -81,14 +82,16 @@ def make_tiers(
     log.info("pages below the device: %d in host memory (%.1f GiB), %s", sum(counts), size / 2**30, cache.kv_offload_dir or "none on disk")
     tiers = Tiers(groups, counts, disk)
     facts = dict(options.facts) | {"the protocol": VERSION, "the layout": ", ".join(f"{bytes} bytes" for bytes in each)}
-    remote = None
+    shared = SharedBlocks(counts, each, pin=parts[0][0].is_cuda) if nodes.keeps else None
+    blocks = host_blocks(parts, counts) if shared is None else shared.blocks
+    way, remote = nodes.disaggregation_transfer_backend, None
+    nixl = Nixl(blocks if shared is None else [shared.whole]) if way == "nixl" and nodes.role is not None else None
     if nodes.pulls:
         tiers.pulls = Pulls(tiers, groups)
-        remote = PageClient(facts, nodes.disaggregation_timeout, nodes.disaggregation_transfer_backend)
-    if not nodes.keeps:
-        return tiers, Transfers(parts, host_blocks(parts, counts), disk, remote)
-    blocks, leases = SharedBlocks(counts, each, pin=parts[0][0].is_cuda), Leases(nodes.disaggregation_lease)
-    server = PageServer(nodes.host, nodes.port(options.engine), facts, blocks, leases)
-    tiers.exports = Exports(tiers, groups, leases, Exporter(server.engine, server.host, server.port))
-    tiers.on_close = server.close
-    return tiers, Transfers(parts, blocks.blocks, disk, remote)
+        remote = PageClient(facts, nodes.disaggregation_timeout, way, nixl)
+    if shared is not None:
+        leases = Leases(nodes.disaggregation_lease)
+        server = PageServer(nodes.host, nodes.port(options.engine), facts, shared, leases, nixl)
+        tiers.exports = Exports(tiers, groups, leases, Exporter(server.engine, server.host, server.port))
+        tiers.on_close = server.close
+    return tiers, Transfers(parts, blocks, disk, remote)

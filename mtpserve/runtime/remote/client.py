@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import socket
 import zlib
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from mtpserve.cache.keys import Key
 from mtpserve.core.kv_transfer import PageSource
 from mtpserve.runtime.remote.memory import Mapped
+from mtpserve.runtime.remote.nixl import Nixl
 from mtpserve.runtime.remote.wire import Done, Give, Given, Hello, WantPages, differing, receive, receive_into, send
 
 log = logging.getLogger(__name__)
@@ -41,67 +43,98 @@ class Fetched:
 
 class PageClient:
     """For several threads. `seconds`: how long a request may wait for pages that are still being computed. `way`: auto: from the other
-    node's memory where that can be opened, else by TCP; shm, tcp: one of these alone."""
+    node's memory where that can be opened, else by TCP; shm, tcp: one of these alone. With `nixl`, by that from nodes that have it."""
 
-    def __init__(self, facts: dict[str, str], seconds: float, way: str) -> None:
-        self._facts, self._seconds, self._way = facts, seconds, way
+    def __init__(self, facts: dict[str, str], seconds: float, way: str, nixl: Nixl | None = None) -> None:
+        self._facts, self._seconds, self._way, self._nixl = facts, seconds, way, nixl
         self._mapped = Mapped()
 
     def fetch(self, source: PageSource, wanted: Seq[WantedPage]) -> Fetched:
         """Raises nothing: whatever goes wrong is why a page is not there."""
-        began, missing = perf_counter(), ["unreachable"] * len(wanted)
+        pull = Pull(wanted)
         where = f"pages of {source.host} port {source.port}"
         try:
             with socket.create_connection((source.host, source.port), CONNECT_S) as connection:
-                answered = self._talk(connection, source, wanted, missing)
-                began = answered if source.waits else began
+                self._talk(connection, source, pull)
         except (OSError, ValueError) as error:
             log.warning("%s: %s: the prompt is computed here", where, error or type(error).__name__)
-        bad = sorted({why for why in missing if why})
+        bad = sorted({why for why in pull.missing if why})
         if bad:
-            log.warning("%s: %d of %d are not there (%s)", where, sum(map(bool, missing)), len(missing), ", ".join(bad))
-        return Fetched(missing, perf_counter() - began)
+            log.warning("%s: %d of %d are not there (%s)", where, sum(map(bool, pull.missing)), len(wanted), ", ".join(bad))
+        return Fetched(pull.missing, perf_counter() - (pull.answered if source.waits else pull.began))
 
-    def _talk(self, connection: socket.socket, source: PageSource, wanted: Seq[WantedPage], missing: list[str]) -> float:
-        """Fills in `missing` page by page, so that what has arrived when it raises is there. → when the other node had the pages."""
-
-        def all_are(why: str) -> None:
-            missing[:] = [why] * len(missing)
-
+    def _talk(self, connection: socket.socket, source: PageSource, pull: Pull) -> None:
+        """Page by page, so that what has arrived when it raises is there."""
         connection.settimeout(QUIET_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        all_are("broken")
+        pull.all_are("broken")
         send(connection, Hello(self._facts))
         hello = receive(connection, Hello)
         if (difference := differing(self._facts, hello.facts)) is not None:
-            all_are("differs")
+            pull.all_are("differs")
             raise ValueError(f"it computes them in another way: {difference}")
-        memory = None if self._way == "tcp" or hello.memory is None else self._mapped.open(hello.memory)
-        if memory is None and self._way == "shm":
-            all_are("unreachable")
-            raise ValueError("--disaggregation-transfer-backend shm: its memory cannot be opened, since it is not on this machine")
-        pages = [(each.group, each.key) for each in wanted]
-        send(connection, WantPages(source.lease, source.waits, self._seconds, pages, memory is not None))
+        take = self._taking(hello, pull)
+        pages = [(each.group, each.key) for each in pull.wanted]
+        send(connection, WantPages(source.lease, source.waits, self._seconds, pages, copies=take is not None))
         connection.settimeout(self._seconds + QUIET_S)
-        all_are("timeout")
+        pull.all_are("timeout")
         give = receive(connection, Give)
+        pull.answered = perf_counter()
         connection.settimeout(QUIET_S)
-        all_are("absent" if give.known else "timeout" if source.waits else "ended")
-        if any(not 0 <= given.index < len(wanted) for given in give.pages):
-            raise ValueError("it gives pages that were not asked for")
-        for given in give.pages:
-            missing[given.index] = "broken"
-        began, size = perf_counter(), 0
-        for given in give.pages:
-            missing[given.index] = self._take(connection, given, wanted[given.index], memory)
-            size += len(wanted[given.index].target)
-        send(connection, Done(len(give.pages), size, perf_counter() - began))
-        return began
+        pull.all_are("absent" if give.known else "timeout" if source.waits else "ended")
+        while True:
+            if any(not 0 <= given.index < len(pull.wanted) for given in give.pages):
+                raise ValueError("it gives pages that were not asked for")
+            for given in give.pages:
+                pull.missing[given.index] = "broken"
+            (take or partial(pull.receive, connection))(give.pages)
+            if not give.more:
+                break
+            give = receive(connection, Give)
+        send(connection, Done(pull.taken, pull.bytes, perf_counter() - pull.answered))
 
-    def _take(self, connection: socket.socket, given: Given, wanted: WantedPage, memory: np.ndarray | None) -> str:
-        target = wanted.target
-        if memory is None:
-            receive_into(connection, target.data)
-        else:
+    def _taking(self, hello: Hello, pull: Pull) -> Callable[[Seq[Given]], None] | None:
+        """How pages are taken from the other node's memory. None: they are not."""
+        if self._nixl is not None and hello.nixl:
+            return partial(pull.read, self._nixl, hello)
+        memory = None if self._way in ("tcp", "nixl") or hello.memory is None else self._mapped.open(hello.memory)
+        if memory is None and self._way == "shm":
+            pull.all_are("unreachable")
+            raise ValueError("--disaggregation-transfer-backend shm: its memory cannot be opened, since it is not on this machine")
+        return None if memory is None else partial(pull.copy, memory)
+
+
+class Pull:
+    """What becomes of the pages that one request wants."""
+
+    def __init__(self, wanted: Seq[WantedPage]) -> None:
+        self.wanted, self.missing = wanted, ["unreachable"] * len(wanted)
+        self.began = self.answered = perf_counter()
+        self.taken = self.bytes = 0
+
+    def all_are(self, why: str) -> None:
+        self.missing = [why] * len(self.wanted)
+
+    def receive(self, connection: socket.socket, pages: Seq[Given]) -> None:
+        for given in pages:
+            receive_into(connection, self.wanted[given.index].target.data)
+            self._check(given)
+
+    def copy(self, memory: np.ndarray, pages: Seq[Given]) -> None:
+        for given in pages:
+            target = self.wanted[given.index].target
             np.copyto(target, memory[given.start : given.start + len(target)])
-        return "" if zlib.crc32(target.data) == given.checksum else "damaged"
+            self._check(given)
+
+    def read(self, nixl: Nixl, other: Hello, pages: Seq[Given]) -> None:
+        targets = [(given.start, self.wanted[given.index].target) for given in pages]
+        places = [(other.base + start, target.ctypes.data, len(target)) for start, target in targets]
+        if not nixl.read(other.nixl, places, QUIET_S):
+            raise ValueError("NIXL could not read from its memory")
+        for given in pages:
+            self._check(given)
+
+    def _check(self, given: Given) -> None:
+        target = self.wanted[given.index].target
+        self.missing[given.index] = "" if zlib.crc32(target.data) == given.checksum else "damaged"
+        self.taken, self.bytes = self.taken + 1, self.bytes + len(target)

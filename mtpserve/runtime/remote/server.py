@@ -14,6 +14,7 @@ from torch import Tensor
 from mtpserve.cache.leases import Leases, Place
 from mtpserve.core.errors import ConfigError
 from mtpserve.runtime.remote.memory import SharedBlocks
+from mtpserve.runtime.remote.nixl import Nixl
 from mtpserve.runtime.remote.wire import Done, Give, Given, Hello, WantPages, differing, receive, send
 
 log = logging.getLogger(__name__)
@@ -21,12 +22,13 @@ log = logging.getLogger(__name__)
 MOST = 256  # connections at once; more wait
 QUIET_S = 30.0  # how long a reader may say nothing
 LONGEST_WAIT_S = 3600.0
+TOGETHER = 32  # pages that are checked before the reader hears of them
 
 
 class PageServer:
     """`facts`: see Hello. Listens at once: raises ConfigError for an address that cannot be had."""
 
-    def __init__(self, host: str, port: int, facts: dict[str, str], blocks: SharedBlocks, leases: Leases) -> None:
+    def __init__(self, host: str, port: int, facts: dict[str, str], blocks: SharedBlocks, leases: Leases, nixl: Nixl | None = None) -> None:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((host, port), family=family, backlog=MOST)
@@ -35,7 +37,7 @@ class PageServer:
         self.host, self.port, self.engine = host, int(listener.getsockname()[1]), uuid.uuid4().hex
         log.info("pages for decode nodes: listening on %s port %d", host, self.port)
         self._end = weakref.finalize(self, _close, listener)
-        Thread(target=_listen, args=(listener, Readers(facts, blocks, leases)), name="page-server", daemon=True).start()
+        Thread(target=_listen, args=(listener, Readers(facts, blocks, leases, nixl)), name="page-server", daemon=True).start()
 
     def close(self) -> None:
         self._end()
@@ -68,8 +70,10 @@ def _listen(listener: socket.socket, readers: Readers) -> None:
 class Readers:
     """What each connection does."""
 
-    def __init__(self, facts: dict[str, str], blocks: SharedBlocks, leases: Leases) -> None:
-        self._facts, self._blocks, self._leases = facts, blocks, leases
+    def __init__(self, facts: dict[str, str], blocks: SharedBlocks, leases: Leases, nixl: Nixl | None) -> None:
+        self._blocks, self._leases = blocks, leases
+        self._nixl = nixl  # as long as it lives, others read by it
+        self._hello = Hello(facts, blocks.address, b"" if nixl is None else nixl.metadata, blocks.whole.data_ptr())
         self._views: list[Tensor] = blocks.blocks
 
     def serve(self, connection: socket.socket) -> None:
@@ -77,8 +81,8 @@ class Readers:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             reader = receive(connection, Hello)
-            send(connection, Hello(self._facts, self._blocks.address))
-            if (difference := differing(self._facts, reader.facts)) is not None:
+            send(connection, self._hello)
+            if (difference := differing(self._hello.facts, reader.facts)) is not None:
                 log.warning("a decode node asks for pages that it cannot use: %s", difference)
                 return
             want = receive(connection, WantPages)
@@ -90,16 +94,21 @@ class Readers:
 
     def _give(self, connection: socket.socket, want: WantPages) -> None:
         pages = self._leases.find(want.lease, want.waits, min(max(want.seconds, 0), LONGEST_WAIT_S))
-        there = [(index, place) for index, place in enumerate(want.pages) if place in (pages or {})]
-        given = [self._given(index, place, (pages or {})[place]) for index, place in there]
-        # What was not theirs any more while the checksums were taken has the wrong ones.
-        if not self._leases.holds(want.lease, (place for _, place in there)):
-            given = []
-        send(connection, Give(pages is not None, given))
-        if not want.copies:
-            for each in given:
-                place = want.pages[each.index]
-                connection.sendall(self._bytes(place[0], (pages or {})[place]))
+        if pages is None:
+            send(connection, Give(False, []))
+            return
+        there = [(index, place) for index, place in enumerate(want.pages) if place in pages]
+        for start in range(0, max(len(there), 1), TOGETHER):
+            some = there[start : start + TOGETHER]
+            given = [self._given(index, place, pages[place]) for index, place in some]
+            # What was not theirs any more while the checksums were taken has the wrong ones.
+            good = self._leases.holds(want.lease, (place for _, place in some))
+            send(connection, Give(good, given if good else [], more=good and start + TOGETHER < len(there)))
+            if not good:
+                return
+            if not want.copies:
+                for _, place in some:
+                    connection.sendall(self._bytes(place[0], pages[place]))
 
     def _given(self, index: int, place: Place, block: int) -> Given:
         group = place[0]

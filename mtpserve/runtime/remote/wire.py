@@ -1,8 +1,10 @@
 """What the two nodes say to each other over one TCP connection for each request: messages with their length in front, then bytes of pages.
 
-reader → Hello        ← Hello               both compare all that pages depend on
-reader → WantPages         ← Give, and where it says so the pages' bytes, one after the other
-reader → Done                               the lease ends
+    reader → Hello        ← Hello       both compare all that pages depend on
+    reader → WantPages    ← Give …      some pages in each, so that one node reads what the other one has checked; by TCP with their bytes
+    reader → Done
+
+With the last one the lease ends.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
 
     facts: dict[str, str]
     memory: Address | None = None  # of the node that has the pages
+    nixl: bytes = b""  # its agent, if it has one
+    base: int = 0  # where its memory begins, for this agent
 
 
 class WantPages(msgspec.Struct, frozen=True, array_like=True):
@@ -46,10 +50,11 @@ class Given(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Give(msgspec.Struct, frozen=True, array_like=True):
-    """Those of the wanted pages that are there. `known`: so is the lease."""
+    """Those of the wanted pages that are there, or some of them, and `more` follow. `known`: the lease is."""
 
     known: bool
     pages: list[Given]
+    more: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
