@@ -96,7 +96,7 @@ class ModelCard:
 
     name: str
     vocab: int
-    context_length: int
+    context_length: int  # that a request may have
     eos_ids: tuple[int, ...]
     speculative_steps: int  # 0: plain decoding
     lossy: bool = False  # acceptance thresholds below 1: the output's law is not the model's
@@ -107,6 +107,7 @@ class ModelCard:
     tool_call_parser: str | None = None  # the formats that models of its family write, by the names of text/parsers/registry
     reasoning_parser: str | None = None
     algorithm: str | None = None  # of speculation, as --speculative-algorithm names it; None: plain decoding
+    wanted_context: int = 0  # more than `context_length` where the KV pool does not hold that much
 
 
 @dataclass(frozen=True, slots=True)

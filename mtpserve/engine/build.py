@@ -34,7 +34,7 @@ from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.quant.int8 import Int8
 from mtpserve.runtime.graphs import ROWS, CudaRecorder, StepGraphs, usual
-from mtpserve.runtime.memory import MemoryPlan
+from mtpserve.runtime.memory import MemoryPlan, require_memory
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import SeatSampling
 from mtpserve.runtime.step import Step
@@ -210,6 +210,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     observer = observer_of(config)  # before anything is loaded: its port may be in use
     for what, size in [*planned.memory.rows, ("all", planned.memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
+    require_memory(planned.memory, planned.config, planned.device)
     room = others.agree(room_of(planned.memory))
     planned, together = in_room(planned, room), others.connect(room, planned.device)
     config, device, memory = planned.config, planned.device, planned.memory
@@ -237,6 +238,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,
+        wanted_context=memory.context_length,
         tool_call_parser=family.tool_call_parser,
         reasoning_parser=family.reasoning_parser,
         algorithm=None if spec.speculative_algorithm is None else spec.speculative_algorithm.upper(),

@@ -191,6 +191,18 @@ def plan_memory(
     return MemoryPlan([row for row in rows if row[1]], pages, states, running, context)
 
 
+def require_memory(plan: MemoryPlan, config: EngineConfig, device: torch.device) -> None:
+    """Before anything is allocated. Raises NoRoom."""
+    there, sure = usable_memory(device, config.parallel.tensor_parallel_size), [row for row in plan.rows if not row[0].endswith(ESTIMATE)]
+    needed = sum(size for _, size in sure)
+    if needed <= there:
+        return
+    what, most = max(sure, key=lambda row: row[1])
+    advice = "lower --max-running-requests" if config.cache.max_total_tokens is None else "lower --max-total-tokens"
+    gib = 2**30
+    raise NoRoom(f"{needed / gib:,.1f} GiB are needed, of which {what} takes {most / gib:,.1f}, and there are {there / gib:,.1f}: {advice}")
+
+
 def divided(shares: list[PageShare], total: int, running: int, page_size: int, weights: int) -> tuple[int, ...]:
     """Pages of each group, for `total` tokens. Raises NoRoom."""
     pages = tuple(tokens_in(share, total, running) // page_size for share in shares)

@@ -134,8 +134,16 @@ class Service:
 
     def too_long(self, what: str, field: str) -> ContextLengthExceeded:
         """In words by which coding agents see that they must shorten their conversation."""
-        context = self.client.card.context_length
-        return ContextLengthExceeded(f"prompt is too long: {what}; this model's maximum context length is {context} tokens", field)
+        limit = f"this model's maximum context length is {self.client.card.context_length} tokens"
+        return ContextLengthExceeded(f"prompt is too long: {what}; {limit}{self.why_less}", field)
+
+    @property
+    def why_less(self) -> str:
+        """What limits the context, if it is not the model."""
+        card = self.client.card
+        if card.wanted_context <= card.context_length:
+            return ""
+        return f" (the KV pool holds no more of the context of {card.wanted_context}: see --max-total-tokens and --mem-fraction-static)"
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         vocab = self.client.card.vocab
@@ -150,7 +158,7 @@ class Service:
         context = self.client.card.context_length
         if (sampling.max_tokens or 0) >= context:
             given = str(sampling.max_tokens)[:50]
-            raise ContextLengthExceeded(f"max_tokens must be below the context of {context}, got {given}", "max_tokens")
+            raise ContextLengthExceeded(f"max_tokens must be below the context of {context}{self.why_less}, got {given}", "max_tokens")
         self.check_ids(sampling.stop_token_ids, "stop_token_ids")
         self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
         self.check_ids(list(sampling.logit_bias), "logit_bias")
@@ -175,7 +183,7 @@ class Service:
             raise self.too_long(f"{len(prompt)} tokens > {context - 1} maximum in {field}", field)
         if len(prompt) + (max_tokens or 0) > context:
             both = f"{field} has {len(prompt)} tokens and max_tokens is {str(max_tokens)[:50]}"
-            raise ContextLengthExceeded(f"{both}; together they exceed the context of {context}", "max_tokens")
+            raise ContextLengthExceeded(f"{both}; together they exceed the context of {context}{self.why_less}", "max_tokens")
 
     def matched(self, sampling: SamplingParams, tokens: Sequence[int]) -> int | str | None:
         """What ended an output that stopped: a token, or a stop string."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.errors import NoRoom
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
@@ -70,6 +71,12 @@ def test_on_a_gpu_the_share_is_of_what_is_free(free: int, monkeypatch: pytest.Mo
     sizes, (state, tables) = fixed(found, torch.float32, 1000, Storage(False, torch.float32)), state_of(config, found.arch, device)
     planned = plan_memory(config, found.arch, torch.float32, device, sizes, lookahead_of(config, device), state, tables)
     assert free // 2 - 2**21 < planned.total <= free // 2
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_allocated() -> None:
+    config = EngineConfig(cache=CacheConfig(max_total_tokens=999_999_999))
+    with pytest.raises(NoRoom, match=r"GiB are needed, of which KV, 999,.* takes 6,.*: lower --max-total-tokens"):
+        build_engine(config)
 
 
 def test_concurrency_follows_from_memory_and_budget() -> None:

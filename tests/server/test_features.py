@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from mtpserve.core.sampling import GrammarSpec
+from mtpserve.server.app import create_app
 from mtpserve.server.openai.usage import Trace
 from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
@@ -251,3 +253,12 @@ def test_a_trace_gives_a_character_to_the_token_that_completes_it(tokenizer: Tok
     steps = [trace.step(StepOutput("", [token])).texts for token in tokens]
     assert len(tokens) > 2  # the sign of the euro is several tokens
     assert steps == [["a"], *([[""]] * (len(tokens) - 2)), ["€"]]
+
+
+def test_a_pool_that_is_smaller_than_the_context_is_named(tokenizer: Tokenizer, client: FakeClient) -> None:
+    client.card = replace(client.card, wanted_context=9 * CONTEXT)
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(client, tokenizer)), base_url="http://test")
+    for fields in ({"prompt": [5] * CONTEXT}, {"max_tokens": CONTEXT}, {"prompt": [5] * 9, "max_tokens": CONTEXT - 1}):
+        error = post(http, COMPLETIONS, **fields).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert f"the KV pool holds no more of the context of {9 * CONTEXT}" in error["message"]
