@@ -49,24 +49,24 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dimension of a parameter: its size on the rank, and the pieces of the whole one, which has `whole`."""
+    """One dimension of a parameter: its size on the rank, and the stretches of the whole one, which has `whole`."""
 
     whole: int
     size: int
-    pieces: tuple[Stretch, ...]
+    stretches: tuple[Stretch, ...]
 
     @property
     def replicated(self) -> bool:
-        return self.pieces == (Stretch(0, self.whole, 0),)
+        return self.stretches == (Stretch(0, self.whole, 0),)
 
     @property
     def filled(self) -> bool:
-        """By the pieces, which do not overlap."""
-        return sum(piece.stop - piece.start for piece in self.pieces) == self.size
+        """By the stretches, which do not overlap."""
+        return sum(stretch.stop - stretch.start for stretch in self.stretches) == self.size
 
     def divides(self, block: int) -> bool:
         """Pieces begin where blocks of so many numbers do, and end there or with the whole."""
-        numbers = (number for piece in self.pieces for number in (piece.start, piece.at, piece.stop % self.whole))
+        numbers = (number for stretch in self.stretches for number in (stretch.start, stretch.at, stretch.stop % self.whole))
         return self.replicated or not any(number % block for number in numbers)
 
 
@@ -121,14 +121,14 @@ class Shard:
         None: all rows. None at all if the rank has nothing of it."""
         dims, places = self.dims, list[int | None]([None])
         if expert is not None:
-            held = (piece.inside(expert, expert + 1) for piece in self.dims[0].pieces)
-            dims, places = self.dims[1:], [piece.at for piece in held if piece is not None]
-        pieces = [list(dim.pieces) for dim in dims]
+            held = (stretch.inside(expert, expert + 1) for stretch in self.dims[0].stretches)
+            dims, places = self.dims[1:], [stretch.at for stretch in held if stretch is not None]
+        stretches = [list(dim.stretches) for dim in dims]
         if rows is not None:
-            within = (piece.inside(rows[0], sum(rows)) for piece in pieces[int(every)])
-            pieces[int(every)] = [piece for piece in within if piece is not None]
-        for place, combined in product(places, product(*pieces)):
-            both = [piece.slices for piece in combined]
+            within = (stretch.inside(rows[0], sum(rows)) for stretch in stretches[int(every)])
+            stretches[int(every)] = [stretch for stretch in within if stretch is not None]
+        for place, combined in product(places, product(*stretches)):
+            both = [stretch.slices for stretch in combined]
             yield Move(place, tuple(taken for taken, _ in both), tuple(to for _, to in both))
 
 
@@ -138,13 +138,13 @@ def replicated(size: int) -> Dim:
 
 def blocks(whole: Sequence[int], own: Sequence[int], ranks: Ranks) -> Dim:
     """`whole`: sizes of the parts of the dimension, `own`: of the rank's."""
-    pieces = []
+    stretches = []
     for size, mine, start, at in zip(whole, own, starts(whole), starts(own), strict=True):
         number, rest = divmod(size, mine)
         assert not rest and (ranks.size % number == 0 or number % ranks.size == 0), (size, mine, ranks.size)
         first = start + ranks.rank * number // ranks.size * mine
-        pieces.append(Stretch(first, first + mine, at))
-    return Dim(sum(whole), sum(own), tuple(joined(pieces)))
+        stretches.append(Stretch(first, first + mine, at))
+    return Dim(sum(whole), sum(own), tuple(joined(stretches)))
 
 
 def tokens(whole: int, own: int, ranks: Ranks) -> Dim:
@@ -165,16 +165,16 @@ def starts(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
 
 
-def joined(pieces: Sequence[Stretch] | Iterator[Stretch]) -> Iterator[Stretch]:
+def joined(stretches: Sequence[Stretch] | Iterator[Stretch]) -> Iterator[Stretch]:
     """Neighbours that are neighbours in both become one."""
     last: Stretch | None = None
-    for piece in pieces:
-        if last is not None and last.stop == piece.start and last.at + last.stop - last.start == piece.at:
-            last = Stretch(last.start, piece.stop, last.at)
+    for stretch in stretches:
+        if last is not None and last.stop == stretch.start and last.at + last.stop - last.start == stretch.at:
+            last = Stretch(last.start, stretch.stop, last.at)
             continue
         if last is not None:
             yield last
-        last = piece
+        last = stretch
     if last is not None:
         yield last
 

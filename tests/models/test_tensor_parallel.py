@@ -19,13 +19,12 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConf
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.parallel import ALONE, Ranks
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
-from mtpserve.engine.compute import backend_of, kernels_of
+from mtpserve.engine.assemble import assemble
+from mtpserve.engine.build import load_part, options_of, sizes_of
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.planning import load_model, plan, positions
+from mtpserve.engine.planning import plan
 from mtpserve.layers import cpu_kernels
 from mtpserve.layers.decoder import DecoderModel, MTPHead
-from mtpserve.layers.kernels import KERNELS
 from tests.heads import test_dflash as dflash, test_medusa as medusa
 from tests.heads.eagles import eagle, eagle3
 from tests.models.chained import step
@@ -122,30 +121,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
 
 def engine_of_rank(config: EngineConfig, ranks: Ranks) -> Engine:
     planned = plan(config)
-    config, device, memory = planned.config, planned.device, planned.memory
-    kernels = replace(KERNELS.get(kernels_of(config, device))(), ranks=ranks)
-    length = positions(config, planned.described.arch, device)
-    model = load_model(planned.described, planned.dtype, device, length, kernels, False, planned.storage)
-    return assemble(
-        model,
-        EngineSizes(
-            pages=memory.pages,
-            page_size=config.cache.page_size,
-            seats=memory.max_running,
-            context=memory.context_length,
-            states=memory.states,
-        ),
-        EngineOptions(
-            spec=config.spec,
-            scheduler=config.scheduler,
-            device=device,
-            dtype=planned.dtype,
-            stored=planned.storage.cache,
-            backend=backend_of(config, device),
-            token_map=planned.described.token_map,
-            poison=True,
-        ),
-    )
+    return assemble(load_part(planned, ranks, False), sizes_of(planned), replace(options_of(planned, [], None), poison=True))
 
 
 def written(config: EngineConfig, ranks: Ranks) -> list[list[int]]:
@@ -208,6 +184,11 @@ def test_random_weights_are_those_of_one_model(tmp_path: Path, logits: Logits) -
 def test_a_gguf_file(tmp_path: Path, logits: Logits) -> None:
     tiny = as_gguf(qwen2_moe(tmp_path / "model"), tmp_path / "model.gguf")
     compare(config_of(tiny.directory, PLAIN), 2, logits)
+
+
+def test_exact_in_plain_torch(tmp_path: Path, logits: Logits) -> None:
+    config = config_of(glm4_moe(tmp_path).directory, replace(MTP, speculative_exact=True), "reference")
+    compare(config, 2, logits)
 
 
 def test_a_token_map_is_shared(tmp_path: Path, logits: Logits) -> None:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.parallel import PlannedRank, Ranks
 from mtpserve.core.sharding import one_rank
+from mtpserve.engine.planning import describe, empty_model
+from mtpserve.engine.storage import Storage
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.models import deepseek, gqa, nemotron_h, qwen3_next
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.weights.shards import Shard, shards_of
+from tests.models.published_configs import (
+    DEEPSEEK_V4_FLASH,
+    DEEPSEEK_V32,
+    GLM45_AIR,
+    GPT_OSS_120B,
+    MIMO_V2_FLASH,
+    NEMOTRON_3_NANO,
+    QWEN3_NEXT_80B,
+)
 from tests.tiny import CONTEXT, tiny_arch
 
+PUBLISHED = [DEEPSEEK_V32, DEEPSEEK_V4_FLASH, GLM45_AIR, GPT_OSS_120B, MIMO_V2_FLASH, NEMOTRON_3_NANO, QWEN3_NEXT_80B]
 BUILD = {
     "deepseek": deepseek,
     "sparse": deepseek,
@@ -59,6 +74,27 @@ def test_the_ranks_have_every_number(family: str, size: int) -> None:
         divided = any(dim.size != dim.whole for dim in first.dims)
         most = size // 2 if "qkv" in name else 1 if divided or not first.filled or not each[-1][name].filled else size
         assert seen.min() >= 1 and seen.max() == most, name
+
+
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda config: config["model_type"])
+def test_eight_ranks_have_all_of_published_models(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    described = describe(EngineConfig(model=ModelConfig(model=str(tmp_path), load_format="dummy")), want_mtp=False)
+    kept = Storage(False, torch.bfloat16)
+    whole, own = (empty_model(described, torch.bfloat16, 8, kept, PlannedRank(0, size)) for size in (1, 8))
+    each = [shards_of(whole, own, PlannedRank(rank, 8)) for rank in range(8)]
+    divided = 0
+    for name, first in each[0].items():
+        divided += any(dim.size < dim.whole for dim in first.dims)
+        for number, dim in enumerate(first.dims):
+            stretches = sorted((part.start, part.stop) for one in each for part in one[name].dims[number].stretches)
+            reached = 0
+            for start, stop in stretches:
+                assert start <= reached, name
+                reached = max(reached, stop)
+            assert reached == dim.whole, name
+    assert divided > 4 * described.arch.num_layers // 2
+    assert sum(parameter.numel() for parameter in own.parameters()) < sum(parameter.numel() for parameter in whole.parameters()) / 6
 
 
 def test_experts_in_any_order() -> None:
