@@ -5,6 +5,9 @@ from __future__ import annotations
 LEAVE = "leave it out"
 ADVICE = {  # names of one advice with blanks between them
     "async-scheduling": f"it is on by default on a GPU, see --disable-overlap-schedule: {LEAVE}",
+    "attn-dp-size": "use --data-parallel-size, with --enable-dp-attention",
+    "data-parallel-size-local data-parallel-start-rank": f"all engines are on this machine: {LEAVE}",
+    "data-parallel-address data-parallel-rpc-port data-parallel-backend": f"all engines are on this machine: {LEAVE}",
     "chat-template-content-format": f"templates get a message's text as one string: {LEAVE}",
     "cuda-graph-bs cudagraph-capture-sizes": "give the largest batch with --cuda-graph-max-bs",
     "disable-log-requests": f"requests are logged with --log-requests only: {LEAVE}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -18,12 +19,14 @@ from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.moe import MoE
+from mtpserve.proof import two_sample
 from mtpserve.runtime.placement import ExpertPlacement
 from mtpserve.runtime.rounds import Rounds
 from tests.engine.peers import Table, ThreadPeers, together
 from tests.tiny import CPU, built, filled, finished, prompts, run, tiny_arch, tiny_engine, tiny_model
 
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
+ALL = os.environ.get("MTPSERVE_ALL_LAWS") == "1"
 GREEDY, SEEDED = SamplingParams(max_tokens=12, temperature=0), SamplingParams(max_tokens=12, temperature=1.0, seed=3)
 
 
@@ -95,6 +98,37 @@ def test_texts_are_those_of_one_engine(family: str, kernels: str, backend: str, 
     together(size, work)
     assert [next(of[str(i)] for of in texts if str(i) in of) for i in range(len(asked))] == expected
     assert size > 2 or sum(preempted), "the pool is too small for all of one engine's requests"
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "penalties": {"frequency_penalty": 1.0, "presence_penalty": 0.5, "top_k": 9},
+    "temperature": {},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "bias": {"logit_bias": {3: 2.0}},
+}
+
+
+@pytest.mark.parametrize("spec", [2, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_law_is_one_engines(feature: str, spec: int | SpecConfig) -> None:
+    """Of three tokens, against plain decoding with other seeds."""
+    if not ALL and (feature != "penalties" or spec is TREE):
+        pytest.skip("MTPSERVE_ALL_LAWS=1 runs it")
+    draws = 3000 if ALL else 600
+    whole, table, texts = filled(built("deepseek", KERNELS.get("torch")())), Table(2), [list[tuple[int, ...]]() for _ in range(2)]
+
+    def drawn(engine: Engine, first: int, count: int) -> list[tuple[int, ...]]:
+        params = [SamplingParams(max_tokens=3, seed=first + i, **FEATURES[feature]) for i in range(count)]
+        return [tuple(text) for text in run(engine, [[5, 9, 11, 4]] * count, params)]
+
+    def work(rank: int) -> None:
+        model, rounds = part_of(whole, "deepseek", "torch", ExpertPlacement(rank, 2), ThreadPeers(table, rank))
+        texts[rank] = drawn(tiny_engine(model, spec), rank * draws, draws // 2)
+        rounds.finish()
+
+    together(2, work)
+    assert two_sample(drawn(tiny_engine(tiny_model(), 0), 2 * draws, draws), texts[0] + texts[1]) > 1e-4
 
 
 def test_an_error_in_a_step_ends_its_requests_and_one_in_a_round_all_engines() -> None:
