@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +77,10 @@ def processes(engine: Engine) -> list[int]:
     return [other.process.pid for other in runner.others._others] if isinstance(runner, EveryRank) else []
 
 
+def children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -142,6 +147,22 @@ def test_a_rank_that_fails_ends_the_engine(what: str, reason: str) -> None:
             engine.check_alive()
 
 
+def test_rank_0_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its device waits for a rank that has ended."""
+    exits: list[int] = []
+    monkeypatch.setattr(ranks_module, "STUCK_S", 0.05)
+    monkeypatch.setattr(os, "_exit", exits.append)
+    with built(config_of(2)) as engine:
+        runner = engine.runner
+        assert isinstance(runner, EveryRank)
+        with runner.others.together():
+            os.kill(processes(engine)[0], signal.SIGKILL)
+            until = time.monotonic() + 5
+            while not exits and time.monotonic() < until:
+                time.sleep(0.01)
+    assert exits == [1]
+
+
 @pytest.mark.parametrize(
     ("what", "error", "reason"),
     [
@@ -151,9 +172,10 @@ def test_a_rank_that_fails_ends_the_engine(what: str, reason: str) -> None:
 )
 def test_a_rank_that_cannot_start(what: str, error: type[Exception], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAD_RANK", what)
+    before = children()
     with pytest.raises(error, match=reason):
         build_engine(config_of(2))
-    assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert children() == before
 
 
 def test_what_ranks_cannot_do_is_refused() -> None:
