@@ -323,6 +323,10 @@ class EngineConfig:
         role = self.disaggregation.role
         if role is not None and self.cache.disable_radix_cache:
             raise ConfigError("--disable-radix-cache must be left out with --disaggregation-mode: pages are found by their keys")
+        if role is not None and self.parallel.spreads:
+            raise ConfigError(
+                f"--disaggregation-mode must be left out with {self.parallel.spreading}: its engines compute each step together"
+            )
         if role is not None and self.parallel.tensor_parallel_size > 1:
             raise ConfigError("--disaggregation-mode needs --tensor-parallel-size 1: pages of one device are exchanged")
         if self.parallel.tensor_parallel_size > 1:

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mtpserve.config import DisaggregationConfig, EngineConfig
+from mtpserve.config import CacheConfig, DisaggregationConfig, EngineConfig, ParallelConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.server.app import create_app
@@ -163,6 +163,19 @@ def test_vllms_option() -> None:
 def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         DisaggregationConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ({"cache": CacheConfig(disable_radix_cache=True)}, "--disable-radix-cache must be left out"),
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "needs --tensor-parallel-size 1"),
+        ({"parallel": ParallelConfig(enable_expert_parallel=True, data_parallel_size=2)}, "left out with --enable-expert-parallel"),
+    ],
+)
+def test_what_does_not_go_together(others: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        EngineConfig(disaggregation=DisaggregationConfig(disaggregation_mode="decode"), **others)
 
 
 # ------------------------------------------------------------------------------------------------------- real servers

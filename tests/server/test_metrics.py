@@ -105,7 +105,7 @@ def test_tiers_below_the_device(http: httpx.AsyncClient, client: FakeClient) -> 
 def test_without_tiers_they_are_zeros(http: httpx.AsyncClient) -> None:
     values = values_of(scrape(http))
     of_tiers = {name: value for name, value in values.items() if re.search("tier|transfer|loaded|dropped", name)}
-    assert len(of_tiers) == 2 + 2 + 4 * 6 + 1 + 3 and not any(of_tiers.values())
+    assert len(of_tiers) == 2 + 2 + 4 * 6 + 1 + 3 + 9 and not any(of_tiers.values())
 
 
 def test_the_linters_rules(http: httpx.AsyncClient) -> None:

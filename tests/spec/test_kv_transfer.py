@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mtpserve.core.request import TokenEvent
-from tests.spec.nodes import PROMPT, ask, drain, later, node, prefilled, single, source
+from tests.spec.nodes import PROMPT, ask, drain, free_blocks, later, node, prefilled, single, source
 from tests.spec.test_prefix_cache import PAGE, SHAPES, SYSTEM, facts
-from tests.tiny import tiny_model
+from tests.tiny import VOCAB, tiny_model
 
 LAWS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.8, "seed": 3}}
 
@@ -120,3 +120,25 @@ def test_salts_share_nothing() -> None:
     events = drain(decode)["d"]
     assert sum(event.cached for event in events) == 0 and decode.stats.failed_pulls_total == {"absent": 9}
     assert facts(events) == facts(single(model, "chain", PROMPT, temperature=0.0))
+
+
+@pytest.mark.parametrize("family", ["deepseek", "hybrid"])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_many_at_once_with_too_little_memory(family: str, shape: str) -> None:
+    """Requests are preempted on the decode node, pages that came are pushed out, leases are short of blocks: the texts are the same."""
+    model, asked = tiny_model(family), {f"{i}": [*PROMPT[: 20 + 2 * i], *((i + j) % VOCAB for j in range(9))] for i in range(8)}
+    prefill, decode = node("prefill", model, shape, host=1 << 17), node("decode", model, shape, host=1 << 16, pages=26)
+    alone = node("null", model, shape)
+    for name, prompt in asked.items():
+        ask(prefill, name, prompt, lease=name, max_tokens=1)
+        ask(alone, name, prompt, temperature=0.8, seed=int(name))
+    offers = {name: events[-1].offer for name, events in drain(prefill).items()}
+    for name, prompt in asked.items():
+        offer = offers[name]
+        assert offer is not None
+        ask(decode, name, prompt, source=source(offer), temperature=0.8, seed=int(name))
+    seen, wanted = drain(decode), drain(alone)
+    assert {name: [t for e in seen[name] for t in e.tokens] for name in asked} == {
+        name: [t for e in wanted[name] for t in e.tokens] for name in asked
+    }
+    assert decode.stats.preemptions_total > 0 and decode.stats.transfers_total["pull"] > 0 and free_blocks(decode)

@@ -17,7 +17,7 @@ from mtpserve.core.clients import EngineClient
 from mtpserve.core.request import EngineState, EngineStats
 from mtpserve.server.observe.dialects import OBSERVERS
 from mtpserve.server.observe.observed import OUTCOMES, Observed, Observer, Recent, Row, Scrape
-from mtpserve.server.observe.tiers import KINDS, WAYS, by
+from mtpserve.server.observe.tiers import KINDS, REASONS, WAYS, by
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120, 300)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -128,9 +128,7 @@ class MTPServe(Observer):
         ):
             yield self.family(CounterMetricFamily, name, help, by((*KINDS, "pull", "send"), counts), "kind")
         help = "Pages that another node was to send and that were computed here, by why they did not come."
-        yield self.family(
-            CounterMetricFamily, "kv_transfer_failures", help, by(tuple(stats.failed_pulls_total), stats.failed_pulls_total), "reason"
-        )
+        yield self.family(CounterMetricFamily, "kv_transfer_failures", help, by(REASONS, stats.failed_pulls_total), "reason")
 
     def step(self, seconds: float, tokens: int, engine: int) -> None:
         super().step(seconds, tokens, engine)

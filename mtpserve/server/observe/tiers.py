@@ -9,6 +9,8 @@ from mtpserve.server.http.rendering import Rendered
 
 WAYS = {"host": ("save", "load"), "disk": ("spill", "fetch")}  # kinds of transfers: to the tier, and back
 KINDS = tuple(kind for way in WAYS.values() for kind in way)
+# Why pages did not come from another node: docs/deploy.md.
+REASONS = ("unreachable", "broken", "differs", "damaged", "ended", "timeout", "absent", "no_room", "failed")
 
 
 class Tier(Rendered):
