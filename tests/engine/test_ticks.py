@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any, cast
@@ -16,7 +16,7 @@ from mtpserve.core.errors import EngineDead
 from mtpserve.core.request import EngineStats, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine.messages import Abort, Down, Join, ResetCache, Shutdown, Submit
-from mtpserve.engine.process import EngineLike, Pipe, loop
+from mtpserve.engine.process import IDLE_MS, EngineLike, Pipe, loop
 from mtpserve.engine.ticks import Ticks
 from tests.engine.peers import Table, ThreadPeers, together
 
@@ -77,16 +77,16 @@ class Messages:
 
     def __init__(self, random: Random) -> None:
         self.inbox, self.random = queue.Queue[Down](), random
-        self.slept = 0
+        self.sleeps = 0  # pauses of an engine that has nothing to do
 
     def send(self, message: object) -> None:
         pass
 
     def wait(self) -> Down:
-        self.slept += 1
         return self.inbox.get(timeout=10)
 
     def pause(self, milliseconds: float = 0.1) -> bool:
+        self.sleeps += milliseconds == IDLE_MS
         with self.inbox.not_empty:
             return bool(self.inbox.not_empty.wait_for(lambda: self.inbox.queue, milliseconds / 1000))
 
@@ -129,6 +129,13 @@ def run(size: int, front: Any, patience: float = 10.0, random: Random | None = N
     return group
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_whatever_comes_when_all_requests_are_computed_and_all_end(size: int) -> None:
     """With two hundred orders of messages, steps and rounds each."""
@@ -160,18 +167,20 @@ def test_whatever_comes_when_all_requests_are_computed_and_all_end(size: int) ->
 def test_they_sleep_while_there_is_nothing_to_do() -> None:
     def front(group: Group) -> None:
         for number in range(2):
+            slept = [pipe.sleeps for pipe in group.pipes]
             group.submit(0, Request(str(number), [0] * 5, SamplingParams()))
-            time.sleep(0.1)
+            until(lambda slept=slept: all(pipe.sleeps > before for pipe, before in zip(group.pipes, slept, strict=True)))
             gathered = [engine.peers.gathered for engine in group.engines]
+            slept = [pipe.sleeps for pipe in group.pipes]
             for pipe in group.pipes:
                 pipe.inbox.put(ResetCache())  # it is nobody else's business
-            time.sleep(0.05)
+            until(lambda slept=slept: all(pipe.sleeps > before for pipe, before in zip(group.pipes, slept, strict=True)))
             assert [engine.peers.gathered for engine in group.engines] == gathered
         for pipe in group.pipes:
             pipe.inbox.put(Shutdown())
 
     group = run(2, front)
-    assert [engine.steps for engine in group.engines] == [10, 0] and all(pipe.slept >= 4 for pipe in group.pipes)
+    assert [engine.steps for engine in group.engines] == [10, 0]
 
 
 def test_one_that_is_gone_ends_the_others() -> None:
