@@ -20,6 +20,7 @@ Where the numbers are from:
   messages    DeepEP V1's low-latency kernels, docs/legacy.md: 128 rows of 7168, 8 experts, float8 out and bfloat16 back, in µs by ranks.
               What is left of them after bytes / line rate (50 GB/s between machines, 160 within, of its H800) is their latency; an H200 has
               450 within. Sums: graph-captured MSCCL++ on eight H200, SGLang's pull request 22734
+  published   SGLang's blog on MTP with large expert parallelism of 2025-07-17, TensorRT-LLM's tech_blog1, vLLM's blog of 2026-05-11
   acceptance  TensorRT-LLM's blog on DeepSeek-R1's MTP: 1.92, 2.58, 2.82 with 1, 2, 3 drafts; V3 accepts 85 to 90 % of first drafts
   experts hit 256 (1 - (1 - 8 / 256)^n) of a layer by n rows; rows of one request resemble each other: each after the first counts 0.7
 """
@@ -73,11 +74,11 @@ class Scenario:
 
 SCENARIOS = (
     Scenario("8 GPUs, TP, 1 request", 8, True, 1, 2048, 1, "1.78–1.87 (TensorRT-LLM and vLLM, 8 × B200 and B300)"),
-    Scenario("8 GPUs, TP, 1 request", 8, True, 1, 2048, 3, "1.8 (source 3, H200); 2.28 (TensorRT-LLM, 8 × B200)"),
-    Scenario("8 GPUs, TP, 50 requests", 8, True, 50, 2048, 3, "1.35–1.44 (source 4, R1, 8 × H200)"),
-    Scenario("16 GPUs, DP attention + EP", 16, False, 2, 65536, 2, "1.35 (source 0, against the baseline with overlapped scheduling)"),
+    Scenario("8 GPUs, TP, 1 request", 8, True, 1, 2048, 3, "1.8 (SGLang, H200); 2.28 (TensorRT-LLM, 8 × B200)"),
+    Scenario("8 GPUs, TP, 50 requests", 8, True, 50, 2048, 3, "1.35–1.44 (HPC-AI's tutorial, R1, 8 × H200, prompts included)"),
+    Scenario("16 GPUs, DP attention + EP", 16, False, 2, 65536, 2, "1.35 (SGLang's blog, against its baseline with overlapped scheduling)"),
     Scenario("16 GPUs, DP attention + EP", 16, False, 2, 65536, 3, "1.36 (the same)"),
-    Scenario("96 of 128 GPUs decode, DP attention + EP", 96, False, 128, 2050, 1, "1.142 (source 0, 4 nodes prefill, 12 decode)"),
+    Scenario("96 of 128 GPUs decode, DP attention + EP", 96, False, 128, 2050, 1, "1.142 (SGLang's blog, 4 nodes prefill, 12 decode)"),
     Scenario("the same, two half batches in turns", 96, False, 128, 2050, 1, "1.142", overlap=True),
     Scenario("the same, 16 requests each", 96, False, 16, 2050, 1, "–", overlap=True),
     Scenario("16 GPUs, with this project's rounds", 16, False, 2, 65536, 2, "–", rounds=True),
