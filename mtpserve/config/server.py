@@ -47,6 +47,9 @@ class ServerConfig:
     log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
     log_interval: float = option(5.0, "seconds between two lines of statistics while requests run; 0: none", "decode-log-interval-seconds")
     drain_timeout: float = option(30.0, "seconds that SIGTERM gives running requests to finish", "shutdown-timeout")
+    drain_delay: float = option(
+        0.0, "seconds after SIGTERM in which /health says 503 and requests are still taken: so long routers have to send them elsewhere"
+    )
     enable_metrics: bool = option(False, "offer /metrics: has no effect, it is always offered")
     metrics_compat: str | None = option(None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm")
     tool_call_parser: str = option(
@@ -66,6 +69,7 @@ class ServerConfig:
         check(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
         check(self.log_interval >= 0, "log_interval", self.log_interval, "at least 0")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")
+        check(self.drain_delay >= 0, "drain_delay", self.drain_delay, "at least 0")
         known = set(self.dialects) <= set(DIALECTS) and (self.metrics_compat is None or bool(self.dialects))
         check(known, "metrics_compat", self.metrics_compat, "sglang, vllm or sglang,vllm")
         check(self.max_request_bytes >= 1, "max_request_bytes", self.max_request_bytes, "at least 1")

@@ -143,9 +143,9 @@ ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
 
 
 async def health(service: Served, verbose: bool = False) -> Response:
-    """200 while some engine takes new requests; 503 while the model loads, while the server drains, and while no engine is up. `verbose`:
+    """200 while some engine takes new requests; 503 while the model loads, from SIGTERM on, and while no engine is up. `verbose`:
     with what is known of the engines, and of the draft model, which changes no status."""
-    service.check_alive()
+    service.check_ready()
     engines = service.client.engines
     up = sum(each.state == "up" for each in engines)
     if up == 0:

@@ -3,7 +3,8 @@
 The port comes first: it is taken and answers 503 while the model loads, so that a second server fails at once and a load
 balancer sees what is going on. How it ends:
 
-    first SIGTERM or SIGINT   new requests get 503, running ones have `drain_timeout` seconds       → 0
+    first SIGTERM or SIGINT   after `drain_delay` seconds, in which /health alone says 503, new
+                              requests get 503, running ones have `drain_timeout` seconds           → 0
     second one                stop at once                                                          → 0
     the engine process dies   open requests end with an error, /health says 503 for a moment        → 1
     it cannot start           one line                                                              → 1, for the configuration 2
@@ -202,15 +203,24 @@ class Launch:
     async def _until_the_end(self, client: Replicas, signals: Signals, service: Service) -> int:
         reporting = asyncio.create_task(report(client.stats, self.server.log_interval, client.card.synthetic_acceptance))
         try:
-            if await first(client.wait_dead(), signals.first.wait()) == 1:
-                log.info("draining: running requests have %g s; a second signal stops at once", self.server.drain_timeout)
-                service.draining = True
-                if await first(client.wait_dead(), client.drain(self.server.drain_timeout), signals.second.wait()) > 0:
-                    return 0
+            signalled = await first(client.wait_dead(), signals.first.wait()) == 1
+            if signalled and await first(client.wait_dead(), self._drained(client, service), signals.second.wait()) > 0:
+                return 0
             await asyncio.sleep(LAST_HEALTH_S)
             return 1
         finally:
             reporting.cancel()
+
+    async def _drained(self, client: Replicas, service: Service) -> None:
+        """Routers are told first: they ask /health every few seconds, and until then send a request again to where it was refused."""
+        delay, timeout = self.server.drain_delay, self.server.drain_timeout
+        if delay > 0:
+            log.info("leaving: /health says 503, new requests are refused in %g s; a second signal stops at once", delay)
+            service.leaving = True
+            await asyncio.sleep(delay)
+        log.info("draining: running requests have %g s; a second signal stops at once", timeout)
+        service.draining = True
+        await client.drain(timeout)
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:

@@ -69,6 +69,7 @@ class Service:
     server_config: ServerConfig = field(default_factory=ServerConfig)
     template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the chat template where a request has none
     formats: Formats = field(default_factory=Formats)
+    leaving: bool = False  # routers are to send new requests elsewhere; what comes is still served
     draining: bool = False
     _live: set[str] = field(default_factory=set)  # the engine's ids of what runs or waits
     _aborted: set[str] = field(default_factory=set)  # of these, those that a client ended by their id
@@ -95,6 +96,12 @@ class Service:
             raise EngineDead(self.client.dead)
         if self.draining:
             raise EngineBusy("the server is shutting down and takes no new requests")
+
+    def check_ready(self) -> None:
+        """What routers ask: whether new requests belong here."""
+        self.check_alive()
+        if self.leaving:
+            raise EngineBusy("the server is about to shut down: send new requests elsewhere")
 
     def admit(self, model: str | None) -> None:
         self.check_alive()

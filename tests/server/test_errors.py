@@ -333,6 +333,14 @@ def test_draining(http: httpx.AsyncClient, app: FastAPI, client: FakeClient) -> 
     assert running.status_code == 200
 
 
+def test_before_it_drains_routers_alone_are_told(http: httpx.AsyncClient, app: FastAPI) -> None:
+    app.state.service.leaving = True
+    for path in ("/health", "/ready", "/health_generate", "/v1/loads", "/get_load"):
+        assert "about to shut down" in error(asyncio.run(http.get(path)), 503)["message"]
+    assert asyncio.run(http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 4})).status_code == 200
+    assert asyncio.run(http.get("/stats")).json()["draining"] is True
+
+
 def test_a_bug_says_nothing_of_the_inside(http: httpx.AsyncClient, app: FastAPI) -> None:
     app.state.service.tokenizer = None
     found = refused(http, COMPLETIONS, {"prompt": "a"}, 500)

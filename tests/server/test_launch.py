@@ -250,6 +250,30 @@ def test_a_drain_ends_at_its_timeout_or_at_a_second_signal(checkpoint: Path, sec
     assert "Traceback" not in log
 
 
+@pytest.mark.parametrize("second", [True, False])
+def test_requests_are_taken_until_routers_have_learned_of_the_end(checkpoint: Path, second: bool) -> None:
+    async def scenario(server: Server) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+            stream = asyncio.create_task(http.post("/v1/completions", json=LONG | {"stream": True, "max_tokens": 4000 if second else 600}))
+            await asyncio.sleep(0.2)
+            server.process.send_signal(signal.SIGTERM)
+            while (health := await http.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+            answers = [health, await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4})]
+            if second:
+                server.process.send_signal(signal.SIGTERM)
+                return [*answers, await stream]
+            await asyncio.sleep(0.6)
+            return [*answers, await http.post("/v1/completions", json={"prompt": "a"}), await stream]
+
+    with launched(checkpoint, "--drain-delay", "30" if second else "0.5") as server:
+        health, taken, *refused, stream = asyncio.run(scenario(server))
+        code, _, log = server.end(20)
+    assert (code, health.status_code, taken.status_code) == (0, 503, 200)
+    assert [answer.status_code for answer in refused] == ([] if second else [503]) and ("draining" in log) is not second
+    assert ("error" in events(stream)[-1]) is second and "Traceback" not in log
+
+
 def test_an_engine_that_is_killed_ends_the_server(checkpoint: Path) -> None:
     async def scenario(server: Server) -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:

@@ -91,7 +91,7 @@ async def stats(request: Request) -> Response:
         model=card.name,
         version=__version__,
         dead=service.client.dead,
-        draining=service.draining,
+        draining=service.draining or service.leaving,
         warnings=warnings(card),
         speculative_steps=card.speculative_steps,
         context_length=card.context_length,

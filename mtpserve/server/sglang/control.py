@@ -38,7 +38,7 @@ class AbortRequest(Strict):
 
 async def health_generate(service: Served) -> Response:
     """Like /health, but the engine has to compute a token; 503 when that takes longer than 20 seconds."""
-    service.check_alive()
+    service.check_ready()
     sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     trial = EngineRequest(f"health-{uuid.uuid4().hex}", [0], sampling)
     try:

@@ -75,9 +75,9 @@ def load_of(engine: EngineState, card: ModelCard) -> EngineLoad:
 
 
 async def loads(service: Served, dp_rank: int | None = None) -> Response:
-    """The engines that are up; with `dp_rank` one of them. 503 while the server drains, and once the engines are dead: a router then sends
+    """The engines that are up; with `dp_rank` one of them. 503 from SIGTERM on, and once the engines are dead: a router then sends
     its requests elsewhere."""
-    service.check_alive()
+    service.check_ready()
     engines, card = service.client.engines, service.client.card
     if dp_rank is not None and not 0 <= dp_rank < len(engines):
         raise InvalidRequest(f"dp_rank must be in [0, {len(engines) - 1}], got {dp_rank}", "dp_rank")
@@ -94,7 +94,7 @@ async def loads(service: Served, dp_rank: int | None = None) -> Response:
 
 async def get_load(service: Served) -> Response:
     """The same in SGLang's older form."""
-    service.check_alive()
+    service.check_ready()
     card = service.client.card
     engines = [each for each in service.client.engines if each.state == "up"]
     return JSON(
