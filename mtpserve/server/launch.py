@@ -136,16 +136,8 @@ class Launch:
     async def run(self, listener: socket.socket) -> int:
         signals = Signals()
         progress = sys.stderr.isatty()
-        parallel = self.engine_config.parallel
-        meetings = tempfile.TemporaryDirectory(prefix="mtpserve-") if parallel.spreads else None
-
-        def make(number: int, restarts: int) -> ProcessClient:
-            meeting = "" if meetings is None else f"{meetings.name}/{restarts}"
-            config = replace(self.engine_config, replica=number, meeting=meeting)
-            return ProcessClient(config, factory=self.factory, progress=progress and number == 0, log_level=self.server.log_level)
-
-        seed = self.engine_config.scheduler.random_seed
-        client = Replicas(make, parallel.data_parallel_size, restarts=parallel.restarts, seed=seed, together=parallel.spreads)
+        meetings = meetings_of(self.engine_config)
+        client = engines_of(self.engine_config, self.server.log_level, meetings, self.factory, progress=progress)
         http = HTTPServer(self.http)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         grace = 0.0
@@ -221,6 +213,29 @@ class Launch:
         log.info("draining: running requests have %g s; a second signal stops at once", timeout)
         service.draining = True
         await client.drain(timeout)
+
+
+def meetings_of(engine: EngineConfig) -> tempfile.TemporaryDirectory[str] | None:
+    """A folder in which engines that compute together find each other. None: each is by itself."""
+    return tempfile.TemporaryDirectory(prefix="mtpserve-") if engine.parallel.spreads else None
+
+
+def engines_of(
+    engine: EngineConfig,
+    log_level: str,
+    meetings: tempfile.TemporaryDirectory[str] | None,
+    factory: str = DEFAULT_FACTORY,
+    *,
+    progress: bool = False,
+) -> Replicas:
+    """Not started. `meetings`: its meetings_of."""
+
+    def make(number: int, restarts: int) -> ProcessClient:
+        config = replace(engine, replica=number, meeting="" if meetings is None else f"{meetings.name}/{restarts}")
+        return ProcessClient(config, factory=factory, progress=progress and number == 0, log_level=log_level)
+
+    parallel, seed = engine.parallel, engine.scheduler.random_seed
+    return Replicas(make, parallel.data_parallel_size, restarts=parallel.restarts, seed=seed, together=parallel.spreads)
 
 
 def load_tokenizer(model: ModelConfig) -> Tokenizer:

@@ -1,0 +1,78 @@
+"""What the integrations share: options as another project hands them on, and engines without a server of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Collection, Mapping
+from tempfile import TemporaryDirectory
+from typing import NoReturn
+
+from fastapi import FastAPI
+
+from mtpserve.cli.options import Settings, Values, from_tree, settings
+from mtpserve.core.errors import ConfigError
+from mtpserve.engine.process import DEFAULT_FACTORY
+from mtpserve.engine.replicas import Replicas
+from mtpserve.server.app import create_app
+from mtpserve.server.launch import engines_of, load_tokenizer, meetings_of
+from mtpserve.text.tokenizer import Tokenizer
+from mtpserve.weights.hub import fetched
+
+log = logging.getLogger(__name__)
+
+FLAGS = {"true": True, "false": False}  # as command lines write them
+
+
+def options(args: Mapping[str, object]) -> Values:
+    """Options of `mtpserve launch` with underscores or dashes, nested or not; texts are parsed. Raises ConfigError."""
+    return from_tree({name: FLAGS.get(str(value), value) for name, value in args.items()})
+
+
+def chosen(values: Values, foreign: Collection[str], whose: str) -> Settings:
+    """Those in `foreign` are the other project's. Raises ConfigError."""
+    for name in foreign:
+        if name in values:
+            raise ConfigError(f"--{name.replace('_', '-')} is {whose} here and cannot be set")
+    return settings(values)
+
+
+class Engines:
+    """The engines of one configuration, and the tokenizer."""
+
+    def __init__(self, settings: Settings, client: Replicas, tokenizer: Tokenizer, meetings: TemporaryDirectory[str] | None) -> None:
+        self.settings, self.client, self.tokenizer, self._meetings = settings, client, tokenizer, meetings
+
+    @classmethod
+    async def start(cls, chosen: Settings, factory: str = DEFAULT_FACTORY) -> Engines:
+        """What comes from the hub is downloaded first. Raises MTPServeError, and leaves no process then."""
+        engine = await asyncio.to_thread(fetched, chosen.engine)
+        meetings = meetings_of(engine)
+        client = engines_of(engine, chosen.server.log_level, meetings, factory)
+        try:
+            _, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(load_tokenizer, engine.model))
+        except BaseException:
+            await client.stop(grace=0)
+            clean(meetings)
+            raise
+        return cls(Settings(engine, chosen.server), client, tokenizer, meetings)
+
+    def app(self) -> FastAPI:
+        """All of the server's routes."""
+        return create_app(self.client, self.tokenizer, self.settings.engine, self.settings.server)
+
+    async def end_process(self, what: str) -> NoReturn:
+        """Once no engine lives and none will be started again, at once: what came in meanwhile would be lost, too."""
+        log.error("%s ends: %s", what, await self.client.wait_dead())
+        os._exit(1)
+
+    async def stop(self) -> None:
+        """May be repeated."""
+        await self.client.stop()
+        clean(self._meetings)
+
+
+def clean(meetings: TemporaryDirectory[str] | None) -> None:
+    if meetings is not None:
+        meetings.cleanup()
