@@ -19,10 +19,16 @@ ADVICE = {  # names of one advice with blanks between them
     "moe-a2a-backend deepep-mode all2all-backend": f"rows are exchanged by torch.distributed: {LEAVE}",
     "moe-dense-tp-size enable-dp-lm-head": f"with --enable-dp-attention each engine has all but the experts whole: {LEAVE}",
     "enable-multi-layer-eagle": f"the checkpoint says how many MTP layers it has: {LEAVE}",
+    "enable-two-batch-overlap enable-single-batch-overlap enable-dbo": f"a step's rows are computed together: {LEAVE}",
+    "disable-shared-experts-fusion": f"shared experts are computed by themselves: {LEAVE}",
+    "enable-mtp": "use --speculative-algorithm MTP",
     "enable-torch-compile": f"steps are captured as CUDA graphs: {LEAVE}",
     "grammar-backend guided-decoding-backend": f"grammars are llguidance's: {LEAVE}",
     "max-num-partial-prefills": "use --max-long-partial-prefills: short prompts are not limited",
     "max-prefill-tokens": "use --chunked-prefill-size, which bounds a step's tokens, prompts and decoding together",
+    "nnodes node-rank dist-init-addr dist-timeout master-addr master-port data-parallel-address data-parallel-size-local headless": (
+        "a server's engines are on one machine: put a router before those of several machines"
+    ),
     "num-gpu-blocks-override": "use --max-total-tokens, which is in tokens",
     "enable-priority-scheduling schedule-low-priority-values-first": "use --scheduling-policy priority, under which lower values go first",
     "prompt-lookup-max prompt-lookup-min": f"n-grams of 4 tokens are looked up, then shorter ones: {LEAVE}",

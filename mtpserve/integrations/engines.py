@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 FLAGS = {"true": True, "false": False}  # as command lines write them
 
 
-def options(args: Mapping[str, object]) -> Values:
+def values_of(args: Mapping[str, object]) -> Values:
     """Options of `mtpserve launch` with underscores or dashes, nested or not; texts are parsed. Raises ConfigError."""
     return from_tree({name: FLAGS.get(str(value), value) for name, value in args.items()})
 

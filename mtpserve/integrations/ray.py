@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mtpserve.cli.options import Settings
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.integrations.engines import Engines, chosen, options
+from mtpserve.integrations.engines import Engines, chosen, values_of
 
 # Ray's proxy listens, and Ray drains.
 RAYS = ("host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "read_timeout", "write_timeout", "drain_timeout", "drain_delay")
@@ -75,7 +75,7 @@ def app(args: Mapping[str, Any]) -> Application:
         own = json.loads(own) if isinstance(own, str) else own
     if not isinstance(own, Mapping):
         raise ConfigError(f"deployment must have options of Ray's deployments, as JSON, got {own!r}")
-    settings = chosen(options(given), RAYS, "Ray's")
+    settings = chosen(values_of(given), RAYS, "Ray's")
     gpus = float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
     return serve.deployment(**deployment(settings.engine, own, gpus > 0))(Replica).bind(settings)
 

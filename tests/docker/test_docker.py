@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mtpserve.cli import launch
 from mtpserve.cli.options import given, settings
+from mtpserve.integrations.engines import chosen, values_of
 from mtpserve.server.app import ROUTES, create_app
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
@@ -177,6 +178,28 @@ def test_services_mount_build_and_start_what_exists() -> None:
     build = compose("compose.yaml")["server"]["build"]
     assert (DOCKER / build["context"]).resolve() == ROOT
     assert (ROOT / build["dockerfile"]).is_file()
+
+
+def test_a_router_has_servers_that_exist_and_tell_it_when_they_leave() -> None:
+    services = compose("compose.router.yaml")
+    router = services.pop("router")
+    urls = re.findall(r"http://(\w+):(\d+)", router["command"][-1])
+    asked_every = int(re.search(r"--health-check-interval-secs (\d+)", router["command"][-1])[1])  # type: ignore[index]
+    assert {name for name, _ in urls} == set(services) == set(router["depends_on"])
+    for service in services.values():
+        server = settings(given(launch.parser().parse(service["command"]))).server
+        assert {int(port) for _, port in urls} == {server.port} and server.drain_delay > asked_every
+        assert int(service["stop_grace_period"].removesuffix("s")) > server.drain_delay + server.drain_timeout
+        assert service["build"]["target"] in stages()
+
+
+def test_ray_serves_what_the_options_say() -> None:
+    (application,) = yaml.safe_load((DOCKER / "ray_serve.yaml").read_text())["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert f"def {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    args = application["args"]
+    assert args.pop("deployment")["autoscaling_config"]["max_replicas"] > 1
+    assert chosen(values_of(args), (), "Ray's").engine.parallel.restarts == 3
 
 
 def test_services_are_reached_from_this_machine_alone_and_have_no_privileges() -> None:

@@ -21,7 +21,7 @@ ROUTERS = any((PROGRAMS / name).exists() for name in ("vllm-router", "sglang-rou
 def run(script: str, *options: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
     done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *options],
+        [sys.executable, f"benchmarks/fleet/{script}", *options],
         cwd=ROOT,
         env=environment,
         capture_output=True,

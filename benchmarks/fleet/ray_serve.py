@@ -1,5 +1,5 @@
 """mtpserve under Ray Serve: two replicas that lose an actor and an engine. In an environment with `pip install 'mtpserve[ray]'`:
-`python benchmarks/ray_serve.py --json FILE`.
+`python benchmarks/fleet/ray_serve.py --json FILE`.
 
 Each gets 40 streamed requests, completions and chats in turn:
 
@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import signal
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any
 
 import httpx
 import ray
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.forty import REQUESTS, free_port, load, sending, summary, until
 from common.record import save
 from ray import serve

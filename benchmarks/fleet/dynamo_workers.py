@@ -1,4 +1,4 @@
-"""mtpserve as two workers of Dynamo, one of which is killed: `python benchmarks/dynamo_workers.py --python VENV/bin/python --json FILE`.
+"""mtpserve as two workers of Dynamo, of which one is killed: `python benchmarks/fleet/dynamo_workers.py --python VENV/bin/python`.
 
 VENV has mtpserve with the extra `dynamo`, see docs/deploy.md. Neither etcd nor NATS is needed: discovery is by files. The frontend gets 40
 streamed requests, completions and chats in turn, with --migration-limit 3:
@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.forty import REQUESTS, free_port, load, ok, sending, summary, until
 from common.record import save
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LOCAL = dict.fromkeys(("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST"), "127.0.0.1")
 PLANES = ["--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]
 OPTIONS = ["--model", "demo", "--speculative-algorithm", "NEXTN", "--max-total-tokens", "32768", "--log-interval", "0"]

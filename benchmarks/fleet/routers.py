@@ -1,4 +1,4 @@
-"""Routers in front of two servers, which lose an engine, are drained and come back: `python benchmarks/routers.py --bin VENV/bin`.
+"""Routers in front of two servers, which lose an engine, are drained and come back: `python benchmarks/fleet/routers.py --bin VENV/bin`.
 
 VENV has the routers: `pip install vllm-router sglang-router smg`. Those that it lacks are left out. Each is put in front of
 two `mtpserve launch --model demo --engine-restarts 3 --drain-delay 3`, and gets 40 streamed requests, completions and chats in turn:
@@ -33,10 +33,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.forty import REQUESTS, free_port, load, ok, sending, summary, until
 from common.record import save
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MUST = ("steady", "engine killed", "drained")
 # The routers' defaults are once a minute, and three failures.
 QUICK = "--health-check-interval-secs 1 --health-failure-threshold 1 --health-success-threshold 1"
