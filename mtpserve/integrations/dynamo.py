@@ -1,6 +1,6 @@
 """mtpserve as a worker of NVIDIA Dynamo, whose frontend tokenizes, routes by load and by KV events, and lets cut streams go on elsewhere.
 
-    python -m mtpserve.integrations.dynamo --model demo --speculative-algorithm NEXTN --discovery-backend file
+    python -m mtpserve.integrations.dynamo --model demo --discovery-backend file
 
 An engine that is dead and is not started again ends the process at once: Dynamo then sends its requests, with what they have said so
 far, to another worker (`--migration-limit` of its frontend). There they are new requests: see docs/deploy.md.

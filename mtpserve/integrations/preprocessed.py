@@ -108,7 +108,7 @@ def last_of(usage: Usage, prompt: list[int], scores: list[TokenLogprob], tokeniz
     """What the answer's last chunk has beside its tokens. `engine_data` reaches clients that ask for it by nvext.extra_fields."""
     found = usage.object()
     counted = {"prompt_tokens": found.prompt_tokens, "completion_tokens": found.completion_tokens, "total_tokens": found.total_tokens}
-    data: Fields = {"speculative": msgspec.to_builtins(found.speculative)}
+    data: Fields = {"usage": msgspec.to_builtins(found)}
     if scores:
         data["prompt_logprobs"] = [None, *(scored(tokenizer, token, score) for token, score in zip(prompt[1:], scores, strict=False))]
     cached = {"cached_tokens": found.prompt_tokens_details.cached_tokens}

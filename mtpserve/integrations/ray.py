@@ -1,6 +1,6 @@
 """mtpserve under Ray Serve, which places replicas, scales them by their queues and replaces those that are ill.
 
-    serve run mtpserve.integrations.ray:app model=demo speculative_algorithm=NEXTN deployment='{"num_replicas": 2}'
+    serve run mtpserve.integrations.ray:app model=demo deployment='{"num_replicas": 2}'
 
 or by a file for `serve deploy` (docs/deploy.md). A replica is one engine, or several with data_parallel_size, and answers all of the
 server's routes. One whose engines are dead and are not started again ends its process at once: it would answer errors fast and attract
@@ -43,7 +43,7 @@ class Passed(Response):
         await self.app(scope, receive, send)
 
 
-class Replica:
+class ServedReplica:
     """Ray awaits its constructor and its destructor. A model that cannot be loaded is an error of the deployment."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
@@ -77,7 +77,7 @@ def app(args: Mapping[str, Any]) -> Application:
         raise ConfigError(f"deployment must have options of Ray's deployments, as JSON, got {own!r}")
     settings = chosen(values_of(given), RAYS, "Ray's")
     gpus = float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
-    return serve.deployment(**deployment(settings.engine, own, gpus > 0))(Replica).bind(settings)
+    return serve.deployment(**deployment(settings.engine, own, gpus > 0))(ServedReplica).bind(settings)
 
 
 def deployment(engine: EngineConfig, own: Mapping[str, Any], has_gpus: bool) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_chunks_as_the_frontend_reads_them(worker: Any, client: FakeClient) -> N
     assert [token for chunk in chunks for token in chunk["token_ids"]] == [40, 41, 42, 43, 44]
     assert all(len(chunk["log_probs"]) == len(chunk["top_logprobs"]) == len(chunk["token_ids"]) for chunk in chunks)
     assert "finish_reason" not in first and last["finish_reason"] == "length"
-    assert last["completion_usage"]["total_tokens"] == 7 and last["engine_data"]["speculative"]["accepted_tokens"] == 2
+    assert last["completion_usage"]["total_tokens"] == 7 and last["engine_data"]["usage"]["speculative"]["accepted_tokens"] == 2
     assert client.submitted[0].sampling.speculation.num_steps == 1 and worker.running == {}
 
 

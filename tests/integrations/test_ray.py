@@ -46,7 +46,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def test_an_app_from_options(module: ModuleType) -> None:
     found = module.app({"model": "demo", "max_running_requests": "8", "device": "cpu", "deployment": '{"num_replicas": 3}'})
-    assert found.cls is module.Replica and found.arguments[0].engine.scheduler.max_running_requests == 8
+    assert found.cls is module.ServedReplica and found.arguments[0].engine.scheduler.max_running_requests == 8
     assert found.options.pop("health_check_period_s") <= 1
     assert {name: found.options[name] for name in ("name", "num_replicas", "max_ongoing_requests")} == {
         "name": "mtpserve", "num_replicas": 3, "max_ongoing_requests": 16,
