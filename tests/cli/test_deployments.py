@@ -39,7 +39,7 @@ def test_there_are_such_commands() -> None:
         ("--model-path m --tp-size 8 --speculative-algorithm NEXTN --speculative-num-steps 1 --speculative-eagle-topk 1 "
          "--speculative-num-draft-tokens 2", 8, 1, False, 1),
         ("--model m --tp 8 --speculative-algorithm MTP --speculative-num-steps 3", 8, 1, False, 3),
-        ("--model m --tp 8 --dp 8 --enable-dp-attention --ep 8 --disaggregation-mode decode --speculative-algorithm MTP", 1, 8, True, None),
+        ("--model m --tp 8 --dp 8 --enable-dp-attention --ep 8 --speculative-algorithm MTP", 1, 8, True, None),
         (f"m --data-parallel-size 8 --enable-expert-parallel {MTP}", 1, 8, True, 1),
         (f"--model-path m --tp-size 8 {GLM} --speculative-algorithm EAGLE {CHAIN}", 8, 1, False, 3),
         (f"m --tensor-parallel-size 4 {GLM} --enable-auto-tool-choice {MTP}", 4, 1, False, 1),
@@ -60,6 +60,10 @@ def test_published_commands(line: str, tensor: int, data: int, spreads: bool, dr
         ("--tp 8 --dp 8 --enable-dp-attention --moe-a2a-backend deepep", "rows are exchanged by torch.distributed: leave it out"),
         ("--tp 8 --dp 2 --enable-dp-attention", "--tensor-parallel-size must be 1, or as --data-parallel-size"),
         ("--tp 8 --disaggregation-mode prefill --speculative-algorithm NEXTN", "--disaggregation-mode needs --tensor-parallel-size 1"),
+        (
+            "--dp 8 --enable-expert-parallel --disaggregation-mode decode --speculative-algorithm MTP",
+            "its engines compute each step together",
+        ),
         ("--tp 8 --ep 8", "--expert-parallel-size must be 1 or as --data-parallel-size, which is 1"),
         ("--enable-mtp", "use --speculative-algorithm MTP"),
     ],
