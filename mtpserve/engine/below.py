@@ -81,7 +81,7 @@ def make_tiers(
     disk = None if cache.kv_offload_dir is None else DiskPages(cache.kv_offload_dir, cache.disk_bytes, fingerprint)
     log.info("pages below the device: %d in host memory (%.1f GiB), %s", sum(counts), size / 2**30, cache.kv_offload_dir or "none on disk")
     tiers = Tiers(groups, counts, disk)
-    facts = dict(options.facts) | {"the protocol": VERSION, "the layout": ", ".join(f"{bytes} bytes" for bytes in each)}
+    facts = dict(options.facts) | {"protocol": VERSION, "layout": ", ".join(f"{bytes} bytes" for bytes in each)}
     shared = SharedBlocks(counts, each, pin=parts[0][0].is_cuda) if nodes.keeps else None
     blocks = host_blocks(parts, counts) if shared is None else shared.blocks
     way, remote = nodes.disaggregation_transfer_backend, None

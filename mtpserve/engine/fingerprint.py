@@ -35,12 +35,12 @@ def facts(config: EngineConfig, planned: Plan) -> dict[str, str]:
     """The same by names for people, by which two nodes see in what they differ."""
     storage = planned.storage
     return {
-        "the version of pages": VERSION.decode(),
-        "the page size": str(planned.config.cache.page_size),
-        "the number format": f"{planned.dtype}, keys and values {storage.cache}",
-        "the layers that share a page": f"{config.spec.parts}, exact {config.spec.exact}",
-        "the kernel": described(config, planned.device),
-        "the model": f"{planned.described.arch.family}, fingerprint {fingerprint(config, planned).hex()}",
+        "version of pages": VERSION.decode(),
+        "page size": str(planned.config.cache.page_size),
+        "number format": f"{planned.dtype}, keys and values {storage.cache}",
+        "layers in a page": f"{config.spec.parts}, exact {config.spec.exact}",
+        "kernels": described(config, planned.device),
+        "model": f"{planned.described.arch.family}, fingerprint {fingerprint(config, planned).hex()}",
     }
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import socket
 import threading
 import zlib
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 import pytest
 
 from mtpserve.cache.leases import Leases
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.kv_transfer import PageSource
+from mtpserve.engine.fingerprint import facts as known_facts
+from mtpserve.engine.planning import plan
 from mtpserve.runtime.remote.server import Readers
-from mtpserve.runtime.remote.wire import LENGTH, Hello, WantPages, receive, send
+from mtpserve.runtime.remote.wire import LENGTH, Hello, WantPages, differing, receive, send
 from tests.spec.nodes import BLOCK, PROMPT, ask, computed_here, drain, free_blocks, later, node, prefilled, source
 from tests.spec.test_prefix_cache import PAGE
 from tests.tiny import VOCAB, tiny_model
@@ -52,6 +56,17 @@ def test_nodes_that_differ() -> None:
     computed_here(decode, model, source(prefilled(prefill, PROMPT)), "differs")
     other = node("prefill", tiny_model(layers=3))
     computed_here(node("decode", model), model, source(prefilled(other, PROMPT)), "differs")
+
+
+def test_what_differs_is_said_in_words() -> None:
+    """A prefill node that was started without the draft layer would send pages without its part."""
+    nodes = [EngineConfig(spec=spec) for spec in (SpecConfig(speculative_algorithm="NEXTN"), SpecConfig())]
+    nodes += [replace(nodes[0], cache=CacheConfig(page_size=32)), replace(nodes[0], model=ModelConfig(dtype="float16"))]
+    first, *others = [known_facts(config, plan(config)) for config in nodes]
+    assert differing(first, dict(first)) is None
+    found = [differing(first, other) for other in others]
+    for said, name in zip(found, ("layers in a page: ", "page size: 16 here, 32 there", "number format: torch."), strict=True):
+        assert said is not None and said.startswith(name), said
 
 
 def test_a_prefill_node_that_died_before() -> None:

@@ -67,7 +67,7 @@ def differing(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
     """The first fact in which two nodes differ, for people."""
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if ours.get(name) != theirs.get(name):
-            return f"{name} is {ours.get(name, 'unknown')} here and {theirs.get(name, 'unknown')} there"
+            return f"{name}: {ours.get(name, 'unknown')} here, {theirs.get(name, 'unknown')} there"
     return None
 
 
