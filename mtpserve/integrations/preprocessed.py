@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import Finish, TokenLogprob
+from mtpserve.server.constraints import NATIVE
 from mtpserve.server.http.errors import validation_message
 from mtpserve.server.openai.body import CompletionRequest
 from mtpserve.server.openai.usage import Usage
@@ -26,6 +27,7 @@ HEADER = "mtpserve"  # x-dynamo-meta-mtpserve
 SAMPLING = (
     "n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"
 )  # fmt: skip
+CONSTRAINTS = NATIVE.keys() | {"response_format", "structured_outputs"}
 GRAMMARS = ("json", "regex", "choice", "grammar", "structural_tag")
 STOPS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
 # What changes an answer and is not supported, by its place.

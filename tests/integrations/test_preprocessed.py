@@ -104,6 +104,7 @@ def test_grammars(guided: dict[str, Any], kind: str, text: str) -> None:
         (BARE, "7", "x-dynamo-meta-mtpserve must be a JSON object with fields of completions, got '7'"),
         (BARE, "{", "x-dynamo-meta-mtpserve must be a JSON object"),
         (BARE, '{"logit_bias": 7}', "logit_bias: Input should be a valid dictionary, got 7"),
+        (BARE, '{"regex": "a"}', "regex belongs in the body, not in x-dynamo-meta-mtpserve"),
         (BARE, '{"n": 2}', "n must be 1 behind Dynamo"),
     ],
 )  # fmt: skip
