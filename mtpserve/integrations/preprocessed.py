@@ -81,6 +81,9 @@ def further(metadata: str | None) -> Fields:
         raise InvalidRequest(
             f"x-dynamo-meta-{HEADER} must be a JSON object with fields of completions, got {str(metadata)[:200]!r}", HEADER
         )
+    for name in CONSTRAINTS & fields.keys():
+        # Dynamo sends a stream that was cut on to another worker as a longer prompt, unless it knows of a grammar, which would begin again.
+        raise InvalidRequest(f"{name} belongs in the body, not in x-dynamo-meta-{HEADER}", name)
     return fields
 
 
