@@ -22,7 +22,8 @@ from tests.server.test_launch import ROOT, alive
 # A source's command, with 2 for 8 and the bundled model in place of its own.
 SOURCE = (
     "launch --model-path demo --tp-size 2 --dp 2 --speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 "
-    "--speculative-num-draft-tokens 4 --dtype float32 --max-total-tokens 4096 --engine-restarts 3 --port 0"
+    "--speculative-num-draft-tokens 4 --speculative-draft-model-path mtpserve/demo --dtype float32 "
+    "--max-total-tokens 4096 --engine-restarts 3 --port 0"
 )
 PROMPTS = [f"import os\n\n\ndef read_{number}(" for number in range(6)]
 ASKED = {"max_tokens": 120, "temperature": 0}
@@ -64,6 +65,7 @@ def test_a_rank_is_killed_and_the_text_is_that_of_one_process() -> None:
             assert told["engines"][0]["reason"] == "rank 1 of the model was killed by SIGKILL"
             assert [each["ranks"] for each in told["engines"]] == [2, 2]
             about = (await http.get("/server_info")).json()
+            assert about["internal_states"][0]["avg_spec_accept_length"] > 1.5
             assert (about["tp_size"], about["dp_size"]) == (2, 2) and ", 2 ranks by " in about["kernels"]
 
     with launched() as (process, url):
