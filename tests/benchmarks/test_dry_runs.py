@@ -60,6 +60,13 @@ def test_gpus_on_paper(tmp_path: Path) -> None:
         assert 1 < row["step_over_plain"] < 2 and row["speed_up"] < row["acceptance_length"]
 
 
+def test_pages_travel_by_each_way_that_is_there(tmp_path: Path) -> None:
+    output(["handover.py", "--pages", "9", "--kib", "4", "--rounds", "2", "--json", str(tmp_path / "out.json")])
+    numbers = json.loads((tmp_path / "out.json").read_text())["numbers"]
+    assert numbers["bytes"] == 9 * 4096 and [row["way"] for row in numbers["rows"]][:2] == ["shm", "tcp"]
+    assert all(0 < row["least_ms"] <= row["ms"] for row in numbers["rows"])
+
+
 def output(command: list[str]) -> str:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     done = subprocess.run(
