@@ -39,7 +39,7 @@ class Experts(nn.Module):
     experts_first = True  # the first dimension of each parameter
     added_once = ("down_bias",)  # as in Linear
 
-    def __init__(self, hidden: int, arch: MoEArch, held: Sequence[int] | None) -> None:
+    def __init__(self, hidden: int, arch: MoEArch, held: Sequence[int] | None = None) -> None:
         """`held`: the numbers of those that this process has; None: all."""
         super().__init__()
         self.held, experts = held, arch.experts if held is None else len(held)
