@@ -276,12 +276,17 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def main() -> int:
+def begin() -> None:
+    """What processes that compute do first, before torch is imported: its caches are bounded, and the parent alone says when to end."""
     assert "torch" not in sys.modules
     for name, size in CPU_CACHES.items():
         os.environ.setdefault(name, size)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def main() -> int:
+    begin()
     parser = argparse.ArgumentParser(prog="mtpserve.engine.process")
     parser.add_argument("--endpoint-dir", required=True)
     parser.add_argument("--factory", default=DEFAULT_FACTORY)

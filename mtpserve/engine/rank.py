@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import os
-import signal
 import sys
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +19,7 @@ from mtpserve.core.errors import EngineDead, MTPServeError
 from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.grammars import PreparedGrammars
-from mtpserve.engine.process import CPU_CACHES, TRIM_S, die_with_parent, give_back, kind_of, one_line
+from mtpserve.engine.process import TRIM_S, begin, die_with_parent, give_back, kind_of, one_line
 from mtpserve.engine.rank_messages import ORDERS, Failed, LaunchStep, Order, Prepare, Reached, Read, Reshape, StartRank, Wire, digest
 
 log = logging.getLogger(__name__)
@@ -104,11 +102,7 @@ def run(wire: Wire[Order], memory: int) -> int:
 
 
 def main() -> int:
-    assert "torch" not in sys.modules
-    for name, size in CPU_CACHES.items():
-        os.environ.setdefault(name, size)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    begin()
     parser = argparse.ArgumentParser(prog="mtpserve.engine.rank")
     for name in ("orders", "answers", "memory"):
         parser.add_argument(f"--{name}", type=int, required=True)
