@@ -68,6 +68,8 @@ def body_of(request: Mapping[str, Any], metadata: str | None, *, has_priorities:
         raise InvalidRequest(message, param) from error
     if body.choices > 1:
         raise InvalidRequest(f"n must be 1 behind Dynamo, which ends a stream where its first choice ends, got {body.choices}", "n")
+    if body.selects:
+        raise InvalidRequest(f"best_of must be 1 behind Dynamo, which streams, got {body.best_of}", "best_of")
     return body
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,10 +93,13 @@ class Choice:
     finish: Finish | None = None
     scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
     offer: PageOffer | None = None  # its prompt's pages, where another node is to get them
+    logprob: float = 0.0  # of the tokens together, where the request has log-probabilities
 
     def add(self, step: StepOutput) -> Added:
         """Pieces of one block that follow each other are one. An answer that was read has a block in the end, which may be empty."""
         self.tokens += step.tokens
+        if step.logprobs:
+            self.logprob += sum(score.logprob for score in step.logprobs)
         self.cached_tokens += step.cached
         self.finish, self.offer = step.finish, step.offer
         if self.reader is None or not self.reader.parses:
@@ -135,6 +139,11 @@ class Choice:
             self.blocks.append(Block(kind))
         self.blocks[-1].text += text
         return len(self.blocks) - 1, text
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token; an output without tokens is the least likely."""
+        return self.logprob / len(self.tokens) if self.tokens else -math.inf
 
     def text(self, kind: Literal["reasoning", "text"] = "text") -> str:
         return "".join(block.text for block in self.blocks if block.kind == kind)

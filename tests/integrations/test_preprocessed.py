@@ -106,6 +106,7 @@ def test_grammars(guided: dict[str, Any], kind: str, text: str) -> None:
         (BARE, '{"logit_bias": 7}', "logit_bias: Input should be a valid dictionary, got 7"),
         (BARE, '{"regex": "a"}', "regex belongs in the body, not in x-dynamo-meta-mtpserve"),
         (BARE, '{"n": 2}', "n must be 1 behind Dynamo"),
+        (BARE, '{"best_of": 2}', "best_of must be 1 behind Dynamo"),
     ],
 )  # fmt: skip
 def test_what_is_refused(request_: dict[str, Any], metadata: str | None, told: str) -> None:

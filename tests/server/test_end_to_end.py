@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import openai
@@ -69,6 +70,30 @@ def test_the_openai_client_streams_and_counts(server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(**asked | {"temperature": -1})  # type: ignore[call-overload]
     assert server.metric("spec_accepted_tokens_total") > 0
+
+
+@pytest.mark.parametrize("fields", [
+    {"max_tokens": 24},
+    {"max_tokens": 64, "stop": ["\n"], "speculative": {"enabled": False}},
+    {"max_tokens": 24, "regex": "[a-z_]{3,12}\\n"},
+])  # fmt: skip
+def test_the_best_of_several_are_those_with_the_likeliest_tokens(server: Running, fields: dict[str, Any]) -> None:
+    def ask(**more: Any) -> Any:
+        body = {"model": "demo", "prompt": "def read_", "temperature": 1, "seed": 7, "logprobs": 0} | fields | more
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def mean(choice: Any) -> float:
+        return statistics.fmean(choice["logprobs"]["token_logprobs"])
+
+    whole, best = ask(n=8), ask(n=3, best_of=8)
+    ranked = sorted(whole["choices"], key=mean, reverse=True)
+    assert len({choice["text"] for choice in ranked[:4]}) == 4 and mean(ranked[0]) > mean(ranked[3])
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in ranked[:3]]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2]
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert best["usage"][name] == whole["usage"][name]
 
 
 def test_a_prompt_is_computed_once_for_each_salt(server: Running) -> None:

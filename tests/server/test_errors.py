@@ -159,7 +159,7 @@ def test_a_body_that_is_too_long(http: httpx.AsyncClient, declared: bool) -> Non
         ("priority", 0.5),
         ("speculative", {"depth": 1}),
         ("suffix", "end"),
-        ("best_of", 2),
+        ("best_of", 0),
         ("logprobs", 21),
         ("logprobs", True),
     ],
@@ -359,8 +359,8 @@ class Untouchable:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 129), ("n", 0), ("best_of", 3), ("max_tokens", CONTEXT), ("max_tokens", 0), ("temperature", -1), ("top_p", 2), ("top_k", -2),
-        ("min_p", 2), ("seed", 2**63), ("stop", ["a"] * 17), ("stop", "a" * 257), ("stop_token_ids", [5] * 1025),
+        ("n", 129), ("n", 0), ("best_of", 129), ("max_tokens", CONTEXT), ("max_tokens", 0), ("temperature", -1), ("top_p", 2),
+        ("top_k", -2), ("min_p", 2), ("seed", 2**63), ("stop", ["a"] * 17), ("stop", "a" * 257), ("stop_token_ids", [5] * 1025),
         ("stop_token_ids", [VOCAB]),
         ("logit_bias", {str(i): 1 for i in range(1025)}), ("logit_bias", {str(VOCAB): 1}), ("allowed_token_ids", [-1]),
         ("bad_words", ["a"] * 257), ("bad_words", ["a" * 257]), ("prompt_logprobs", 21), ("min_tokens", 9), ("timeout", 0), ("rid", "a b"),

@@ -72,7 +72,10 @@ def test_constraints(http: httpx.AsyncClient, client: FakeClient, fields: dict[s
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"n": 0}, "n"),
-    (COMPLETIONS, {"n": 2, "best_of": 3}, "best_of"),
+    (COMPLETIONS, {"n": 2, "best_of": 1}, "best_of"),
+    (COMPLETIONS, {"best_of": 129}, "best_of"),
+    (COMPLETIONS, {"prompt": ["a"] * 9, "best_of": 128}, "best_of"),
+    (CHAT, {"n": 2, "best_of": 3}, "best_of"),
     (COMPLETIONS, {"suffix": "x"}, "suffix"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs"),
@@ -219,6 +222,20 @@ def test_several_choices_share_a_prompt(http: httpx.AsyncClient, client: FakeCli
     client.submitted.clear()
     post(http, COMPLETIONS, n=3, seed=6)  # whoever counts seeds up gets no choice twice
     assert not {r.sampling.seed for r in client.submitted} & set(seeds)
+
+
+def test_the_best_of_each_prompts_choices(http: httpx.AsyncClient, client: FakeClient) -> None:
+    """The engine's tokens differ in nothing but who asked."""
+    answer = post(http, COMPLETIONS, prompt=["a", "bc"], n=2, best_of=3).json()
+    assert len(client.submitted) == 6 and {request.sampling.logprobs for request in client.submitted} == {0}
+    assert [choice["index"] for choice in answer["choices"]] == list(range(4))
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    prompts = len(client.submitted[0].prompt) + len(client.submitted[3].prompt)
+    assert answer["usage"]["prompt_tokens"] == prompts and answer["usage"]["completion_tokens"] == 6 * 5
+    refused = post(http, COMPLETIONS, n=2, best_of=3, stream=True)
+    assert refused.status_code == 400 and "stream" in refused.json()["error"]["message"]
+    assert post(http, COMPLETIONS, n=2, best_of=2, stream=True).status_code == 200  # all of them are answered
+    assert post(http, CHAT, n=2, best_of=2).status_code == 200
 
 
 def test_usage_counts_predictions_and_drafts(http: httpx.AsyncClient) -> None:

@@ -187,7 +187,7 @@ class Answer:
         self.writers = [
             writer(index, choice, body, echo) for index, (choice, echo) in enumerate(zip(generation.choices, texts, strict=True))
         ]
-        self.usage = Usage(generation.choices, body.choices)
+        self.usage = Usage(generation.choices, body.generated)
         created = int(time())  # a date, not a duration
         self._id: Fields = {"id": id, "created": created, "model": generation.service.model}
         self._head: Fields = self._id | {"object": writer.chunk_object}
@@ -207,9 +207,22 @@ class Answer:
         async for steps in self.generation.steps():
             for each in steps:
                 self._add(*each)
-        choices: Any = [writer.whole() for writer in self.writers]
-        fields = self._id | self._prompt_ids | self.writers[0].beside | answered(self.generation.choices[0].offer)
+        answered_with = self._answered_with()
+        choices: Any = [writer.whole() for writer in answered_with]
+        fields = self._id | self._prompt_ids | answered_with[0].beside | answered(self.generation.choices[0].offer)
         return self.writer.answer_type(choices=choices, usage=self.usage.object(), **fields)
+
+    def _answered_with(self) -> list[ChoiceWriter]:
+        """All of them, or the likeliest of each prompt, those first and numbered anew."""
+        generated, wanted = self.body.generated, self.body.choices
+        if generated == wanted:
+            return self.writers
+        groups = [self.writers[first : first + generated] for first in range(0, len(self.writers), generated)]
+        ranked = [sorted(group, key=lambda writer: -writer.choice.mean_logprob)[:wanted] for group in groups]
+        chosen = [writer for group in ranked for writer in group]
+        for index, writer in enumerate(chosen):
+            writer.index = index
+        return chosen
 
     async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
         """Chunks for each step that completed some text; the last one of a choice has its finish_reason, the very last one the usage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -106,8 +107,6 @@ class GenerationRequest(SamplingFields, TransferFields):
     def check(self) -> None:
         if not 1 <= self.choices <= MAX_CHOICES:
             raise InvalidRequest(f"n must be in [1, {MAX_CHOICES}], got {self.choices}", "n")
-        if self.best_of not in (None, 1, self.choices):
-            raise InvalidRequest(f"best_of must equal n = {self.choices}, got {self.best_of}: leave it out", "best_of")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         if self.truncate_prompt_tokens is not None and (self.truncate_prompt_tokens < -1 or self.truncate_prompt_tokens == 0):
@@ -131,7 +130,13 @@ class GenerationRequest(SamplingFields, TransferFields):
 
     @property
     def choices(self) -> int:
+        """How many are answered, of each prompt."""
         return 1 if self.n is None else self.n
+
+    @property
+    def generated(self) -> int:
+        """How many are generated, of each prompt: those that are answered are among them."""
+        return self.choices
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -199,15 +204,32 @@ class CompletionRequest(GenerationRequest):
         GenerationRequest.check(self)
         if self.suffix:
             raise Unsupported("suffix is not supported: this server has no fill-in-the-middle template", "suffix")
-        if len(self.prompts) * self.choices > MAX_SEQUENCES:
-            count = f"{len(self.prompts)} prompts with n = {self.choices}"
-            raise InvalidRequest(f"prompt asks for {count}; at most {MAX_SEQUENCES} texts are allowed", "n")
+        if not self.choices <= self.generated <= MAX_CHOICES:
+            raise InvalidRequest(f"best_of must be in [n = {self.choices}, {MAX_CHOICES}], got {self.best_of}", "best_of")
+        if self.selects and self.stream:
+            raise InvalidRequest(f"best_of {self.best_of} > n = {self.choices} excludes stream: the best are known at the end", "best_of")
+        if len(self.prompts) * self.generated > MAX_SEQUENCES:
+            field = "best_of" if self.selects else "n"
+            count = f"{len(self.prompts)} prompts with {field} = {self.generated}"
+            raise InvalidRequest(f"prompt asks for {count}; at most {MAX_SEQUENCES} texts are allowed", field)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1, or 0 together with echo, got 0", "max_tokens")
 
     @property
+    def generated(self) -> int:
+        return self.choices if self.best_of is None else self.best_of
+
+    @property
+    def selects(self) -> bool:
+        return self.generated > self.choices
+
+    @property
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs
+
+    def sampling(self, defaults: dict[str, float | int], max_tokens: int | None) -> SamplingParams:
+        params = GenerationRequest.sampling(self, defaults, max_tokens)
+        return replace(params, logprobs=params.logprobs or 0) if self.selects else params  # by which the best are known
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -261,6 +283,8 @@ class ChatRequest(GenerationRequest):
 
     def check(self) -> None:
         GenerationRequest.check(self)
+        if self.best_of not in (None, 1, self.choices):
+            raise Unsupported(f"best_of is a field of completions, got {self.best_of} here: leave it out", "best_of")
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise InvalidRequest("continue_final_message excludes add_generation_prompt: give one of them", "continue_final_message")

@@ -70,8 +70,8 @@ async def completions(request: Request, service: Served, body: CompletionRequest
             by_id = not isinstance(prompt, str)  # then special tokens are the client's own
             echo = str(prompt) if written else service.tokenizer.decode(ids, skip_special_tokens=skip and not by_id)
         own = replace(sampling, max_tokens=max_tokens)
-        requests = requests_of(service, spelling, id, ids, own, body.choices, first=len(choices), salt=body.salt)
+        requests = requests_of(service, spelling, id, ids, own, body.generated, first=len(choices), salt=body.salt)
         choices += [Choice(service, handover.of(each, number), scores_only=body.max_tokens == 0) for each in requests]
-        echoes += [echo] * body.choices
+        echoes += [echo] * body.generated
     generation = Generation(service, choices, arrival, body.timeout, bool(body.stream))
     return await Answer(id, body, generation, CompletionWriter, echoes).respond(request)
