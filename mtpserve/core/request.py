@@ -43,6 +43,7 @@ class Request:
     moved: bool = False  # from an engine that was lost: no queue is too long for it
     source: PageSource | None = None  # who has the pages of its prompt
     lease: str | None = None  # the name under which its prompt's pages are kept for another node
+    choices: int = 1  # texts that the client asked for of its prompt; 0 for all of them but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +180,23 @@ class DraftHealth:
     reason: str = ""  # of the last fault
 
 
+# Buckets of EngineStats.step_tokens: the tokens of a step, at most. One more is for all above.
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since start (…_total and lists) and gauges of now. Position i of the lists is depth i+1."""
 
     running: int = 0
     waiting: int = 0
+    waiting_for_pages: int = 0  # of these, those whose pages are on their way from host memory, the disk or another node
     pages_used: int = 0
     pages_cached: int = 0  # that no request holds, with contents that the next one may find
     pages_total: int = 0
     steps_total: int = 0
+    step_tokens: list[int] = field(default_factory=list)  # [n]: steps with at most STEP_TOKENS[n] tokens: of prompts, and generated ones
+    step_tokens_total: int = 0  # of all of these steps
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0  # of these, found in the prefix cache
     loaded_pages: dict[str, int] = field(default_factory=dict)  # pages that came back to the device, by the tier that had them

@@ -42,7 +42,7 @@ from mtpserve.engine.lengths import require_fit, require_room
 from mtpserve.engine.line import ServiceOrder
 from mtpserve.engine.policy import DepthPolicy, report, work_of
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
-from mtpserve.engine.stats import count, event_of
+from mtpserve.engine.stats import count, count_step, event_of
 from mtpserve.engine.ticks import Ticks
 from mtpserve.engine.tiers import Tiers
 from mtpserve.spec.counts import new_stats
@@ -141,7 +141,7 @@ class Engine:
         self._stats.waiting = len(self._scheduler.waiting)
         self._stats.pages_used, self._stats.pages_cached = self._pages.used, self._pages.cached
         if self._tiers is not None:
-            self._tiers.report(self._stats)
+            self._tiers.report(self._stats, self._scheduler.waiting)
         self._stats.preemptions_total = self._scheduler.preemptions
         self._stats.depths = None if self.policy is None else self.policy.state
         self._stats.draft_health = self._watch.health
@@ -309,8 +309,9 @@ class Engine:
         """Raises EngineDead where a process that computes a part of the model has ended."""
         self._runner.check()
 
-    def _report(self, outcomes: Seq[Outcome]) -> list[TokenEvent]:
-        """Of one step, before another is booked: what has ended must not seem to have ended earlier."""
+    def _report(self, outcomes: Seq[Outcome], planned: Planned | None = None) -> list[TokenEvent]:
+        """Of one step, before another is booked: what has ended must not seem to have ended earlier. `planned`: it, if it was computed."""
+        count_step(self._stats, planned, outcomes)
         outcomes = self._watch.others(outcomes)
         for outcome in outcomes:
             count(self._stats, outcome)
@@ -342,7 +343,7 @@ class Engine:
                 # While steps follow each other, each takes from the end of the last one to its own. A longer pause is the caller's.
                 last, self._booked = self._booked or began, perf_counter()
                 self._timed(planned, min(self._booked - last, 2 * (self._booked - began)))
-                events += self._report(self._scheduler.commit(planned, result))
+                events += self._report(self._scheduler.commit(planned, result), planned)
             except Exception as error:
                 events += self._failed(planned.seqs, error)
         return events

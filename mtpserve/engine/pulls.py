@@ -41,6 +41,10 @@ class Pulls:
             return False
         if seq.pulls is None and not self._ask(seq, keys):
             return True
+        return self.open(seq)
+
+    def open(self, seq: Sequence) -> bool:
+        """Some of what the request has asked for is still to come."""
         return seq.pulls is not None and not self._batches.keys().isdisjoint(seq.pulls)
 
     def _ask(self, seq: Sequence, keys: Seq[Key]) -> bool:

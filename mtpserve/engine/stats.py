@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from mtpserve.core.request import EngineStats, Finish, FirstTokenTimes, TokenEvent
-from mtpserve.engine.scheduler import Outcome
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from mtpserve.core.request import STEP_TOKENS, EngineStats, Finish, FirstTokenTimes, TokenEvent
+from mtpserve.engine.scheduler import Outcome, Planned
 from mtpserve.spec.counts import count_verification
 
 
@@ -19,6 +22,14 @@ def count(stats: EngineStats, outcome: Outcome) -> None:
         stats.cached_prompt_tokens_total += seq.cached
     if outcome.proposal.tokens:
         count_verification(stats, outcome.proposal, outcome.accepted, len(outcome.tokens))
+
+
+def count_step(stats: EngineStats, planned: Planned | None, outcomes: Sequence[Outcome]) -> None:
+    """Add one step's tokens: those of prompts that it computed, and those that it generated; none that it rejected. None: it failed."""
+    tokens = sum(span.length for span in planned.plan.spans) + sum(outcome.accepted for outcome in outcomes) if planned else 0
+    if tokens:
+        stats.step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+        stats.step_tokens_total += tokens
 
 
 def event_of(outcome: Outcome, now: float) -> TokenEvent:

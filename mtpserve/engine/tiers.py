@@ -24,7 +24,7 @@ from mtpserve.cache.keys import Key
 from mtpserve.core.kv_transfer import PageSource
 from mtpserve.core.plan import Transfer, Transferred
 from mtpserve.core.request import EngineStats
-from mtpserve.core.sequence import Held
+from mtpserve.core.sequence import Held, Sequence as Live
 from mtpserve.engine.exports import Exports
 from mtpserve.engine.pulls import Pulls
 
@@ -338,7 +338,11 @@ class Tiers:
         self.bytes[kind] += each.bytes
         self.seconds[kind] += each.seconds
 
-    def report(self, stats: EngineStats) -> None:
+    def report(self, stats: EngineStats, waiting: Sequence[Live]) -> None:
+        """`waiting`: the requests that have no seat."""
+        pulls = self.pulls if self.pulls is not None and self.pulls.pending else None
+        late = (self.is_loading(seq.loading) or (pulls is not None and pulls.open(seq)) for seq in waiting)
+        stats.waiting_for_pages = sum(late) if self.loadings or pulls is not None else 0
         if self.exports is not None:
             self.exports.report(stats)
         if self.pulls is not None:

@@ -11,8 +11,8 @@ from mtpserve.core.request import DraftHealth, EngineStats
 
 WORST = ("suspended", "weak", "unmeasured", "ok", "off")
 GAUGES = (
-    "running", "waiting", "pages_used", "pages_cached", "pages_total", "tier_pages", "tier_pages_total", "leased_pages", "depths",
-    "draft_health",
+    "running", "waiting", "waiting_for_pages", "pages_used", "pages_cached", "pages_total", "tier_pages", "tier_pages_total",
+    "leased_pages", "depths", "draft_health",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtpserve.core.batch import Source
 from mtpserve.core.drafters import MTP
-from mtpserve.core.request import EngineStats, Proposal
+from mtpserve.core.request import STEP_TOKENS, EngineStats, Proposal
 
 
 def new_stats(depth: int, pages_total: int, drafter: str = MTP) -> EngineStats:
@@ -15,6 +15,7 @@ def new_stats(depth: int, pages_total: int, drafter: str = MTP) -> EngineStats:
         accepted_tokens_per_position=[0] * depth,
         steps_per_depth=[0] * (depth + 1),
         accept_lengths=[0] * (depth + 1),
+        step_tokens=[0] * (len(STEP_TOKENS) + 1),
         draft_tokens_by_source=dict.fromkeys(Source.names(drafter), 0),
         accepted_tokens_by_source=dict.fromkeys(Source.names(drafter), 0),
     )

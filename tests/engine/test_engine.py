@@ -185,7 +185,8 @@ def test_statistics(accuracy: float, lengths: list[int]) -> None:
     assert stats.prompt_tokens_total == len(PROMPTS["r1"])
     assert stats.accepted_tokens_total == lengths[3] * 3
     assert stats.accepted_tokens_per_position == [lengths[3]] * 3
-    assert stats.steps_total == len(bench.runner.steps)
+    assert stats.steps_total == len(bench.runner.steps) == sum(stats.step_tokens)
+    assert stats.step_tokens_total == len(PROMPTS["r1"]) + stats.generation_tokens_total - 1  # the last one is never computed
     assert sum(stats.draft_tokens_per_position) == stats.draft_tokens_total
     # With room for r tokens only r - 1 drafts are worth verifying, so the later positions see fewer at the end.
     assert stats.draft_tokens_per_position == ([6, 6, 6] if accuracy else [22, 21, 20])

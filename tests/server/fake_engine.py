@@ -163,6 +163,8 @@ class FakeEngine:
         stats.accepted_tokens_per_position = [stats.accepted_tokens_total, 0]
         stats.accept_lengths[tokens - 1] += 1
         stats.steps_per_depth[STEPS] += 1
+        stats.step_tokens = [count + (number == 1) for number, count in enumerate(stats.step_tokens or [0] * 14)]  # 2 to 8 tokens
+        stats.step_tokens_total += tokens
 
 
 def build(config: EngineConfig, *, progress: bool) -> FakeEngine:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -31,7 +33,8 @@ KINDS = {
         sglang:kv_available_tokens sglang:max_total_num_tokens sglang:page_size sglang:num_pages sglang:context_len sglang:gen_throughput
         sglang:kv_evictable_tokens sglang:cache_hit_rate
         sglang:spec_num_steps sglang:spec_accept_length sglang:spec_accept_rate vllm:num_requests_running vllm:num_requests_waiting
-        vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc vllm:spec_decode_draft_acceptance_rate vllm:cache_config_info""",
+        vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc vllm:spec_decode_draft_acceptance_rate vllm:cache_config_info
+        vllm:num_requests_waiting_by_reason""",
     "histogram": """
         sglang:time_to_first_token_seconds sglang:inter_token_latency_seconds sglang:request_time_per_output_token_seconds
         sglang:e2e_request_latency_seconds sglang:queue_time_seconds sglang:prompt_tokens_histogram sglang:generation_tokens_histogram
@@ -39,8 +42,11 @@ KINDS = {
         vllm:e2e_request_latency_seconds vllm:request_queue_time_seconds vllm:request_prefill_time_seconds vllm:request_decode_time_seconds
         vllm:request_inference_time_seconds vllm:request_prompt_tokens vllm:request_generation_tokens vllm:request_params_max_tokens
         vllm:time_per_output_token_seconds vllm:request_max_num_generation_tokens vllm:request_prefill_kv_computed_tokens
-        sglang:uncached_prompt_tokens_histogram""",
+        sglang:uncached_prompt_tokens_histogram vllm:iteration_tokens_total vllm:request_params_n""",
 }
+
+
+PEERS = json.loads(Path(__file__).with_name("peer_metrics.json").read_text())
 
 
 def scrape(tokenizer: Tokenizer, client: FakeClient, *dialects: str) -> str:
@@ -53,7 +59,7 @@ def scrape(tokenizer: Tokenizer, client: FakeClient, *dialects: str) -> str:
             await http.post("/v1/completions", json={"prompt": [5], "seed": 500})
             await http.post("/v1/completions", json={"prompt": [5], "seed": 429})
             client.engine.stats.running, client.engine.stats.pages_used = 3, 16
-            client.engine.stats.pages_cached = 8
+            client.engine.stats.pages_cached, client.engine.stats.waiting, client.engine.stats.waiting_for_pages = 8, 5, 2
             return (await http.get("/metrics")).text
 
     return asyncio.run(ask())
@@ -73,6 +79,45 @@ def test_names_and_types_of_both(tokenizer: Tokenizer, client: FakeClient) -> No
     text = scrape(tokenizer, client, "sglang", "vllm")
     kinds = {family.name: family.type for family in text_string_to_metric_families(text) if ":" in family.name}
     assert kinds == {name: kind for kind, names in KINDS.items() for name in names.split()}
+
+
+def with_tiers(tokenizer: Tokenizer, client: FakeClient) -> str:
+    client.engine.pretend_tiers()
+    return scrape(tokenizer, client, "sglang", "vllm")
+
+
+def test_every_name_of_the_peers_is_given_or_has_a_reason(tokenizer: Tokenizer, client: FakeClient) -> None:
+    given = {family.name for family in text_string_to_metric_families(with_tiers(tokenizer, client))}
+    left_out = [name for names in PEERS["left_out"].values() for name in names]
+    assert len(set(left_out)) == len(left_out)
+    assert {*PEERS["vllm"], *PEERS["sglang"]} - given == set(left_out)
+
+
+@pytest.mark.parametrize("board", PEERS["boards"])
+def test_what_published_boards_select_is_there(tokenizer: Tokenizer, client: FakeClient, board: str) -> None:
+    found = [
+        (sample.name, sample.labels.items())
+        for family in text_string_to_metric_families(with_tiers(tokenizer, client))
+        for sample in family.samples
+    ]
+    for selector in PEERS["boards"][board]:
+        name, _, labels = selector.partition("{")
+        wanted = set(re.findall(r'(\w+)="([^"]*)"', labels))
+        assert any(name == sample and wanted <= set(items) for sample, items in found), selector
+
+
+def test_n_is_counted_once_for_each_prompt(tokenizer: Tokenizer, client: FakeClient) -> None:
+    app = create_app(client, tokenizer, server_config=ServerConfig(metrics_compat="vllm"))
+
+    async def ask() -> str:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            await http.post("/v1/completions", json={"prompt": [[5, 6], [7]], "max_tokens": 2, "n": 3})
+            await http.post("/generate", json={"input_ids": [[5], [6]], "sampling_params": {"max_new_tokens": 2}})
+            return (await http.get("/metrics")).text
+
+    values = samples(asyncio.run(ask()))
+    assert values[f"vllm:request_params_n_count{VLLM}"] == 4
+    assert values[f"vllm:request_params_n_sum{VLLM}"] == 3 + 3 + 1 + 1
 
 
 def test_tiers_below_the_device(tokenizer: Tokenizer, client: FakeClient) -> None:
@@ -98,6 +143,10 @@ def test_tiers_below_the_device(tokenizer: Tokenizer, client: FakeClient) -> Non
         labelled("vllm:kv_offload_total_bytes_total", 'transfer_type="CPU_to_GPU"', VLLM): 4e6,
         labelled("vllm:kv_offload_total_time_total", 'transfer_type="GPU_to_CPU"', VLLM): 0.0075,
         labelled("vllm:kv_offload_total_time_total", 'transfer_type="CPU_to_GPU"', VLLM): 0.001,
+        f"vllm:kv_offload_load_bytes_total{VLLM}": 4e6,
+        f"vllm:kv_offload_store_bytes_total{VLLM}": 15e6,
+        f"vllm:kv_offload_load_time_total{VLLM}": 0.001,
+        f"vllm:kv_offload_store_time_total{VLLM}": 0.0075,
     }
     assert {name: value for name, value in values.items() if name not in without} == expected
 
@@ -151,7 +200,14 @@ def test_vllms_values(tokenizer: Tokenizer, client: FakeClient) -> None:
         f"vllm:prompt_tokens_total{VLLM}": 5,
         f"vllm:generation_tokens_total{VLLM}": 9 + 4 + 4,
         f"vllm:num_requests_running{VLLM}": 3,
-        f"vllm:num_requests_waiting{VLLM}": 0,
+        f"vllm:num_requests_waiting{VLLM}": 5,
+        with_label("num_requests_waiting_by_reason", 'reason="capacity"'): 3,
+        with_label("num_requests_waiting_by_reason", 'reason="deferred"'): 2,
+        f"vllm:iteration_tokens_total_count{VLLM}": 9,
+        f"vllm:iteration_tokens_total_sum{VLLM}": 17,
+        with_label("iteration_tokens_total_bucket", 'le="1.0"'): 0,
+        with_label("iteration_tokens_total_bucket", 'le="8.0"'): 9,
+        f"vllm:request_params_n_sum{VLLM}": 2,
         f"vllm:kv_cache_usage_perc{VLLM}": 0.25,
         f"vllm:gpu_cache_usage_perc{VLLM}": 0.25,
         f"vllm:time_per_output_token_seconds_count{VLLM}": 4 + 1 + 1,
@@ -193,7 +249,7 @@ def test_sglangs_values(tokenizer: Tokenizer, client: FakeClient) -> None:
         f"sglang:spec_num_steps{SGLANG}": 2,
         f"sglang:spec_verify_calls_total{SGLANG}": 9,
         f"sglang:num_running_reqs{SGLANG}": 3,
-        f"sglang:num_queue_reqs{SGLANG}": 0,
+        f"sglang:num_queue_reqs{SGLANG}": 5,
         f"sglang:token_usage{SGLANG}": 0.25,
         f"sglang:kv_used_tokens{SGLANG}": 256,
         f"sglang:kv_evictable_tokens{SGLANG}": 128,

@@ -1,8 +1,8 @@
 """The same facts under the names, types and labels of SGLang and vLLM, so that dashboards and clients made for them work here.
 
 What a peer exports and this server does not measure (a request's cached tokens by tier, CUDA graphs, several devices, …) is left out: a
-missing name is clearer than a zero. Buckets are the peers' too, since boards compute quantiles from them. As of SGLang
-0.5.23 and vLLM 0.32.
+missing name is clearer than a zero; tests/server/peer_metrics.json has the reason for each. Buckets are the peers' too, since boards
+compute quantiles from them. As of SGLang 0.5.23 and vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mtpserve.core.request import EngineStats
-from mtpserve.server.observe.observed import Family, Observed, Observer, Row, Scrape
+from mtpserve.server.observe.observed import STEP_HELP, Family, Observed, Observer, Row, Scrape, step_tokens
 
 SGLANG_FIRST = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 SGLANG_TOKEN = (
@@ -28,6 +28,7 @@ VLLM_FIRST = (
 VLLM_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 VLLM_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 VLLM_FINISHED = ("stop", "length", "abort", "error")
+VLLM_CHOICES = (1, 2, 5, 10, 20)
 LENGTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 # name, help, an engine's value; None: not known yet
 Fact = tuple[str, str, Callable[[EngineStats], float | None]]
@@ -49,6 +50,16 @@ VLLM_GAUGES: tuple[Fact, ...] = (
     ("gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", lambda stats: stats.page_share),
     ("spec_decode_draft_acceptance_rate", "Accepted share of draft tokens.", EngineStats.accept_rate),
 )
+
+
+# Newer names of kv_offload_total_…, one for each way.
+VLLM_OFFLOADS: tuple[Fact, ...] = (
+    ("kv_offload_load_bytes", "Bytes from host memory to the device.", lambda stats: stats.transfer_bytes_total.get("load", 0)),
+    ("kv_offload_store_bytes", "Bytes from the device to host memory.", lambda stats: stats.transfer_bytes_total.get("save", 0)),
+    ("kv_offload_load_time", "Seconds of these loads.", lambda stats: stats.transfer_seconds_total.get("load", 0)),
+    ("kv_offload_store_time", "Seconds of these stores.", lambda stats: stats.transfer_seconds_total.get("save", 0)),
+)
+Parts = Callable[[EngineStats], Iterable[tuple[str, float]]]  # values of a label, with theirs
 
 
 class SGLang(Observer):
@@ -158,6 +169,7 @@ class VLLM(Observer):
         # Each choice is a request here.
         ("request_max_num_generation_tokens", "Generated tokens per choice.", LENGTHS, lambda seen: seen.tokens),
         ("request_params_max_tokens", "max_tokens of requests that gave one.", LENGTHS, lambda seen: seen.request.sampling.max_tokens),
+        ("request_params_n", "n of each prompt.", VLLM_CHOICES, lambda seen: seen.request.choices or None),
     )
 
     def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], model: str, engines: int) -> None:
@@ -181,17 +193,24 @@ class VLLM(Observer):
                 if values:
                     yield self.family(kind, name, help, values, "engine")
 
-        def split(name: str, help: str, label: str, parts: Callable[[EngineStats], Iterable[tuple[str, float]]]) -> Metric:
+        def split(name: str, help: str, label: str, parts: Parts, kind: Family = CounterMetricFamily) -> Metric:
             values = [([str(each.number), part], value) for each in engines for part, value in parts(each.stats)]
-            return self.family(CounterMetricFamily, name, help, values, "engine", label)
+            return self.family(kind, name, help, values, "engine", label)
 
         yield from rows(CounterMetricFamily, VLLM_COUNTERS)
         yield from rows(GaugeMetricFamily, VLLM_GAUGES)
+        help = "Waiting requests; deferred: until pages that are on their way have come."
+        yield split("num_requests_waiting_by_reason", help, "reason", by_reason, GaugeMetricFamily)
+        steps = HistogramMetricFamily(self.prefix + "iteration_tokens_total", STEP_HELP, labels=[*self._labels, "engine"])
+        for each in engines:
+            steps.add_metric([*self._labels.values(), str(each.number)], *step_tokens(each.stats))
+        yield steps
         yield split("prompt_tokens_by_source", "Prompt tokens by where their KV is from.", "source", by_source)
         pages = [((str(each.number), str(now.card.page_size), str(each.stats.pages_total)), 1) for each in engines]
         yield self.family(GaugeMetricFamily, "cache_config_info", "The KV pool.", pages, "engine", "block_size", "num_gpu_blocks")
         # Only where they are on, as there; the disk's metrics have labels of classes there, and are left out.
         if now.stats.tier_pages_total:
+            yield from rows(CounterMetricFamily, VLLM_OFFLOADS)
             for name, what, moved in (
                 ("kv_offload_total_bytes", "Bytes", lambda stats: stats.transfer_bytes_total),
                 ("kv_offload_total_time", "Seconds", lambda stats: stats.transfer_seconds_total),
@@ -212,6 +231,10 @@ class VLLM(Observer):
             self._queue.observe(seen.times.queued, engine=seen.engine)
             self._prefill.observe(seen.times.prompt, engine=seen.engine)
             self._inference.observe(seen.times.prompt + seen.decoding, engine=seen.engine)
+
+
+def by_reason(stats: EngineStats) -> list[tuple[str, float]]:
+    return [("capacity", stats.waiting - stats.waiting_for_pages), ("deferred", stats.waiting_for_pages)]
 
 
 def by_source(stats: EngineStats) -> list[tuple[str, float]]:

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from mtpserve.core.clients import EngineClient
 from mtpserve.core.request import EngineState, EngineStats
 from mtpserve.server.observe.dialects import OBSERVERS
-from mtpserve.server.observe.observed import OUTCOMES, Observed, Observer, Recent, Row, Scrape
+from mtpserve.server.observe.observed import OUTCOMES, STEP_HELP, Observed, Observer, Recent, Row, Scrape, step_tokens
 from mtpserve.server.observe.tiers import KINDS, REASONS, WAYS, by
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120, 300)
@@ -86,6 +86,9 @@ class MTPServe(Observer):
         stats, steps = now.stats, now.card.speculative_steps
         yield from self.rows(counters(now), gauges(now))
         yield accept_length(stats.accept_lengths, steps)
+        family = HistogramMetricFamily(self.prefix + "step_tokens", STEP_HELP)
+        family.add_metric([], *step_tokens(stats))
+        yield family
         algorithm = now.card.algorithm or "none"
         yield self.family(
             GaugeMetricFamily, "spec_algorithm", "1, with --speculative-algorithm as the label.", [([algorithm], 1)], "algorithm"

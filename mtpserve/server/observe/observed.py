@@ -7,15 +7,16 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from time import monotonic, perf_counter
 from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from mtpserve.core.request import EngineState, EngineStats, FirstTokenTimes, ModelCard, Request
+from mtpserve.core.request import STEP_TOKENS, EngineState, EngineStats, FirstTokenTimes, ModelCard, Request
 from mtpserve.server.observe.histogram import LoopHistogram
 
 WINDOW_S = 10.0
@@ -154,6 +155,16 @@ class Scrape:
     card: ModelCard
     alive: bool
     engines: Sequence[EngineState]
+
+
+STEP_HELP = "Tokens of a step: of prompts, and generated ones."
+
+
+def step_tokens(stats: EngineStats) -> tuple[list[tuple[str, float]], float]:
+    """What the engine has counted of its steps' tokens, as a histogram's buckets and sum."""
+    counts = stats.step_tokens or [0] * (len(STEP_TOKENS) + 1)
+    names = [*map(floatToGoString, STEP_TOKENS), "+Inf"]
+    return [(name, float(count)) for name, count in zip(names, accumulate(counts), strict=True)], stats.step_tokens_total
 
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
