@@ -89,12 +89,12 @@ def opened(browser: Any) -> Iterator[Open]:
     complaints: list[str] = []
     pages = []
 
-    def open(running: Running, size: dict[str, int] = WIDE, scheme: str = "light") -> Any:
+    def open(running: Running, size: dict[str, int] = WIDE, scheme: str = "light", view: str = "") -> Any:
         page = browser.new_page(viewport=size, color_scheme=scheme)
         pages.append(page)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if said.type == "error" and "load resource" not in said.text else None)
-        page.goto(running.url)
+        page.goto(f"{running.url}/#{view}")
         page.wait_for_selector("#status.ready")
         return page
 
@@ -152,6 +152,7 @@ def test_tokens_come_in_the_colour_of_their_source(server: Running, opened: Open
 def test_numbers_are_the_servers(server: Running, opened: Open) -> None:
     page = opened(server)
     generate(page)
+    page.click("#tab-watch")
     wait_for("last 10 s", page, "#length-note")
     stats = server.stats()
     lifetime = 1 + stats["accepted_tokens_total"] / stats["drafts_total"]
@@ -171,6 +172,7 @@ def test_numbers_are_the_servers(server: Running, opened: Open) -> None:
 def test_the_depth_and_what_it_follows_from(choosing: Running, opened: Open, width: int) -> None:
     page = opened(choosing, {"width": width, "height": 800})
     generate(page)
+    page.click("#tab-watch")
     known = httpx.post(choosing.url + "/v1/spec", json={"num_steps": 2}).json()
     wait_for("^of at most 2$", page, "#depth-most")
     assert re.fullmatch("[012]", page.inner_text("#depth"))
@@ -189,9 +191,31 @@ def test_the_depth_and_what_it_follows_from(choosing: Running, opened: Open, wid
 
 
 def test_a_fixed_depth_is_not_drawn(server: Running, opened: Open) -> None:
-    page = opened(server)
+    page = opened(server, view="watch")
     wait_for(r"\d", page, "#rate")
     assert page.is_hidden("#depth-panel")
+
+
+def test_views_by_key_and_by_address(server: Running, opened: Open) -> None:
+    page = opened(server)
+    tabs = ["talk", "watch"]
+
+    def chosen() -> list[str]:
+        shown = [name for name in tabs if page.is_visible("#view-" + name)]
+        assert [page.get_attribute(f"#tab-{name}", "aria-selected") for name in shown] == ["true"]
+        assert page.locator("[role=tab][tabindex='0']").count() == 1
+        return shown
+
+    assert chosen() == ["talk"]
+    page.locator("#tab-talk").focus()
+    for key, name in (("ArrowRight", "watch"), ("ArrowRight", "talk"), ("End", "watch"), ("Home", "talk"), ("ArrowLeft", "watch")):
+        page.keyboard.press(key)
+        page.wait_for_selector("#view-" + name)
+        assert chosen() == [name] and page.evaluate("document.activeElement.id") == "tab-" + name
+    page.go_back()
+    page.wait_for_selector("#view-talk")
+    assert chosen() == ["talk"]
+    assert opened(server, view="watch").is_visible("#view-watch")
 
 
 def test_grammar_and_markup(server: Running, opened: Open) -> None:
@@ -241,22 +265,30 @@ def test_a_key_is_asked_for_and_sent(server: Running, opened: Open) -> None:
     """As a gateway in front of the server would."""
     page = opened(server)
     assert page.is_hidden("#key")
+    refused: list[str] = []
 
     def gateway(route: Any) -> None:
         if route.request.headers.get("authorization") == "Bearer secret":
             route.continue_()
         else:
+            refused.append(route.request.url)
             route.fulfill(status=401, body="who are you?")
 
     page.route("**/v1/*", gateway)
     page.route("**/stats", gateway)
-    wait_for("^The server does not give its numbers: HTTP 401", page, "#trouble")
-    page.click("#send")
-    wait_for("^HTTP 401$", page, "#result.bad")
-    page.fill("#key", "secret")
-    page.wait_for_selector("#status.ready")
+    wait_for("^key needed$", page, "#status")
     assert page.is_hidden("#trouble")
+    assert page.evaluate("document.activeElement.id") == "key"
+    for typed, note in (("wrong", "The server refuses this key."), ("secret", "")):
+        page.fill("#key", typed)
+        page.locator("#key").press("Enter")
+        wait_for(f"^{note}$" if note else "^ready$", page, "#key-note" if note else "#status")
+    assert page.is_hidden("#key-form")
+    assert len(refused) == 2  # and not once a second, or a letter
     generate(page, tokens=8)
+    page.reload()
+    page.wait_for_selector("#status.ready")
+    assert page.is_hidden("#key-form")
 
 
 def test_a_loading_server_is_waited_for(server: Running, opened: Open) -> None:
@@ -276,10 +308,11 @@ def test_rejected_drafts_are_struck_out(server: Running, opened: Open) -> None:
 
 
 def test_a_lossy_server_says_so_and_a_dead_one_too(mortal: Running, opened: Open) -> None:
-    page = opened(mortal, NARROW)
+    page = opened(mortal, NARROW, view="watch")
     assert page.locator("#warnings .banner").all_inner_texts()[0].startswith("LOSSY")
     assert page.inner_text("#positions-empty").startswith("Nothing was verified yet")
     assert page.is_hidden("#positions")
+    page.click("#tab-talk")
     page.fill("#max-tokens", "1500")
     page.click("#send")
     page.wait_for_selector("#output .t")
@@ -297,6 +330,7 @@ def test_a_lossy_server_says_so_and_a_dead_one_too(mortal: Running, opened: Open
 def test_nothing_is_cut_off_at_either_width(choosing: Running, opened: Open, name: str, size: dict[str, int], scheme: str) -> None:
     page = opened(choosing, size, scheme)
     generate(page, tokens=128, temperature="0.6")
+    page.click("#tab-watch")
     wait_for("last 10 s|since start|no drafts yet", page, "#length-note")
     assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
     assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({TOO_WIDE}).map((each) => each.id || each.className)") == []

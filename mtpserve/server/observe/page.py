@@ -1,5 +1,5 @@
-"""The page at `/`: what the server does now, and a playground. One file without a build step or anything from elsewhere; here it is
-served, with the numbers that it asks for every second.
+"""The page at `/`: a place to talk to the model, and what the server does now. Its files, in page/, become one answer that loads nothing
+from elsewhere; here it is served, with the numbers that it asks for every second.
 
 Its own script and style are the only ones that a browser may run on it: the policy names them by their hashes.
 """
@@ -49,7 +49,16 @@ class Stats(Rendered):
     engines: list[EngineRow]
 
 
-HTML = (Path(__file__).parent / "page.html").read_bytes()
+FILES = Path(__file__).parent / "page"
+
+
+def assembled() -> bytes:
+    """index.html, with the content of each file that it names as {{name}}."""
+    index = (FILES / "index.html").read_text("utf-8")
+    return re.sub(r"\{\{([\w.]+)\}\}", lambda named: (FILES / named[1]).read_text("utf-8"), index).encode()
+
+
+HTML = assembled()
 SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot. The output means nothing."
 LOSSY = "LOSSY: acceptance thresholds below 1. The output is not what the model alone would give."
 

@@ -1,0 +1,101 @@
+"use strict";
+// What comes from the server or a model is written as text, never as markup.
+const $ = (id) => document.getElementById(id);
+const WINDOW_S = 10, KEEP = 120, TIMEOUT_MS = 5000, RANKS = 8, STEPS = 16;
+// The draft model's drafts have the colour of class mtp, whatever it is called.
+const SOURCES = { mtp: "MTP layer", ngram: "n-gram", prediction: "prediction", grammar: "grammar" };
+const DRAFTERS = { mtp: "MTP layer", eagle: "EAGLE", eagle3: "EAGLE-3", medusa: "Medusa", dflash: "DFlash", standalone: "draft model" };
+const kind = (source) => source in SOURCES ? source : "mtp";
+const called = (source) => DRAFTERS[source] || SOURCES[source] || source;
+const TIERS = { host: "Host memory", disk: "Disk" };
+const whole = (n) => Math.round(n).toLocaleString("en-US");
+const percent = (part, all) => all > 0 ? (100 * part / all).toFixed(0) + " %" : "–";
+const sum = (list) => list.reduce((a, b) => a + b, 0);
+
+function make(tag, text, name) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (name) made.className = name;
+  return made;
+}
+function drawn(tag, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+function say(id, text) { if ($(id).textContent !== text) $(id).textContent = text; }
+
+
+// ------------------------------------------------------------------------------------------------------------ views
+
+// Each tab is a view and a fragment of the address, so that links and the browser's buttons lead to it. No element has that id: focus would go there.
+const TABS = [...document.querySelectorAll("[role=tab]")];
+function view(name) {
+  for (const tab of TABS) {
+    const chosen = tab.id === "tab-" + name;
+    tab.setAttribute("aria-selected", chosen);
+    tab.tabIndex = chosen ? 0 : -1;
+    $(tab.getAttribute("aria-controls")).hidden = !chosen;
+  }
+}
+function route() {
+  const name = location.hash.slice(1);
+  view(TABS.some((tab) => tab.id === "tab-" + name) ? name : "talk");
+}
+for (const tab of TABS) {
+  tab.addEventListener("click", () => { location.hash = tab.id.replace("tab-", ""); });
+  tab.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], last = TABS.length - 1;
+    const at = event.key === "Home" ? 0 : event.key === "End" ? last : step ? (TABS.indexOf(tab) + step + TABS.length) % TABS.length : null;
+    if (at === null) return;
+    event.preventDefault();
+    TABS[at].focus();
+    TABS[at].click();
+  });
+}
+window.addEventListener("hashchange", route);
+route();
+
+// -------------------------------------------------------------------------------------------------------- requests
+
+// The server, or a gateway before it, may ask for a key: the form appears when it does.
+const KEY = "mtpserve-key";
+const key = () => sessionStorage.getItem(KEY) || "";
+async function ask(path, options) {
+  const used = key(), headers = { ...options.headers, ...(used ? { Authorization: `Bearer ${used}` } : {}) };
+  const answer = await fetch(path, { ...options, headers });
+  if (answer.status === 401 && used === key()) {
+    if ($("key-form").hidden) { $("key-form").hidden = false; $("key").focus(); }
+    say("key-note", used ? "The server refuses this key." : "");
+  }
+  return answer;
+}
+async function reason(answer) {
+  try { return (await answer.json()).error.message; } catch { return `HTTP ${answer.status}`; }
+}
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, $("key").value.trim());
+  $("key-form").hidden = true;
+  $("key").value = "";
+  poll();
+});
+
+// Server-sent events, until [DONE].
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("the stream broke off");
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part === "data: [DONE]") return;
+      if (part.startsWith(":")) continue;  // a comment, which keeps a silent stream open
+      const data = JSON.parse(part.replace(/^data: /, ""));
+      if (data.error) throw new Error(data.error.message);
+      yield data;
+    }
+  }
+}
