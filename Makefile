@@ -23,7 +23,7 @@ help:
 	@echo "make report    all results of the benchmarks on one page, build/report/index.html"
 	@echo "make format    let ruff and clang-format format and fix"
 	@echo "make sanitize  the tests of the CPU's kernels with the address and undefined-behaviour sanitizers"
-	@echo "make snapshot  write the command line's and the package's surface into tests/house/cli_options.txt"
+	@echo "make snapshot  write the command line's and the package's surface into tests/house/cli_options.txt and docs/"
 	@echo "make clean     remove .venv and the tools' caches"
 
 install: $(STAMP)

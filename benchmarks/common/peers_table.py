@@ -1,4 +1,4 @@
-"""The README's table of mtpserve against other engines, from results of peers/cpu.py, with what was lost and what was not measured."""
+"""The table of mtpserve against other engines, from results of peers/cpu.py, with what was lost and what was not measured."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def sources(found: list[Result]) -> list[str]:
         peers = result.numbers["peers"].items()
         versions = ", ".join(f"{NAMES.get(engine, engine)} {next(iter(of.values()))}" for engine, of in peers)
         where = f"{result.whole['cores']} cores of {result.whole['device']}, {result.whole['commit']}"
-        made.append(f"- `{result.whole['command']}` ({where}; {versions or 'alone'}; [file](benchmarks/results/{result.name}.json))")
+        made.append(f"- `{result.whole['command']}` ({where}; {versions or 'alone'}; [file](../benchmarks/results/{result.name}.json))")
     return made
 
 

@@ -13,7 +13,7 @@ from mtpserve.cli.options import Settings, given, settings
 from mtpserve.core.errors import ConfigError
 
 DEPLOY = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```\n(.*?)^```", DEPLOY, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```sh\n(.*?)^```", DEPLOY, re.MULTILINE | re.DOTALL)
 LINES = [line.split("  #")[0].replace("…", "demo") for block in BLOCKS for line in block.splitlines()]
 GLM = "--tool-call-parser glm45 --reasoning-parser glm45"
 CHAIN = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"

@@ -11,6 +11,7 @@ from importlib import import_module
 import mtpserve
 from mtpserve.cli.bench import BENCHMARKS
 from mtpserve.cli.main import COMMANDS
+from tests.house import reference
 from tests.house.tree import ROOT
 
 SNAPSHOT = ROOT / "tests" / "house" / "cli_options.txt"
@@ -38,3 +39,4 @@ def surface() -> str:
 
 if __name__ == "__main__":
     SNAPSHOT.write_text(surface(), encoding="utf-8")
+    reference.write()

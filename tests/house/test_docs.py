@@ -1,0 +1,70 @@
+"""README and docs/: everything in them that can be looked up."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mtpserve.cli.bench import BENCHMARKS
+from mtpserve.cli.options import all_options
+from tests.house import reference, surface
+from tests.house.tree import ROOT
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+OTHERS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docker/README.md", "kernels/README.md", "mtpserve/README.md")
+LINKING = [*PAGES, *(ROOT / name for name in OTHERS)]
+FOREIGN = {"deploy", "faq", "http", "bench"}  # these name other programs' options; tests/docs/test_commands.py parses their commands
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [reference.OPTIONS, reference.OPERATING], ids=lambda page: page.name)
+def test_tables_are_what_the_code_says(page: Path) -> None:
+    assert read(page) == reference.renewed(read(page)), "make snapshot"
+
+
+def test_every_option_and_metric_has_a_row() -> None:
+    missing = [option.name for option in all_options() if f"| `--{option.spellings[0]}`" not in read(reference.OPTIONS)]
+    names = [sample.name for family in reference.exported() for sample in family.samples]
+    bare = {re.sub("_(bucket|count|sum)$", "", name) if f"{name}`" not in read(reference.OPERATING) else name for name in names}
+    missing += [name for name in bare if f"| `{name}` |" not in read(reference.OPERATING)]
+    assert not missing
+    assert len(bare) > 60
+
+
+def test_every_alert_has_a_row() -> None:
+    groups = yaml.safe_load(read(ROOT / "docker" / "alerts.yaml"))["groups"]
+    alerts = [rule["alert"] for group in groups for rule in group["rules"]]
+    assert re.findall(r"^\| `(Mtpserve\w+)` \|", read(reference.OPERATING), re.MULTILINE) == alerts
+
+
+def test_every_option_that_is_mentioned_exists() -> None:
+    known = {name for option in all_options() for name in option.spellings} | {"config", "help"}
+    for module in ("inspect", "generate", "prove", "replay", "experts", *(f"bench_{name}" for name in BENCHMARKS)):
+        known |= {name.removeprefix("--") for line in surface.options(f"mtpserve.cli.{module}") for name in line.split()}
+    others = {"keep-mtp", "merge", "no-deps"}  # of python -m …, llama-gguf-split and pip
+    unknown = {}
+    for page in (ROOT / "README.md", *(page for page in PAGES if page.stem not in FOREIGN)):
+        for name in re.findall(r"`(?:mtpserve \w+ )?--([a-z-]+)", read(page)):
+            if name not in known | others and not any(option.startswith(name) for option in known):
+                unknown[name] = page.name
+    assert not unknown
+
+
+def test_every_file_that_is_linked_exists() -> None:
+    """Anchors are checked where the site is made."""
+    for page in LINKING:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"(?s)```.*?^ *```", "", read(page), flags=re.MULTILINE)):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_fence_says_what_is_in_it() -> None:
+    """Those of shell commands are run or parsed by tests/docs/test_commands.py."""
+    for page in PAGES:
+        opened = re.findall(r"^ *```(.*)$", read(page), re.MULTILINE)[::2]
+        assert set(opened) <= {"sh", "console", "python", "json", "toml", "text", "yaml"}, page.name
