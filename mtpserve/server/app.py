@@ -28,7 +28,7 @@ from mtpserve.server.openai.completions import completions
 from mtpserve.server.openai.objects import ChatObject, CompletionObject
 from mtpserve.server.openai.others import invocations, no_vectors
 from mtpserve.server.openai.responses import routes as responses
-from mtpserve.server.openai.responses.objects import DeletedResponse, ResponseObject
+from mtpserve.server.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ResponseObject
 from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Served, Service
 from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
@@ -67,6 +67,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/v1/responses",), responses.create, (ResponseObject,)),
     ("GET", ("/v1/responses/{id}",), responses.retrieve, (ResponseObject,)),
     ("DELETE", ("/v1/responses/{id}",), responses.delete, (DeletedResponse,)),
+    ("GET", ("/v1/responses/{id}/input_items",), responses.input_items, (ItemList,)),
+    ("POST", ("/v1/responses/input_tokens",), responses.count_input, (InputTokens,)),
     ("POST", ("/v1/responses/{id}/cancel",), responses.cancel, (ResponseObject,)),
     ("POST", ("/v1/messages",), messages, (MessageObject,)),
     ("POST", ("/v1/messages/count_tokens",), count_tokens, (CountedTokens,)),

@@ -51,6 +51,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         "/v1/responses",
         {"input": "a", "max_output_tokens": 900, "tools": [{"type": "function", "name": "get_weather"}], "metadata": {"a": "b"}},
     ),
+    ("/v1/responses/input_tokens", {"input": "a"}),
     ("/v1/messages", {"messages": USER, "max_tokens": 3}),
     ("/v1/messages", {"messages": USER, "max_tokens": 900, "tools": TOLD, "stop_sequences": ["zzz"]}),
     *((path, body | {"stream": True}) for path, body in STREAMED),
@@ -144,6 +145,7 @@ def test_routes_answer_what_they_declare(tokenizer: Tokenizer, rendering: Render
         asked.add(path)
         if path == "/v1/responses" and not body.get("stream"):
             place, route = f"{path}/{response.json()['id']}", path + "/{id}"
+            rendering.check(app, "GET", f"{place}/input_items", route=f"{route}/input_items")
             rendering.check(app, "GET", place, route=route)
             rendering.check(app, "DELETE", place, route=route)
     if not speaks:

@@ -139,11 +139,11 @@ def test_what_is_wrong_is_named(http: httpx.AsyncClient, client: FakeClient, fie
 
 def test_what_is_kept_is_bounded() -> None:
     response: Any = None  # whatever it is
-    store, short = ResponseStore(), Stored(response, [ChatMessage(role="user", content="a")])
+    store, short = ResponseStore(), Stored(response, [ChatMessage(role="user", content="a")], [])
     for number in range(MAX_RESPONSES + 5):
         store.put(str(number), short)
     assert len(store._kept) == MAX_RESPONSES and "4" not in store._kept and "5" in store._kept
-    half = Stored(response, [ChatMessage(role="user", content="a" * (MAX_CHARACTERS // 2))])
+    half = Stored(response, [ChatMessage(role="user", content="a" * (MAX_CHARACTERS // 2))], [])
     for name in ("one", "two", "two", "three"):
         store.put(name, half)
     assert list(store._kept) == ["two", "three"] and store._characters == MAX_CHARACTERS // 2 * 2

@@ -29,6 +29,7 @@ MAX_NAME = 80
 MAX_MESSAGE = 4000
 SHORT = reprlib.Repr()  # does not spell out eight megabytes in order to cut them
 SHORT.maxstring = SHORT.maxother = MAX_INPUT
+PLACES = ("body", "query", "path")  # FastAPI's, in front of a field's own
 # pydantic's kinds of errors, and statuses of Starlette's own, in OpenAI's words.
 CODES = {
     "json_invalid": "invalid_json",
@@ -177,7 +178,8 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None, str]:
     lines = []
     first: str | None = None
     for error in errors[:MAX_ERRORS]:
-        loc = [printable(str(part), MAX_NAME) for part in error["loc"] if part != "body"]
+        loc = [printable(str(part), MAX_NAME) for part in error["loc"]]
+        loc = loc[1:] if loc and loc[0] in PLACES else loc
         first = first if first is not None else (loc[0] if loc else None)
         match error["type"]:
             case "json_invalid":

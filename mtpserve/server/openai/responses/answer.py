@@ -18,6 +18,7 @@ from mtpserve.server.generation import Block, Choice, Generation
 from mtpserve.server.http.errors import describe
 from mtpserve.server.openai.responses import objects
 from mtpserve.server.openai.responses.body import ResponsesRequest
+from mtpserve.server.openai.responses.items import ResponseInput
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
 
 EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
@@ -33,7 +34,7 @@ class ResponseAnswer:
     body: ResponsesRequest
     generation: Generation
     store: ResponseStore
-    conversation: list[ChatMessage]
+    made_from: ResponseInput
     members: Members
     status: objects.Status = "in_progress"
     error: objects.ResponseError | None = None
@@ -49,7 +50,7 @@ class ResponseAnswer:
     def keep(self) -> None:
         if self.body.store is not False:
             said = [spoken(self.choice)] if any(block.text or block.kind == "call" for block in self.choice.blocks) else []
-            self.store.put(self.id, Stored(self.object(), [*self.conversation, *said]))
+            self.store.put(self.id, Stored(self.object(), [*self.made_from.conversation, *said], self.made_from.items))
 
     def finished(self) -> None:
         # None: the client left.

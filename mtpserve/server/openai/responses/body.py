@@ -30,6 +30,7 @@ class InputItem(Strict):
     """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what came of it."""
 
     type: str = "message"
+    id: Label | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Annotated[str | TextParts | None, either(CONTENT)] = None
     call_id: Label | None = None
@@ -53,45 +54,32 @@ class TextOptions(Strict):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponsesRequest(SamplingFields):
+Input = Annotated[
+    str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)],
+    either(f"a string or a list of at most {MAX_MESSAGES} items"),
+]
+
+
+class InputTokensRequest(Strict):
+    """What of a request its prompt depends on."""
+
     column = "responses"
 
-    input: Annotated[
-        str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)],
-        either(f"a string or a list of at most {MAX_MESSAGES} items"),
-    ]
+    input: Input | None = None
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    include: Annotated[list[str], Field(fail_fast=True)] | None = None
-    store: bool | None = None
     previous_response_id: Label | None = None
     reasoning: EffortOptions | None = None
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Annotated[str | dict[str, Any] | None, either("a string or an object")] = None
     parallel_tool_calls: bool | None = None
-    metadata: Metadata | None = None
-    user: Label | None = None
-    safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
-    timeout: Timeout | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    include_reasoning: bool | None = None  # False: it is left out
 
     def check(self) -> None:
-        if not self.input:
+        if not (self.input or self.instructions or self.previous_response_id):
             raise InvalidRequest("input is empty", "input")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         check_text(self.instructions or "", "instructions")
-        for name in self.include or []:
-            if name not in NOTHING_TO_INCLUDE:
-                raise Unsupported(f"include {SHORT.repr(name)} is not supported: leave it out", "include")
-            say_once(f"include {name!r}")
 
     def offer(self) -> Offer:
         offer = Offer()
@@ -106,25 +94,12 @@ class ResponsesRequest(SamplingFields):
         return ChatRequest.model_construct(
             messages=[*instructions, *conversation],
             model=self.model,
-            max_tokens=self.max_output_tokens,
-            stream=self.stream,
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            include_reasoning=self.include_reasoning,
-            response_format=self._format(),
-            structured_outputs=self.structured_outputs,
             tools=offer.functions,
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
-            timeout=self.timeout,
-            **{name: getattr(self, name) for name in SamplingFields.model_fields},
         )
-
-    def _format(self) -> dict[str, Any] | None:
-        given = None if self.text is None else self.text.format
-        if given is None or given.get("type") != "json_schema":
-            return given
-        return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
     def _tool_choice(self) -> str | dict[str, Any] | None:
         """As chat completions have it, where a name is one level deeper."""
@@ -134,6 +109,45 @@ class ResponsesRequest(SamplingFields):
         if given.get("type") != "function" or not isinstance(given.get("name"), str):
             raise Unsupported("tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}", "tool_choice")
         return {"type": "function", "function": {"name": given["name"]}}
+
+
+class ResponsesRequest(InputTokensRequest, SamplingFields):
+    input: Input
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    timeout: Timeout | None = None
+    structured_outputs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # False: it is left out
+
+    def check(self) -> None:
+        if not self.input:
+            raise InvalidRequest("input is empty", "input")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        InputTokensRequest.check(self)
+        for name in self.include or []:
+            if name not in NOTHING_TO_INCLUDE:
+                raise Unsupported(f"include {SHORT.repr(name)} is not supported: leave it out", "include")
+            say_once(f"include {name!r}")
+
+    def chat(self, conversation: list[ChatMessage], offer: Offer) -> ChatRequest:
+        names = ("stream", "include_reasoning", "structured_outputs", "timeout", *SamplingFields.model_fields)
+        given = {name: getattr(self, name) for name in names}
+        given |= {"max_tokens": self.max_output_tokens, "response_format": self._format()}
+        return InputTokensRequest.chat(self, conversation, offer).model_copy(update=given)
+
+    def _format(self) -> dict[str, Any] | None:
+        given = None if self.text is None else self.text.format
+        if given is None or given.get("type") != "json_schema":
+            return given
+        return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 
 def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:

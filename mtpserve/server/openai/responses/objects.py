@@ -47,6 +47,40 @@ class CallItem(Rendered, tag_field="type", tag="function_call", kw_only=True):
 AnyItem = MessageItem | ReasoningItem | CallItem
 
 
+class InputText(Rendered, tag_field="type", tag="input_text"):
+    text: str
+
+
+class ListedMessage(Rendered, tag_field="type", tag="message"):
+    id: str
+    status: Status
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[InputText | OutputText]  # the latter is the assistant's
+
+
+class CallOutputItem(Rendered, tag_field="type", tag="function_call_output"):
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[InputText]
+
+
+ListedItem = ListedMessage | ReasoningItem | CallItem | CallOutputItem
+
+
+class ItemList(Rendered):
+    object: Literal["list"]
+    data: list[ListedItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(Rendered):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class InputDetails(Rendered):
     cached_tokens: int
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import uuid
 from time import perf_counter
+from typing import Annotated
 
+from fastapi import Query
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import MTPServeError
+from mtpserve.server.dialogue import asked_tools, rendered
 from mtpserve.server.generation import continued
 from mtpserve.server.http.errors import NotStored, renamed, renaming
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
 from mtpserve.server.openai.responses.answer import ResponseAnswer, events
-from mtpserve.server.openai.responses.body import ResponsesRequest, messages_of
-from mtpserve.server.openai.responses.objects import DeletedResponse
-from mtpserve.server.openai.responses.store import ResponseStore
+from mtpserve.server.openai.responses.body import InputTokensRequest, ResponsesRequest
+from mtpserve.server.openai.responses.items import Order, given, page
+from mtpserve.server.openai.responses.objects import DeletedResponse, InputTokens
+from mtpserve.server.openai.responses.store import ResponseStore, Stored
 from mtpserve.server.service import Served
 
+MAX_PAGE = 100
 RENAMED = {
     "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text", "reasoning_effort": "reasoning", ".function": "",
 }  # fmt: skip
@@ -30,18 +35,24 @@ def store_of(request: Request) -> ResponseStore:
     return store
 
 
+def before_of(request: Request, body: InputTokensRequest) -> Stored | None:
+    """What the request goes on from."""
+    id = body.previous_response_id
+    return store_of(request).get(id, "previous_response_id") if id else None
+
+
 async def create(request: Request, service: Served, body: ResponsesRequest) -> Response:
     """Answer an input, as OpenAI's responses; kept for a while unless `store` is false."""
     arrival = perf_counter()
     service.check_alive()
     body.check()
-    before = store_of(request).get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
+    before = before_of(request, body)
     id = f"resp_{uuid.uuid4().hex}"
     offer = body.offer()
     with renamed(RENAMED | offer.places):
-        conversation = [*([] if before is None else before.conversation), *messages_of(body.input)]
-        generation = await continued(service, body.chat(conversation, offer), id, arrival)
-    answer = ResponseAnswer(id, body, generation, store_of(request), conversation, offer.members)
+        made_from = given(before, body.input)
+        generation = await continued(service, body.chat(made_from.conversation, offer), id, arrival)
+    answer = ResponseAnswer(id, body, generation, store_of(request), made_from, offer.members)
     if body.stream:
         return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
     try:
@@ -59,6 +70,29 @@ async def create(request: Request, service: Served, body: ResponsesRequest) -> R
 async def retrieve(request: Request, id: str) -> Response:
     """A response that is kept, or one that is still being written."""
     return JSON(store_of(request).get(id, "response_id").object)
+
+
+async def input_items(
+    request: Request,
+    id: str,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+    order: Order = "desc",
+    after: str | None = None,
+    before: str | None = None,
+) -> Response:
+    """What a response was made from: all that came before, and its own input. Instructions and definitions of tools are not items."""
+    return JSON(page(store_of(request).get(id, "response_id").items, order, limit, after, before))
+
+
+async def count_input(request: Request, service: Served, body: InputTokensRequest) -> Response:
+    """The tokens that such a request has as a prompt."""
+    service.check_model(body.model)
+    body.check()
+    before, offer = before_of(request, body), body.offer()
+    with renamed(RENAMED | offer.places):
+        chat = body.chat(given(before, body.input or []).conversation, offer)
+        tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat, prompt_only=True)))
+    return JSON(InputTokens("response.input_tokens", len(tokens)))
 
 
 async def cancel(request: Request, service: Served, id: str) -> Response:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from mtpserve.server.conversation import ChatMessage
 from mtpserve.server.http.errors import NotStored
-from mtpserve.server.openai.responses.objects import ResponseObject
+from mtpserve.server.openai.responses.objects import ListedItem, ResponseObject
 
 MAX_RESPONSES = 1024
 MAX_CHARACTERS = 32 << 20  # of all conversations together
@@ -19,6 +19,7 @@ class Stored:
 
     object: ResponseObject
     conversation: list[ChatMessage]
+    items: list[ListedItem]  # what it was made from, which is the same without its own output
 
     @property
     def characters(self) -> int:

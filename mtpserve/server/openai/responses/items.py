@@ -1,0 +1,85 @@
+"""What a response is made from: the conversation for the model, and its items as /v1/responses/{id}/input_items lists them.
+
+Both are all that came before and the request's own input, instructions left out: they are not inherited.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import UNSET
+
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.conversation import ChatMessage, TextPart
+from mtpserve.server.openai.responses import objects
+from mtpserve.server.openai.responses.body import InputItem, messages_of
+from mtpserve.server.openai.responses.store import Stored
+
+Order = Literal["asc", "desc"]
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseInput:
+    conversation: list[ChatMessage]
+    items: list[objects.ListedItem]
+
+
+def given(before: Stored | None, own: str | list[InputItem]) -> ResponseInput:
+    """`before`: the response that this one goes on from. Raises InvalidRequest."""
+    if before is None:
+        return ResponseInput(messages_of(own), list(listed(own, set())))
+    known = [*before.items, *map(answered, before.object.output)]
+    return ResponseInput([*before.conversation, *messages_of(own)], [*known, *listed(own, {item.id for item in known})])
+
+
+def listed(own: str | list[InputItem], taken: set[str]) -> Iterator[objects.ListedItem]:
+    """Under the ids that the client gave them, where no item before has them already."""
+    for item in [InputItem(role="user", content=own)] if isinstance(own, str) else own:
+        id = item.id if item.id and item.id not in taken else f"{PREFIXES[item.type]}_{uuid.uuid4().hex}"
+        taken.add(id)
+        yield listed_item(item, id)
+
+
+def listed_item(item: InputItem, id: str) -> objects.ListedItem:
+    match item.type:
+        case "reasoning":
+            return objects.ReasoningItem(id, "completed", [], [objects.ReasoningText(text) for text in texts(item.content)])
+        case "function_call":
+            around = UNSET if item.namespace is None else item.namespace
+            name, arguments = item.name or "", item.arguments or ""
+            return objects.CallItem(id=id, status="completed", call_id=item.call_id or "", namespace=around, name=name, arguments=arguments)
+        case "function_call_output":
+            output = item.output if isinstance(item.output, str) else [objects.InputText(text) for text in texts(item.output)]
+            return objects.CallOutputItem(id, "completed", item.call_id or "", output)
+    part = objects.OutputText if item.role == "assistant" else objects.InputText
+    return objects.ListedMessage(id, "completed", item.role or "user", [part(text) for text in texts(item.content)])
+
+
+def texts(content: str | Iterable[TextPart] | None) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [part.text or "" for part in content or []]
+
+
+def answered(item: objects.AnyItem) -> objects.ListedItem:
+    """An item of an answer, as the input of the next one."""
+    if isinstance(item, objects.MessageItem):
+        return objects.ListedMessage(item.id, item.status, item.role, [*item.content])
+    return item
+
+
+def page(items: list[objects.ListedItem], order: Order, limit: int, after: str | None, before: str | None) -> objects.ItemList:
+    """The next `limit` items of the list in its order, or the last ones in front of `before`."""
+    ordered = items if order == "asc" else items[::-1]
+    places = {item.id: index for index, item in enumerate(ordered)}
+    for field, id in (("after", after), ("before", before)):
+        if id is not None and id not in places:
+            raise InvalidRequest(f"{field}: the response has no input item {id[:50]!r}", field)
+    rest = ordered[0 if after is None else places[after] + 1 : None if before is None else places[before]]
+    shown = rest[-limit:] if before is not None and after is None else rest[:limit]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return objects.ItemList("list", shown, first, last, len(rest) > limit)
