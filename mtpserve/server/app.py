@@ -21,8 +21,9 @@ from mtpserve.server.http.access import Keys, RequestLog
 from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers
 from mtpserve.server.http.limits import BodyLimit
 from mtpserve.server.http.rendering import JSON, described
+from mtpserve.server.observe.history import HistoryObject, history
 from mtpserve.server.observe.metrics import Metrics
-from mtpserve.server.observe.page import Stats, page, stats
+from mtpserve.server.observe.page import LiveRequests, Stats, page, requests, stats
 from mtpserve.server.openai.chat import chat
 from mtpserve.server.openai.completions import completions
 from mtpserve.server.openai.objects import ChatObject, CompletionObject
@@ -50,6 +51,8 @@ async def metrics_text(service: Served) -> Response:
 ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | type[Response]], ...] = (
     ("GET", ("/",), page, HTMLResponse),
     ("GET", ("/stats",), stats, (Stats,)),
+    ("GET", ("/stats/history",), history, (HistoryObject,)),
+    ("GET", ("/stats/requests",), requests, (LiveRequests,)),
     ("GET", ("/health", "/ready", "/ping"), about.health, (about.Healthy, about.VerboseHealth)),
     ("GET", ("/health_generate",), health_generate, (about.Healthy,)),
     ("GET", ("/version",), about.version, (about.Version,)),

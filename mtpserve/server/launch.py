@@ -194,6 +194,7 @@ class Launch:
 
     async def _until_the_end(self, client: Replicas, signals: Signals, service: Service) -> int:
         reporting = asyncio.create_task(report(client.stats, self.server.log_interval, client.card.synthetic_acceptance))
+        keeping = asyncio.create_task(service.history.keep())
         try:
             signalled = await first(client.wait_dead(), signals.first.wait()) == 1
             if signalled and await first(client.wait_dead(), self._drained(client, service), signals.second.wait()) > 0:
@@ -202,6 +203,7 @@ class Launch:
             return 1
         finally:
             reporting.cancel()
+            keeping.cancel()
 
     async def _drained(self, client: Replicas, service: Service) -> None:
         """Routers are told first: they ask /health every few seconds, and until then send a request again to where it was refused."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from time import perf_counter
@@ -22,8 +22,9 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.formats import Formats
 from mtpserve.server.http.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
 from mtpserve.server.kv_transfer import Handover, TransferFields, handover_of
+from mtpserve.server.observe.history import RecentHistory
 from mtpserve.server.observe.metrics import Metrics
-from mtpserve.server.observe.observed import RequestClock
+from mtpserve.server.observe.observed import ROUTE, RequestClock
 from mtpserve.server.template_needs import Needs, needs_of
 from mtpserve.text.control import RenderedChat
 from mtpserve.text.detokenizer import Detokenizer
@@ -71,9 +72,13 @@ class Service:
     formats: Formats = field(default_factory=Formats)
     leaving: bool = False  # routers are to send new requests elsewhere; what comes is still served
     draining: bool = False
-    _live: set[str] = field(default_factory=set)  # the engine's ids of what runs or waits
+    history: RecentHistory = field(init=False)
+    _live: dict[str, RequestClock] = field(default_factory=dict)  # what runs or waits, by the engine's ids
     _aborted: set[str] = field(default_factory=set)  # of these, those that a client ended by their id
     _needs: Needs | None = None
+
+    def __post_init__(self) -> None:
+        self.history = RecentHistory(self.client.stats, self.metrics.latencies)
 
     @property
     def model(self) -> str:
@@ -209,12 +214,16 @@ class Service:
         digest = blake2b(b"%d %d" % (sampling.seed, choice), digest_size=8).digest()
         return replace(sampling, seed=int.from_bytes(digest, "little", signed=True))
 
+    @property
+    def live(self) -> Collection[RequestClock]:
+        return self._live.values()
+
     def abort(self, rid: str | None) -> int:
         """End what runs or waits under the id that the client knows, or all of it; returns how many choices that were.
 
         A choice's id in the engine is the client's, a dash, and its number.
         """
-        running = [id for id in self._live - self._aborted if rid is None or id.rpartition("-")[0] == rid]
+        running = [id for id in self._live.keys() - self._aborted if rid is None or id.rpartition("-")[0] == rid]
         for id in running:
             self._aborted.add(id)
             self.client.abort(id)
@@ -230,9 +239,9 @@ class Service:
         """
         if request.id in self._live:
             raise InvalidRequest(f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid")
-        self._live.add(request.id)
+        clock = RequestClock(self.metrics.observers, request, arrival, streaming, self.client.where, ROUTE.get())
+        self._live[request.id] = clock
         self._log(request)
-        clock = RequestClock(self.metrics.observers, request, arrival, streaming, self.client.where)
         reader = StepReader(Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt), clock)
         patience = Patience(self.server_config.queue_timeout, shorter(self.server_config.request_timeout, timeout), arrival)
         arriving = self.client.submit(request)
@@ -263,7 +272,7 @@ class Service:
             raise
         finally:
             self.client.abort(request.id)
-            self._live.discard(request.id)
+            del self._live[request.id]
             self._aborted.discard(request.id)
             clock.end(outcome)
 
@@ -308,9 +317,12 @@ class StepReader:
         tokens, logprobs = event.tokens, event.logprobs
         if used < len(tokens):
             tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
-        return StepOutput(
+        step = StepOutput(
             text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted, event.cached, event.offer
         )  # fmt: skip
+        if step.proposal.tokens:
+            self.clock.verified(len(step.proposal.tokens), len(step.kept))
+        return step
 
     def aborted(self) -> StepOutput:
         """The client has ended the request by its id."""
@@ -348,6 +360,8 @@ def shorter(one: float | None, other: float | None) -> float | None:
 
 
 async def served(request: HTTPRequest) -> Service:
+    """The app's service; what it generates from here on came by this route."""
+    ROUTE.set(request.scope["route"].path)
     service: Service = request.app.state.service
     return service
 

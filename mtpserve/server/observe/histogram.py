@@ -20,19 +20,23 @@ class LoopHistogram(Collector):
     ) -> None:
         """`labels`: one set of them for all engines, or one for each."""
         self._name, self._help, self._labels = name, help, labels
-        self._bounds = [float(bound) for bound in buckets]
+        self.bounds = [float(bound) for bound in buckets]
         self._counts = [[0] * (len(buckets) + 1) for _ in labels]
         self._sums = [0.0 for _ in labels]
         registry.register(self)
 
     def observe(self, value: float, times: int = 1, engine: int = 0) -> None:
         row = engine if len(self._sums) > 1 else 0
-        self._counts[row][bisect_left(self._bounds, value)] += times
+        self._counts[row][bisect_left(self.bounds, value)] += times
         self._sums[row] += value * times
+
+    def counts(self) -> tuple[int, ...]:
+        """Of each bucket by itself, of all engines together; the last: above all bounds."""
+        return tuple(map(sum, zip(*self._counts, strict=True)))
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=list(self._labels[0]))
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        names = [*map(floatToGoString, self.bounds), "+Inf"]
         for labels, counts, sum_value in zip(self._labels, self._counts, self._sums, strict=True):
             buckets = [(name, float(count)) for name, count in zip(names, accumulate(counts), strict=True)]
             family.add_metric(list(labels.values()), buckets, sum_value=sum_value)

@@ -22,6 +22,11 @@ from mtpserve.server.observe.tiers import KINDS, REASONS, WAYS, by
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120, 300)
 TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.5, 1, 2, 5)
 REQUEST_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 4, 6, 8, 10, 20, 40, 60, 120, 300, 600, 1200)
+LATENCIES = {  # what the page has percentiles of
+    "first_token": "time_to_first_token_seconds",
+    "between_tokens": "inter_token_latency_seconds",
+    "whole_request": "e2e_request_latency_seconds",
+}
 LENGTH_BUCKETS = tuple(4**power for power in range(10))  # tokens: 1 … 262144
 
 
@@ -225,6 +230,7 @@ class Metrics:
 
         kinds = (MTPServe, *(OBSERVERS[name] for name in dialects))
         self.observers: list[Observer] = [kind(self.registry, scrape, client.card.name, len(client.engines)) for kind in kinds]
+        self.latencies = {name: self.observers[0].histograms[ours] for name, ours in LATENCIES.items()}
         ProcessCollector(registry=self.registry)
 
     def text(self) -> bytes:

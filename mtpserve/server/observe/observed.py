@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from time import monotonic, perf_counter
@@ -19,6 +20,7 @@ from prometheus_client.utils import floatToGoString
 from mtpserve.core.request import STEP_TOKENS, EngineState, EngineStats, FirstTokenTimes, ModelCard, Request
 from mtpserve.server.observe.histogram import LoopHistogram
 
+ROUTE: ContextVar[str] = ContextVar("route", default="")  # of the request that is answered in this context; "": it came by none
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
@@ -37,6 +39,9 @@ class Observed:
     decoding: float = 0.0  # from the first token to the last
     times: FirstTokenTimes | None = None
     cached: int = 0  # prompt tokens that were found in the prefix cache
+    verifications: int = 0
+    proposed_tokens: int = 0  # that were verified
+    accepted_tokens: int = 0  # that are in the text
     outcome: str = "abort"
     seconds: float = 0.0  # from arrival to the end
 
@@ -56,23 +61,28 @@ class Observed:
 
 
 class RequestClock:
-    """Times one request. `arrival` is perf_counter's; `where` gives the engine that has the request."""
+    """Times one request. `arrival` is perf_counter's; `where` gives the engine that has the request; `route` is the one it came by."""
 
     def __init__(
-        self, observers: Sequence[Observer], request: Request, arrival: float, streaming: bool, where: Callable[[str], int]
+        self, observers: Sequence[Observer], request: Request, arrival: float, streaming: bool, where: Callable[[str], int], route: str = ""
     ) -> None:
         self._observers, self._where = observers, where
-        self._seen = Observed(request, streaming)
-        self._arrival = arrival
+        self.seen = Observed(request, streaming)
+        self.arrival = arrival
+        self.route = route
         self._last = arrival
+
+    @property
+    def engine(self) -> int:
+        return self._where(self.seen.request.id)
 
     def tokens(self, count: int, times: FirstTokenTimes | None, cached: int = 0) -> None:
         if count == 0:
             return
-        seen, now = self._seen, perf_counter()
+        seen, now = self.seen, perf_counter()
         gap, self._last = now - self._last, now
         seen.tokens += count
-        seen.engine = self._where(seen.request.id)
+        seen.engine = self.engine
         if seen.first_token is None:
             seen.first_token, seen.times, seen.cached = gap, times, cached
             for observer in self._observers:
@@ -82,11 +92,17 @@ class RequestClock:
             for observer in self._observers:
                 observer.step(gap, count, seen.engine)
 
+    def verified(self, proposed: int, accepted: int) -> None:
+        """A step's tokens, at least one of them proposed."""
+        self.seen.verifications += 1
+        self.seen.proposed_tokens += proposed
+        self.seen.accepted_tokens += accepted
+
     def end(self, outcome: str) -> None:
-        self._seen.outcome = outcome
-        self._seen.seconds = perf_counter() - self._arrival
+        self.seen.outcome = outcome
+        self.seen.seconds = perf_counter() - self.arrival
         for observer in self._observers:
-            observer.end(self._seen)
+            observer.end(self.seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +199,7 @@ class Observer(Collector):
     def __init__(self, registry: CollectorRegistry, scrape: Callable[[], Scrape], labels: dict[str, str], engines: int = 0) -> None:
         """`engines`: of so many each has histograms of its own, with its number as the label `engine`; 0: they are of all together."""
         self._registry, self._scrape, self._labels = registry, scrape, labels
+        self.histograms: dict[str, LoopHistogram] = {}  # by their names without the prefix
         self._rows = [labels | {"engine": str(number)} for number in range(engines)] or [labels]
         registry.register(self)
         self._finished = [(self.histogram(name, help, buckets), value) for name, help, buckets, value in self.finished]
@@ -206,7 +223,8 @@ class Observer(Collector):
                 histogram.observe(measured, engine=seen.engine)
 
     def histogram(self, name: str, help: str, buckets: Sequence[float]) -> LoopHistogram:
-        return LoopHistogram(self.prefix + name, help, buckets, self._registry, self._rows)
+        made = self.histograms[name] = LoopHistogram(self.prefix + name, help, buckets, self._registry, self._rows)
+        return made
 
     def counter(self, name: str, help: str, **values: Sequence[str]) -> Callable[..., Counter]:
         """Of the values of further labels; those given exist from the start."""

@@ -1,5 +1,6 @@
 """The page at `/`: a place to talk to the model, and what the server does now. Its files, in page/, become one answer that loads nothing
-from elsewhere; here it is served, with the numbers that it asks for every second.
+from elsewhere; here it is served, with the numbers that it asks for every second, and the requests that run or wait: numbers only, nothing
+of what they say.
 
 Its own script and style are the only ones that a browser may run on it: the policy names them by their hashes.
 """
@@ -9,8 +10,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +21,9 @@ from starlette.responses import Response
 from mtpserve import __version__
 from mtpserve.core.request import EngineStats, ModelCard
 from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.observe.history import RECENT_S
+from mtpserve.server.observe.observed import RequestClock
+from mtpserve.server.observe.percentiles import Latency
 from mtpserve.server.observe.tiers import Tier, tiers
 
 if TYPE_CHECKING:
@@ -34,7 +40,8 @@ class EngineRow(Rendered):
 
 class Stats(Rendered):
     """The engine's counters and gauges as they are, of several engines together, and what is needed to read them. `dead` says why the
-    engine is gone."""
+    engine is gone. Latencies: of first tokens from their request's arrival, between tokens (those that come together share the wait), and
+    of whole requests that ended by themselves; the recent ones are of `recent_s` seconds or a little more."""
 
     model: str
     version: str
@@ -47,6 +54,35 @@ class Stats(Rendered):
     stats: EngineStats
     tiers: dict[str, Tier]  # of the prefix cache, below the device
     engines: list[EngineRow]
+    recent_s: float
+    latency: dict[str, Latency]  # first_token, between_tokens, whole_request
+
+
+SHOWN = 256
+
+
+class LiveRequest(Rendered):
+    """One choice. `id` is what `/abort_request` takes, which ends all choices that have it."""
+
+    id: str
+    choice: int
+    route: str
+    engine: int
+    state: Literal["waiting", "running"]  # waiting: for its first token, in the queue or while its prompt is computed
+    age_s: float
+    prompt_tokens: int
+    cached_tokens: int | None  # null: not known before the first token
+    output_tokens: int
+    verifications: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+class LiveRequests(Rendered):
+    """The oldest, at most 256, of `total`."""
+
+    total: int
+    requests: list[LiveRequest]
 
 
 FILES = Path(__file__).parent / "page"
@@ -110,5 +146,39 @@ async def stats(request: Request) -> Response:
         engines=[
             EngineRow(each.number, each.state, each.restarts_total, each.reason or None, each.stats) for each in service.client.engines
         ],
+        recent_s=RECENT_S,
+        latency=service.history.latencies(),
     )
     return JSON(body, headers={"Cache-Control": "no-store"})
+
+
+def live_requests(clocks: Collection[RequestClock]) -> LiveRequests:
+    now = perf_counter()
+    oldest = sorted(clocks, key=lambda clock: clock.arrival)[:SHOWN]
+    return LiveRequests(len(clocks), [_row(clock, now) for clock in oldest])
+
+
+def _row(clock: RequestClock, now: float) -> LiveRequest:
+    seen = clock.seen
+    id, _, choice = seen.request.id.rpartition("-")
+    waits = seen.first_token is None
+    return LiveRequest(
+        id=id,
+        choice=int(choice) if choice.isdecimal() else 0,
+        route=clock.route,
+        engine=clock.engine,
+        state="waiting" if waits else "running",
+        age_s=now - clock.arrival,
+        prompt_tokens=len(seen.request.prompt),
+        cached_tokens=None if waits else seen.cached,
+        output_tokens=seen.tokens,
+        verifications=seen.verifications,
+        draft_tokens=seen.proposed_tokens,
+        accepted_tokens=seen.accepted_tokens,
+    )
+
+
+async def requests(request: Request) -> Response:
+    """Requests that run or wait, the oldest first."""
+    service: Service = request.app.state.service
+    return JSON(live_requests(service.live), headers={"Cache-Control": "no-store"})
