@@ -17,8 +17,8 @@ from mtpserve.core.clients import EngineClient
 from mtpserve.server import about
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
 from mtpserve.server.formats import formats_of
-from mtpserve.server.http.access import Keys, RequestLog
-from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers
+from mtpserve.server.http.access import Keys, RequestLog, SocketOrigins
+from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers, no_socket
 from mtpserve.server.http.limits import BodyLimit
 from mtpserve.server.http.rendering import JSON, described
 from mtpserve.server.observe.history import HistoryObject, history
@@ -30,6 +30,7 @@ from mtpserve.server.openai.objects import ChatObject, CompletionObject
 from mtpserve.server.openai.others import invocations, no_vectors
 from mtpserve.server.openai.responses import routes as responses
 from mtpserve.server.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ResponseObject
+from mtpserve.server.openai.responses.socket import responses_socket
 from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Served, Service
 from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
@@ -126,6 +127,7 @@ def create_app(
     app.state.responses = ResponseStore()
     # The last one is the outermost: even a refusal has an id, and a browser may read it.
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)
+    app.add_middleware(SocketOrigins, allowed=config.allowed_origins)
     app.add_middleware(Keys, keys=config.api_key, admin_keys=config.admin_api_key)
     if config.allowed_origins:
         app.add_middleware(
@@ -137,6 +139,8 @@ def create_app(
         )
     app.add_middleware(RequestLog)
     add_error_handlers(app)
+    app.add_api_websocket_route("/v1/responses", responses_socket)
+    app.add_api_websocket_route("/{path:path}", no_socket)
     for path in VECTORS:
         app.add_api_route(path, no_vectors, methods=["POST"], include_in_schema=False)
     for (method, paths, endpoint, answer), schema in zip(ROUTES, SCHEMAS, strict=True):

@@ -39,7 +39,7 @@ from mtpserve.engine.process import DEFAULT_FACTORY
 from mtpserve.engine.replicas import Replicas
 from mtpserve.server.http.access import with_keys
 from mtpserve.server.http.errors import error_response
-from mtpserve.server.http.limits import BoundedHTTP
+from mtpserve.server.http.limits import BoundedHTTP, BoundedSocket
 from mtpserve.server.observe.page import page_response
 from mtpserve.server.observe.report import report
 
@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 Fetch = Callable[[EngineConfig], EngineConfig]
 
 ENGINE_S = 2.0  # for the engine's process to finish its step
+PING_S = 20.0  # between pings of a WebSocket
 CLOSE_S = 1  # for connections to write what they have when the server ends
 LAST_HEALTH_S = 1.0  # how long /health answers 503 after the engine's death
 
@@ -66,7 +67,7 @@ class Gate:
             await self.app(scope, receive, send)
         elif scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == "/":
             await page_response(503)(scope, receive, send)
-        elif scope["type"] == "http":
+        elif scope["type"] in ("http", "websocket"):
             await error_response(EngineBusy("the model is loading"))(scope, receive, send)
 
 
@@ -165,7 +166,11 @@ class Launch:
             ssl_certfile=server.ssl_certfile,
             ssl_ca_certs=server.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_NONE if server.ssl_ca_certs is None else ssl.CERT_REQUIRED,
-            ws="none",
+            ws=partial(BoundedSocket, write_timeout=server.write_timeout),  # type: ignore[arg-type]
+            ws_max_size=server.max_request_bytes,
+            ws_ping_interval=PING_S,
+            ws_ping_timeout=server.read_timeout,
+            ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -10,15 +10,16 @@ import tomllib
 import uvicorn
 from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from mtpserve.server.http.limits import BoundedHTTP
+from mtpserve.server.http.limits import BoundedHTTP, BoundedSocket
 from tests.house.tree import ROOT
 
 # Called by uvicorn, by asyncio or, by their names, by httptools.
 OVERRIDDEN = {
     "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "on_message_begin", "on_headers_complete",
-    "on_message_complete", "send_400_response",
+    "on_message_complete", "send_400_response", "handle_websocket_upgrade",
 }  # fmt: skip
 
 
@@ -33,6 +34,18 @@ def test_uvicorn_has_the_methods_that_are_overridden() -> None:
     assert "send_400_response" in inspect.getsource(HttpToolsProtocol.data_received), "for bytes that are not HTTP"
     assert not {name for name in vars(BoundedHTTP) if name.startswith("_") and not name.startswith("__")} & set(dir(HttpToolsProtocol))
     assert parameters(uvicorn.Server.capture_signals) == ["self"]
+
+
+def test_uvicorn_has_the_methods_of_a_websocket_that_are_overridden() -> None:
+    overridden = {name for name, value in vars(BoundedSocket).items() if callable(value) and not name.startswith("_")}
+    assert overridden == {"pause_writing", "resume_writing", "connection_lost"}
+    for name in overridden:
+        assert parameters(getattr(BoundedSocket, name)) == parameters(vars(WebSocketsSansIOProtocol)[name]), name
+    assert not {name for name in vars(BoundedSocket) if name.startswith("_") and not name.startswith("__")} & set(
+        dir(WebSocketsSansIOProtocol)
+    )
+    made = inspect.getsource(WebSocketsSansIOProtocol.__init__)
+    assert all(f"self.{name}" in made for name in ("loop", "client", "transport"))
 
 
 def test_uvicorn_has_the_attributes_that_are_read() -> None:

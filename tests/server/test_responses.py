@@ -46,7 +46,8 @@ def test_a_response_and_one_that_goes_on_from_it(http: httpx.AsyncClient, client
     for id in (first["id"], forgotten["id"], "resp_none"):
         for method, path in (("GET", f"{ROUTE}/{id}"), ("DELETE", f"{ROUTE}/{id}"), ("POST", f"{ROUTE}/{id}/cancel")):
             assert error(send(http, method, path), 404)["code"] == "response_not_found"
-        assert error(send(http, "POST", ROUTE, json=BODY | {"previous_response_id": id}), 404)["param"] == "previous_response_id"
+        refused = error(send(http, "POST", ROUTE, json=BODY | {"previous_response_id": id}), 400)
+        assert (refused["param"], refused["code"]) == ("previous_response_id", "previous_response_not_found")
     stopped = post(http, max_output_tokens=None, temperature=0, text={"format": {"type": "json_schema", "name": "a", "schema": {}}})
     assert (stopped["status"], stopped["temperature"]) == ("incomplete", 0)  # the fake engine runs to the context's end
     assert client.submitted[-1].sampling.grammar == GrammarSpec("json_schema", "{}")

@@ -32,6 +32,7 @@ CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read
 QUIET = PROBES | {"/metrics", "/stats", "/stats/history", "/stats/requests"} | CHANGED  # asked every few seconds: in the debug log alone
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_LOGGED = 200
+SWITCHED = 101  # the status of an accepted WebSocket
 
 
 def with_keys(config: ServerConfig) -> ServerConfig:
@@ -74,13 +75,13 @@ class Keys:
         self.admin_keys = [digest(key.encode()) for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
         await (self.app if refusal is None else refusal)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         path: str = scope["path"]
         if not path.isprintable():  # a route's pattern also matches in front of a final line break
-            return Refusal(404, error_body(404, f"{scope['method']} {path}: Not Found", code="not_found"))
+            return Refusal(404, error_body(404, f"{method_of(scope)} {path}: Not Found", code="not_found"))
         given = digest(credentials(Headers(scope=scope)))
         is_admin, is_known = fits(given, self.admin_keys), fits(given, self.keys)
         if path in OPEN or is_admin:
@@ -88,9 +89,38 @@ class Keys:
         if self.keys and not is_known:
             message = "a key is needed: send Authorization: Bearer KEY"
             return Refusal(401, error_body(401, message, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
-        if self.admin_keys and path in (MANAGEMENT | CHANGED if scope["method"] == "POST" else MANAGEMENT):
+        if self.admin_keys and path in (MANAGEMENT | CHANGED if method_of(scope) == "POST" else MANAGEMENT):
             return Refusal(403, error_body(403, f"{path} needs the admin's key", code="admin_key_required"))
         return None
+
+
+def method_of(scope: Scope) -> str:
+    """What the log calls it; a WebSocket is opened by a GET."""
+    return "WEBSOCKET" if scope["type"] == "websocket" else str(scope["method"])
+
+
+class SocketOrigins:
+    """ASGI middleware: 403 for a WebSocket that another site's page opens. Browsers do not ask first, as they do for other requests.
+
+    `allowed`: origins, or "*" for all; what is no browser sends no origin.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Iterable[str]) -> None:
+        self.app = app
+        self.allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket" or self._allows(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+            return
+        message = "this page's origin may open no WebSocket here: see --allowed-origins"
+        await Refusal(403, error_body(403, message, code="origin_not_allowed"))(scope, receive, send)
+
+    def _allows(self, headers: Headers) -> bool:
+        origin = headers.get("origin")
+        if origin is None or origin in self.allowed or "*" in self.allowed:
+            return True
+        return origin.partition("://")[2].lower() == headers.get("host", "").lower()
 
 
 def credentials(headers: Headers) -> bytes:
@@ -112,7 +142,7 @@ class RequestLog:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         start, status = perf_counter(), 500
@@ -122,15 +152,17 @@ class RequestLog:
 
         async def named(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            if message["type"] in ("http.response.start", "websocket.http.response.start", "websocket.accept"):
+                status = message.get("status", SWITCHED)
+                message.setdefault("headers", [])
                 MutableHeaders(scope=message)["x-request-id"] = id
             await send(message)
 
         try:
             await self.app(scope, receive, named)
         finally:
-            level = logging.DEBUG if scope["path"] in QUIET and scope["method"] != "POST" else logging.INFO
+            method = method_of(scope)
+            level = logging.DEBUG if scope["path"] in QUIET and method != "POST" else logging.INFO
             who = scope["client"][0] if scope.get("client") else "-"
             path = printable(scope["path"], MAX_LOGGED)
-            log.log(level, "%s %s %s %d %.3f s %s", who, scope["method"], path, status, perf_counter() - start, id)
+            log.log(level, "%s %s %s %d %.3f s %s", who, method, path, status, perf_counter() - start, id)

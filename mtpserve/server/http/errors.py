@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
@@ -57,6 +57,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 class NotStored(InvalidRequest):
     """→ 404, for a response that is not kept"""
+
+
+class PreviousNotStored(InvalidRequest):
+    """→ 400 with the code after which clients send the whole conversation, for a response that a request is to go on from"""
 
 
 class Unsupported(InvalidRequest):
@@ -149,6 +153,7 @@ DESCRIBED: tuple[tuple[type[Exception], int, str], ...] = (
     (ModelNotFound, 404, "model_not_found"),
     (ContextLengthExceeded, 400, "context_length_exceeded"),
     (NotStored, 404, "response_not_found"),
+    (PreviousNotStored, 400, "previous_response_not_found"),
     (Unsupported, 400, "unsupported_parameter"),
     (InvalidRequest, 400, "invalid_value"),
     (QueueFull, 429, "queue_full"),
@@ -197,6 +202,12 @@ def validation_message(errors: Sequence[Any]) -> tuple[str, str | None, str]:
     kind = errors[0]["type"]
     code = CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
     return "; ".join(lines), None if kind == "json_invalid" else first, code
+
+
+async def no_socket(socket: WebSocket) -> None:
+    """Where no WebSocket is served."""
+    message = f"{socket.url.path}: no WebSocket is served here; /v1/responses is one"
+    await Refusal(404, error_body(404, message, code="not_found"))(socket.scope, socket.receive, socket.send)
 
 
 def add_error_handlers(app: FastAPI) -> None:

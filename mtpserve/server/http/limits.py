@@ -15,6 +15,7 @@ import msgspec
 from fastapi.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from mtpserve.server.http.errors import STATUS_CODES, Refusal, error_body
 
@@ -75,6 +76,10 @@ class BoundedHTTP(HttpToolsProtocol):
             if self._header_bytes > MAX_HEADER_BYTES:
                 self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
 
+    def handle_websocket_upgrade(self) -> None:
+        self._stop_waiting(READING, WRITING)  # the connection is another protocol's from here on
+        super().handle_websocket_upgrade()
+
     def send_400_response(self, msg: str) -> None:
         """uvicorn's answer to bytes that are not HTTP, in the form of all errors."""
         self._refuse(400, msg, "invalid_http")
@@ -101,6 +106,37 @@ class BoundedHTTP(HttpToolsProtocol):
         for what in whats:
             if (timer := self._timers.pop(what, None)) is not None:
                 timer.cancel()
+
+
+class BoundedSocket(WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket, which by itself waits for ever for a client that does not read. It overrides uvicorn's internals, too."""
+
+    def __init__(self, *arguments: Any, write_timeout: float, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._write_timeout = write_timeout
+        self._timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._timer = self._timer or self.loop.call_later(self._write_timeout, self._give_up)
+
+    def resume_writing(self) -> None:
+        self._stop_waiting()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _give_up(self) -> None:
+        who = (self.client or ("-",))[0]
+        log.info("%s: a WebSocket is closed: its client did not %s within %g s", who, WRITING, self._write_timeout)
+        self.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class BodyLimit:

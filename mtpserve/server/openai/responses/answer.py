@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import time
 from typing import Any
 
-from msgspec import UNSET, structs
+from msgspec import UNSET, UnsetType, structs
 
 from mtpserve.core.errors import MTPServeError
 from mtpserve.core.request import Finish
@@ -28,14 +28,16 @@ Members = dict[str, tuple[str, str]]  # as Offer has them
 
 @dataclass(slots=True)
 class ResponseAnswer:
-    """One response while it grows; `store` keeps it, unless the client wants none kept."""
+    """One response while it grows. `only_prompt`: nothing is written, and all of it is that its prompt was computed."""
 
     id: str
     body: ResponsesRequest
     generation: Generation
-    store: ResponseStore
+    stores: Sequence[ResponseStore]  # that keep it
     made_from: ResponseInput
     members: Members
+    only_prompt: bool = False
+    stream_id: str | UnsetType = UNSET  # in all events, where the client gave one
     status: objects.Status = "in_progress"
     error: objects.ResponseError | None = None
     created: int = field(default_factory=lambda: int(time()))  # a date, not a duration
@@ -48,13 +50,16 @@ class ResponseAnswer:
         return self.generation.choices[0]
 
     def keep(self) -> None:
-        if self.body.store is not False:
-            said = [spoken(self.choice)] if any(block.text or block.kind == "call" for block in self.choice.blocks) else []
-            self.store.put(self.id, Stored(self.object(), [*self.made_from.conversation, *said], self.made_from.items))
+        said = [spoken(self.choice)] if any(block.text or block.kind == "call" for block in self.choice.blocks) else []
+        for store in self.stores:
+            store.put(self.id, Stored(self.object(), [*self.made_from.conversation, *said], self.made_from.items))
 
     def finished(self) -> None:
+        if self.only_prompt:
+            self.choice.blocks.clear()
+        full: objects.Status = "completed" if self.only_prompt else "incomplete"
         # None: the client left.
-        endings: dict[Finish | None, objects.Status] = {Finish.LENGTH: "incomplete", Finish.ABORT: "cancelled", None: "cancelled"}
+        endings: dict[Finish | None, objects.Status] = {Finish.LENGTH: full, Finish.ABORT: "cancelled", None: "cancelled"}
         self.status = endings.get(self.choice.finish, "completed")
         self.keep()
 
@@ -149,7 +154,7 @@ class EventWriter:
         self._numbers = count()
 
     def event(self, kind: str, **more: Any) -> objects.ResponseEvent:
-        return objects.ResponseEvent(f"response.{kind}", next(self._numbers), **more)
+        return objects.ResponseEvent(f"response.{kind}", next(self._numbers), stream_id=self.answer.stream_id, **more)
 
     def place(self, index: int) -> dict[str, Any]:
         block = self.answer.choice.blocks[index]
@@ -198,7 +203,8 @@ async def events(answer: ResponseAnswer) -> AsyncGenerator[list[objects.Response
                 if not started:
                     started, empty = True, answer.object()
                     opening = [writer.event("created", response=empty), writer.event("in_progress", response=empty)]
-                grown = [event for _, _, added in steps for index, text in added for event in writer.grown(index, text)]
+                added = [each for _, _, grown in steps for each in grown if not answer.only_prompt]
+                grown = [event for index, text in added for event in writer.grown(index, text)]
                 if some := [*opening, *grown]:
                     yield some
         answer.finished()

@@ -126,8 +126,12 @@ class ResponsesRequest(InputTokensRequest, SamplingFields):
     structured_outputs: dict[str, Any] | None = None
     include_reasoning: bool | None = None  # False: it is left out
 
+    @property
+    def needs_input(self) -> bool:
+        return True
+
     def check(self) -> None:
-        if not self.input:
+        if self.needs_input and not self.input:
             raise InvalidRequest("input is empty", "input")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")

@@ -162,3 +162,4 @@ class ResponseEvent(Rendered):
     text: str | UnsetType = UNSET
     logprobs: list[str] | UnsetType = UNSET
     response: ResponseObject | UnsetType = UNSET
+    stream_id: str | UnsetType = UNSET  # over a WebSocket

@@ -13,21 +13,18 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import MTPServeError
 from mtpserve.server.dialogue import asked_tools, rendered
-from mtpserve.server.generation import continued
 from mtpserve.server.http.errors import NotStored, renamed, renaming
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
-from mtpserve.server.openai.responses.answer import ResponseAnswer, events
+from mtpserve.server.openai.responses.answer import events
 from mtpserve.server.openai.responses.body import InputTokensRequest, ResponsesRequest
 from mtpserve.server.openai.responses.items import Order, given, page
 from mtpserve.server.openai.responses.objects import DeletedResponse, InputTokens
-from mtpserve.server.openai.responses.store import ResponseStore, Stored
+from mtpserve.server.openai.responses.start import RENAMED, before_of, begun
+from mtpserve.server.openai.responses.store import ResponseStore
 from mtpserve.server.service import Served
 
 MAX_PAGE = 100
-RENAMED = {
-    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text", "reasoning_effort": "reasoning", ".function": "",
-}  # fmt: skip
 
 
 def store_of(request: Request) -> ResponseStore:
@@ -35,29 +32,17 @@ def store_of(request: Request) -> ResponseStore:
     return store
 
 
-def before_of(request: Request, body: InputTokensRequest) -> Stored | None:
-    """What the request goes on from."""
-    id = body.previous_response_id
-    return store_of(request).get(id, "previous_response_id") if id else None
-
-
 async def create(request: Request, service: Served, body: ResponsesRequest) -> Response:
     """Answer an input, as OpenAI's responses; kept for a while unless `store` is false."""
     arrival = perf_counter()
-    service.check_alive()
-    body.check()
-    before = before_of(request, body)
-    id = f"resp_{uuid.uuid4().hex}"
-    offer = body.offer()
-    with renamed(RENAMED | offer.places):
-        made_from = given(before, body.input)
-        generation = await continued(service, body.chat(made_from.conversation, offer), id, arrival)
-    answer = ResponseAnswer(id, body, generation, store_of(request), made_from, offer.members)
+    stores = [store_of(request)]
+    before, id = before_of(body, stores), f"resp_{uuid.uuid4().hex}"
+    answer = await begun(service, body, id, before, [] if body.store is False else stores, arrival)
     if body.stream:
         return NamedEventStream(renaming(events(answer), RENAMED), service.server_config.sse_keep_alive_interval)
     try:
         with renamed(RENAMED):
-            await unless_gone(request.receive, generation.whole())
+            await unless_gone(request.receive, answer.generation.whole())
     except MTPServeError as error:
         answer.failed(error)
         raise
@@ -88,7 +73,7 @@ async def count_input(request: Request, service: Served, body: InputTokensReques
     """The tokens that such a request has as a prompt."""
     service.check_model(body.model)
     body.check()
-    before, offer = before_of(request, body), body.offer()
+    before, offer = before_of(body, [store_of(request)]), body.offer()
     with renamed(RENAMED | offer.places):
         chat = body.chat(given(before, body.input or []).conversation, offer)
         tokens = await service.encode_chat(await rendered(service, chat, asked_tools(service, chat, prompt_only=True)))

@@ -10,7 +10,7 @@ from mtpserve.server.http.errors import NotStored
 from mtpserve.server.openai.responses.objects import ListedItem, ResponseObject
 
 MAX_RESPONSES = 1024
-MAX_CHARACTERS = 32 << 20  # of all conversations together
+MAX_CHARACTERS = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,10 @@ class Stored:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """Ids are random: a client that knows one may read the response."""
+    """Ids are random: a client that knows one may read the response. The newest one is kept, whatever its size."""
 
+    responses: int = MAX_RESPONSES
+    characters: int = MAX_CHARACTERS  # of all conversations together
     _kept: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     _characters: int = 0
 
@@ -38,8 +40,11 @@ class ResponseStore:
         self._drop(id)
         self._kept[id] = stored
         self._characters += stored.characters
-        while len(self._kept) > MAX_RESPONSES or self._characters > MAX_CHARACTERS:
+        while len(self._kept) > self.responses or (self._characters > self.characters and len(self._kept) > 1):
             self._drop(next(iter(self._kept)))
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._kept
 
     def get(self, id: str, field: str) -> Stored:
         """Raises NotStored, for the request's `field`."""

@@ -1,0 +1,53 @@
+"""How a response begins, over HTTP and over a WebSocket alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mtpserve.server.generation import continued
+from mtpserve.server.http.errors import PreviousNotStored, renamed
+from mtpserve.server.openai.responses.answer import ResponseAnswer
+from mtpserve.server.openai.responses.body import InputTokensRequest, ResponsesRequest
+from mtpserve.server.openai.responses.items import given
+from mtpserve.server.openai.responses.store import ResponseStore, Stored
+from mtpserve.server.service import Service
+
+RENAMED = {
+    "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text", "reasoning_effort": "reasoning", ".function": "",
+}  # fmt: skip
+
+
+def before_of(body: InputTokensRequest, stores: Sequence[ResponseStore]) -> Stored | None:
+    """What the request goes on from, from the first of the stores that has it. Raises PreviousNotStored."""
+    id = body.previous_response_id
+    if not id:
+        return None
+    found = next((store for store in stores if id in store), None)
+    if found is None:
+        raise PreviousNotStored(f"the response {id[:50]!r} is not kept: send the whole conversation as input", "previous_response_id")
+    return found.get(id, "previous_response_id")
+
+
+async def begun(
+    service: Service,
+    body: ResponsesRequest,
+    id: str,
+    before: Stored | None,
+    stores: Sequence[ResponseStore],
+    arrival: float,
+    *,
+    only_prompt: bool = False,
+) -> ResponseAnswer:
+    """A response that the engine has yet to be asked for; all checks of the request are made here. `stores` keep it. `only_prompt`: its
+    prompt is computed, and nothing is written."""
+    service.check_alive()
+    body.check()
+    offer = body.offer()
+    with renamed(RENAMED | offer.places):
+        made_from = given(before, body.input)
+        chat = body.chat(made_from.conversation, offer)
+        if only_prompt:  # the engine computes a token for every prompt, which is then left out
+            chat = chat.model_copy(update={"max_tokens": 1, "min_tokens": None})
+        generation = await continued(service, chat, id, arrival)
+    generation.choices[0].scores_only = only_prompt
+    return ResponseAnswer(id, body, generation, stores, made_from, offer.members, only_prompt)
