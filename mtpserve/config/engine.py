@@ -223,11 +223,12 @@ class ParallelConfig:
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False,
-        "spread a model's routed experts over the engines of --data-parallel-size; each has requests, KV and all other weights itself",
+        "spread a model's routed experts over the engines of --data-parallel-size: each has requests, KV and all other weights itself. "
+        "With one engine over the processes of --tensor-parallel-size: each has some experts instead of a part of each",
     )
     enable_dp_attention: bool = option(False, "the same, as in SGLang, where --tensor-parallel-size is given as --data-parallel-size is")
     expert_parallel_size: int = option(
-        1, "engines over which experts are spread: 1 (each has all), or as many as --data-parallel-size", "ep", "ep-size"
+        1, "the same by a number: 1, or as many as --data-parallel-size, or, with one engine, as --tensor-parallel-size", "ep", "ep-size"
     )
     expert_map: str | None = option(
         None, "JSON file: of a layer's number the engine of each expert, as `mtpserve experts` makes it (default: evenly, in order)"
@@ -250,7 +251,8 @@ class ParallelConfig:
         allowed = f"1, or as --data-parallel-size, with {self.spreading}: an engine that shares experts has one device"
         check(own == 1 or self.spreading is None or not self.spreads, "tensor_parallel_size", own, allowed)
         check(self.pipeline_parallel_size == 1, "pipeline_parallel_size", self.pipeline_parallel_size, "1: it is not supported yet")
-        check(experts in (1, engines), "expert_parallel_size", experts, f"1 or as --data-parallel-size, which is {engines}")
+        over, size = ("--data-parallel-size", engines) if engines > 1 else ("--tensor-parallel-size", own)
+        check(experts in (1, size), "expert_parallel_size", experts, f"1 or as {over}, which is {size}")
         for name in ("expert_map", "record_expert_load"):
             given = getattr(self, name)
             check(given is None or self.spreads, name, given, "given with --enable-expert-parallel and several engines")
@@ -270,6 +272,12 @@ class ParallelConfig:
     def spreads(self) -> bool:
         """Whether engines share a model's experts."""
         return self.spreading is not None and self.data_parallel_size > 1
+
+    @property
+    def by_rank(self) -> bool:
+        """Whether each of an engine's processes has some of the experts whole."""
+        asked = self.enable_expert_parallel or self.expert_parallel_size > 1
+        return asked and self.data_parallel_size == 1 and self.tensor_parallel_size > 1
 
     @property
     def restarts(self) -> int:

@@ -251,6 +251,7 @@ class MoEArch:
     latent: int = 0  # the routed experts get that many numbers, projected from the hidden ones, and so does their sum; 0: the hidden ones
     by_token: tuple[int, ...] = ()  # layers in which a table says which experts each token has, and the router only their weights
     shared_gate: bool = False  # the shared expert's output is multiplied with the sigmoid of a number of its own
+    by_rank: bool = False  # each of several ranks has some experts whole; otherwise a part of each
 
 
 @dataclass(frozen=True, slots=True)

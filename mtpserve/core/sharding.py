@@ -1,8 +1,9 @@
 """The dimensions of one rank's part of a model: Megatron's split of each layer (https://arxiv.org/abs/1909.08053 §3).
 
-Heads and intermediate sizes are divided by the number of ranks. A key head is kept by several ranks where there are fewer of them than
-ranks, each with its own query heads of that group. The latent row of MLA, index keys, routers, norms and projections between hidden states
-are whole on every rank. The vocabulary is whole here, too: its rows are divided by layers/embedding.py.
+Heads and intermediate sizes are divided by the number of ranks, or the routed experts by their numbers (`MoEArch.by_rank`). A key head is
+kept by several ranks where there are fewer of them than ranks, each with its own query heads of that group. The latent row of MLA, index
+keys, routers, norms and projections between hidden states are whole on every rank. The vocabulary is whole here, too: its rows are divided
+by layers/embedding.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def one_rank(arch: ModelArch, size: int) -> ModelArch:
         layers=(*(kind_of(kind, size) for kind in shared), *arch.layers[arch.shared_layers :]),
         heads=arch.heads // size,
         intermediate=arch.intermediate // size if any_dense(arch) else arch.intermediate,
-        moe=None if moe is None else replace(moe, size=moe.size // size, shared=moe.shared // size),
+        moe=None if moe is None else replace(moe, size=moe.size if moe.by_rank else moe.size // size, shared=moe.shared // size),
         shared_kv=None if shared_kv is None else replace(shared_kv, groups=shared_kv.groups // size),
     )
 
@@ -62,9 +63,13 @@ def uneven(arch: ModelArch, size: int) -> Iterator[tuple[str, int]]:
             dimensions += [("key heads of recurrent layers", kind.key_heads), ("value heads of recurrent layers", kind.value_heads)]
     if arch.shared_kv is not None:
         dimensions.append(("groups of the output projection", arch.shared_kv.groups))
-    yield from ((name, value) for name, value in dimensions if value % size)
     widths = [("numbers of the intermediate size", arch.intermediate)] if any_dense(arch) else []
     if arch.moe is not None:
-        widths += [("numbers of an expert's intermediate size", arch.moe.size), ("numbers of the shared expert's", arch.moe.shared)]
+        if arch.moe.by_rank:
+            dimensions.append(("routed experts", arch.moe.experts))
+        else:
+            widths.append(("numbers of an expert's intermediate size", arch.moe.size))
+        widths.append(("numbers of the shared expert's", arch.moe.shared))
+    yield from ((name, value) for name, value in dimensions if value % size)
     # The CPU's products read numbers in pairs.
     yield from ((name, value) for name, value in widths if size > 1 and value % (2 * size))

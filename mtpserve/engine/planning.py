@@ -18,7 +18,7 @@ from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.core.parallel import ALONE, PlannedRank, Ranks, SpreadExperts, share
 from mtpserve.core.sharding import one_rank
 from mtpserve.engine.compute import device_of, dtype_of, kernels_of
-from mtpserve.engine.spread import spread_of
+from mtpserve.engine.spread import spread_of, with_ranks
 from mtpserve.engine.storage import Storage, int8_of, storage_of
 from mtpserve.engine.vocabulary import require_same_tokens
 from mtpserve.heads.head import Head, HeadSource
@@ -106,7 +106,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     elif want_mtp and layout is None:
         raise UnsupportedModel(f"{directory}: {why_no_mtp(hf_config, layers)}; start without --speculative-algorithm for plain decoding")
     count = mtp_count(config, family, layout if nextn is None else None) if want_mtp else 0
-    arch, hot = family.arch(hf_config, count), config.spec.speculative_token_map
+    arch, hot = with_ranks(config, family.arch(hf_config, count)), config.spec.speculative_token_map
     head = head_of(config, arch)
     if head is not None:
         arch = replace(arch, layers=arch.layers + head.arch.layers, draft=head.arch)

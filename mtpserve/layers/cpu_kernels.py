@@ -110,7 +110,7 @@ def pack_experts(experts: RoutedExperts, shared: SharedExpert | None, gate: Gate
     assert experts.gate_up_scale_inv is None and experts.down_scale_inv is None
     routed = moe.pack_expert_pair(experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
     clamped = clamp_of(experts.gate)
-    made = partial(moe.experts_of, routed, clamped=clamped, squared=experts.gate == "relu2")
+    made = partial(moe.experts_of, routed, clamped=clamped, squared=experts.gate == "relu2", first=experts.first or 0)
     if shared is None:
         return PanelExperts(made(None), None)
     if (matrices := shared_matrices(shared)) is None:

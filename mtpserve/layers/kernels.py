@@ -136,6 +136,11 @@ class RoutedExperts(Protocol):
     @property
     def down_zeros(self) -> Tensor | None: ...
 
+    @property
+    def first(self) -> int | None:
+        """Its number, where experts with numbers below and above are elsewhere and add nothing here. None: all are here."""
+        ...
+
 
 class MixExperts(Protocol):
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor, /) -> Tensor:

@@ -39,10 +39,10 @@ class Experts(nn.Module):
     experts_first = True  # the first dimension of each parameter
     added_once = ("down_bias",)  # as in Linear
 
-    def __init__(self, hidden: int, arch: MoEArch, held: Sequence[int] | None = None) -> None:
-        """`held`: the numbers of those that this process has; None: all."""
+    def __init__(self, hidden: int, arch: MoEArch, held: Sequence[int] | None = None, first: int | None = None) -> None:
+        """`held`: the numbers of those that this process has; None: all. `first`: see layers.kernels.RoutedExperts."""
         super().__init__()
-        self.held, experts = held, arch.experts if held is None else len(held)
+        self.held, self.first, experts = held, first, arch.experts if held is None else len(held)
         parts = (arch.size,) if arch.gate == "relu2" else (arch.size, arch.size)
         self.gate_up = nn.Parameter(torch.empty(experts, sum(parts), hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(experts, hidden, arch.size), requires_grad=False)
@@ -75,13 +75,20 @@ class SpreadMix:
         return out if self.shared is None else out + beside(self.shared, self.gate, x)
 
 
-def held(kernels: Kernels, layer: int, arch: MoEArch) -> Sequence[int] | None:
-    """The numbers of the experts that this process has of the layer with this number in `ModelArch.layers`; None: all."""
-    return None if kernels.spread is None else kernels.spread.owned(layer, arch.experts)
+def experts_here(hidden: int, kernels: Kernels, layer: int, arch: MoEArch) -> Experts:
+    """Those that this process has of the layer with this number in `ModelArch.layers`. Of engines that share experts `SpreadMix` reaches
+    the others; of ranks each adds what its own experts give, as with all that ranks divide."""
+    if kernels.spread is not None:
+        return Experts(hidden, arch, kernels.spread.owned(layer, arch.experts))
+    ranks = kernels.ranks
+    if ranks.size == 1 or not arch.by_rank:
+        return Experts(hidden, arch)
+    each = arch.experts // ranks.size
+    return Experts(hidden, arch, range(ranks.rank * each, (ranks.rank + 1) * each), ranks.rank * each)
 
 
 def packed(kernels: Kernels, layer: int, arch: MoEArch, experts: Experts, shared: SharedExpert | None, gate: Gate | None) -> MixExperts:
-    """`layer`: as in `held`."""
+    """`layer`: as in `experts_here`."""
     if kernels.spread is None:
         return kernels.pack_experts(experts, shared, gate)
     mix = kernels.pack_experts(experts, None, None)
@@ -97,7 +104,7 @@ class MoE(nn.Module):
         """`layer`: its number in `ModelArch.layers`."""
         super().__init__()
         self.arch, self.layer, self.kernels = arch, layer, kernels
-        self.router, self.experts = Router(hidden, arch), Experts(arch.latent or hidden, arch, held(kernels, layer, arch))
+        self.router, self.experts = Router(hidden, arch), experts_here(arch.latent or hidden, kernels, layer, arch)
         self.latent_in = Linear(hidden, (arch.latent,), method) if arch.latent else None
         self.latent_out = Linear(arch.latent, (hidden,), method) if arch.latent else None
         self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
@@ -149,7 +156,7 @@ class TokenMoE(nn.Module):
         super().__init__()
         self.arch, self.layer, self.kernels = arch, layer, kernels
         self.router = TokenRouter(hidden, arch, tokens, kernels)
-        self.experts = Experts(hidden, arch, held(kernels, layer, arch))
+        self.experts = experts_here(hidden, kernels, layer, arch)
         self.shared = MLP(hidden, arch.shared, method, kernels, arch.beside, partial=True) if arch.shared else None
         self.mix: MixExperts
 

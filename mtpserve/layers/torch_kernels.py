@@ -184,8 +184,9 @@ def few(x: Tensor, experts: RoutedExperts) -> bool:
 
 def all_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
     """Every expert over every row; what was not chosen is multiplied with zero."""
-    dense = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)  # [T, experts]
-    numbers = range(len(experts.gate_up))
+    number, places = len(experts.gate_up), places_of(chosen, experts)
+    dense = weights.new_zeros(len(x), number + 1).scatter_(1, places, weights)[:, :number].to(x.dtype)  # [T, experts]
+    numbers = range(number)
     # Stored weights are widened for this product alone; what needs no widening is not copied either.
     gate_up = experts.gate_up if experts.gate_up_scale_inv is None else torch.stack([gate_up_of(experts, i, x.dtype) for i in numbers])
     down = experts.down if experts.down_scale_inv is None else torch.stack([down_of(experts, i, x.dtype) for i in numbers])
@@ -199,14 +200,25 @@ def all_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExper
 
 
 def hit_experts(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:
-    out = torch.zeros_like(x)
-    for expert in chosen.unique().tolist():
-        rows, place = (chosen == expert).nonzero(as_tuple=True)
+    out, places = torch.zeros_like(x), places_of(chosen, experts)
+    for expert in places.unique().tolist():
+        if expert == len(experts.gate_up):
+            continue
+        rows, place = (places == expert).nonzero(as_tuple=True)
         biases = [None if bias is None else bias[expert] for bias in (experts.gate_up_bias, experts.down_bias)]
         inner = activated(F.linear(x[rows], gate_up_of(experts, expert, x.dtype), biases[0]), experts.gate)
         part = F.linear(inner, down_of(experts, expert, x.dtype), biases[1])
         out.index_add_(0, rows, part * weights[rows, place, None].to(x.dtype))
     return out
+
+
+def places_of(chosen: Tensor, experts: RoutedExperts) -> Tensor:
+    """Of each expert by its number the place in `experts`; of those that are elsewhere the place after the last one."""
+    if experts.first is None:
+        return chosen
+    number = len(experts.gate_up)
+    places = chosen - experts.first
+    return torch.where((places >= 0) & (places < number), places, number)
 
 
 def hit_row_by_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: RoutedExperts) -> Tensor:

@@ -64,7 +64,7 @@ def test_published_commands(line: str, tensor: int, data: int, spreads: bool, dr
             "--dp 8 --enable-expert-parallel --disaggregation-mode decode --speculative-algorithm MTP",
             "its engines compute each step together",
         ),
-        ("--tp 8 --ep 8", "--expert-parallel-size must be 1 or as --data-parallel-size, which is 1"),
+        ("--tp 8 --ep 4", "--expert-parallel-size must be 1 or as --tensor-parallel-size, which is 8"),
         ("--enable-mtp", "use --speculative-algorithm MTP"),
     ],
 )

@@ -200,6 +200,10 @@ def test_each_engine_plans_for_its_own_experts(tmp_path: Path) -> None:
             "--expert-parallel-size must be 1 or as --data-parallel-size, which is 2, got 4",
         ),
         (
+            {"tensor_parallel_size": 4, "expert_parallel_size": 2},
+            "--expert-parallel-size must be 1 or as --tensor-parallel-size, which is 4, got 2",
+        ),
+        (
             {"data_parallel_size": 2, "enable_dp_attention": True, "tensor_parallel_size": 4},
             "--tensor-parallel-size must be 1, or as --data-par",
         ),

@@ -172,6 +172,7 @@ def mixtures_and_verdicts(fp8: bool) -> None:
         for rows in range(1, 65):
             routed = x[:rows].to(dtype), torch.zeros(rows, 6), ints(rows, 6)
             experts(*routed, *matrices)
+            experts(*routed, *matrices, first=2)
             biases = torch.zeros(2, 2816, dtype=dtype), torch.zeros(2, 2048, dtype=dtype)
             experts(*routed, *matrices[:2], *[None] * 6, *biases, (1.702, 7.0, 7.0, 1.0))
             plain = matrices[0][:, :1408].contiguous(), matrices[1], matrices[2][:2816], matrices[3]

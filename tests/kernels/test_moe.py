@@ -217,6 +217,34 @@ def test_experts_with_scales_by_row(
             torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_some_of_the_experts(device: torch.device, rows: int, shared: int) -> None:
+    """Those with numbers of others add nothing, and all parts together are the whole. Room that nobody has written may be NaN."""
+    (hidden, size, number, top), dice = (64, 32, 9, 3), torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(number, generator=dice)[:top] for _ in range(rows)]).to(device)
+    chosen[0] = torch.arange(top, device=device)  # of the last part this row has none
+    weights, x = torch.rand(rows, top, generator=dice).to(device), numbers(device, rows, hidden)
+    gate_up, down = numbers(device, number, 2 * size, hidden) / 8, numbers(device, number, hidden, size) / 8
+    beside = (numbers(device, 2 * shared * size, hidden) / 8, numbers(device, hidden, shared * size) / 8) if shared else (None, None)
+    by_row = [stored_by_row(device, shape, 1, "int4") for shape in (gate_up.shape, down.shape)]
+    whole = reference.experts(x, weights, chosen, gate_up, down, None, None)
+    whole_by_row = reference.experts_rows(x, weights, chosen, *by_row[0], *by_row[1])
+    alone, sums = reference.experts(x, 0 * weights, chosen, gate_up, down, *beside), [torch.zeros_like(x), torch.zeros_like(x)]
+    for first in range(0, number, 3):
+        own, mine = (gate_up[first : first + 3], down[first : first + 3]), slice(first, first + 3)
+        rest = torch.full((rows * 64, 100), torch.nan, device=device)
+        del rest  # what is allocated next gets this memory
+        actual = experts(x, weights, chosen, *own, *beside, first=first)
+        torch.testing.assert_close(
+            actual, reference.experts(x, weights, chosen, *own, *beside, first=first), rtol=1e-4, atol=1e-4, equal_nan=False
+        )
+        parts = [None if part is None else part[mine].contiguous() for matrix in by_row for part in matrix]
+        sums[0], sums[1] = sums[0] + actual - alone, sums[1] + experts_rows(x, weights, chosen, *parts, first=first)
+    torch.testing.assert_close(sums[0], whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums[1], whole_by_row, rtol=1e-4, atol=1e-3)
+
+
 def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
     x, gate_up, down = numbers(device, 9, 64), numbers(device, 6, 32, 64), numbers(device, 6, 64, 16)
     chosen = torch.tensor([[i % 6, (i + 2) % 6] for i in range(9)], device=device)

@@ -64,7 +64,8 @@ def step(count: int) -> None:
         skinny_linear(x, torch.zeros(512, 256), splits=splits)
     linear_fp8(x.new_zeros(64 + count, 256), torch.zeros(512, 256).to(torch.float8_e4m3fn), torch.zeros(4, 2))
     route(x, torch.zeros(16, 256), torch.zeros(16), 2, 1, 1, True, 1.0)
-    experts(x, torch.zeros(count, 2), ints(count, 2), torch.zeros(4, 256, 256), torch.zeros(4, 256, 128), None, None)
+    for first in (None, 4):
+        experts(x, torch.zeros(count, 2), ints(count, 2), torch.zeros(4, 256, 256), torch.zeros(4, 256, 128), None, None, first=first)
     halves, scale = torch.zeros(4, 256, 128, dtype=torch.uint8), torch.zeros(4, 256, 2)
     for splits in (1, 2):
         linear_rows(x, halves[0], scale[0], None, splits=splits)

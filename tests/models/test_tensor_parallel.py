@@ -131,10 +131,10 @@ def written(config: EngineConfig, ranks: Ranks) -> list[list[int]]:
     return texts
 
 
-def compare(config: EngineConfig, size: int, logits: Logits, off: float = 3e-5, through: Sequence[Peer] = ()) -> None:
+def compare(config: EngineConfig, size: int, logits: Logits, off: float = 3e-5, through: Sequence[Peer] = (), **parallel: Any) -> None:
     """`through`: what the ranks exchange numbers by, where that is not what threads have."""
     wanted = written(config, ALONE)
-    divided = replace(config, parallel=ParallelConfig(tensor_parallel_size=size))
+    divided = replace(config, parallel=ParallelConfig(tensor_parallel_size=size, **parallel))
     texts = on_ranks(through or thread_ranks(size), lambda rank: written(divided, rank))
     alone, *ranks = logits.values()
     assert len(ranks) == size and max(whole.std() for whole in alone) > 0.3
@@ -146,6 +146,32 @@ def compare(config: EngineConfig, size: int, logits: Logits, off: float = 3e-5, 
     assert texts[0] == wanted
     for whole, part in zip(alone, ranks[0], strict=True):
         torch.testing.assert_close(part, whole, rtol=1e-5, atol=off)
+
+
+BY_RANK: dict[str, tuple[Make, dict[str, Any], int, SpecConfig, str]] = {
+    "deepseek": (deepseek, HEADS, 4, MTP, "reference"),
+    "deepseek, C++": (deepseek, HEADS, 2, TREE, "cpu"),
+    "glm 4.5, whole panels, C++": (glm4_moe, {"moe_intermediate_size": 64}, 2, MTP, "cpu"),
+    "gpt-oss, biases": (gpt_oss, {}, 4, PLAIN, "reference"),
+    "gpt-oss, biases, C++": (gpt_oss, {}, 2, PLAIN, "cpu"),
+    "gpt-oss, mxfp4": (gpt_oss, {"mxfp4": True, "hidden_size": 96, "intermediate_size": 128}, 2, PLAIN, "reference"),
+    "glm, float8": (glm4_moe, LARGE, 2, MTP, "reference"),
+    "nemotron 3, latent experts": (nemotron_h, {**WIDE, "moe_latent_size": 20}, 2, MTP, "auto"),
+    "deepseek v4": (deepseek_v4, {}, 2, MTP, "auto"),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "size", "spec", "backend"), BY_RANK.values(), ids=BY_RANK.keys())
+def test_ranks_with_some_experts_each(
+    tmp_path: Path, make: Make, options: dict[str, Any], size: int, spec: SpecConfig, backend: str, logits: Logits
+) -> None:
+    compare(config_of(make(tmp_path, **options).directory, spec, backend), size, logits, enable_expert_parallel=True)
+
+
+def test_ranks_with_some_experts_each_have_no_more_of_them(tmp_path: Path) -> None:
+    config = config_of(deepseek(tmp_path, **HEADS).directory, MTP)
+    divided, spread = (fixed_weights(config, 4, expert_parallel_size=number) for number in (1, 4))
+    assert divided == spread
 
 
 @pytest.mark.parametrize(("make", "options", "size", "spec"), CASES.values(), ids=CASES.keys())
@@ -234,5 +260,5 @@ def test_a_number_of_ranks_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         plan(config)
 
 
-def fixed_weights(config: EngineConfig, size: int) -> int:
-    return dict(plan(replace(config, parallel=ParallelConfig(tensor_parallel_size=size))).memory.rows)["weights"]
+def fixed_weights(config: EngineConfig, size: int, **parallel: Any) -> int:
+    return dict(plan(replace(config, parallel=ParallelConfig(tensor_parallel_size=size, **parallel))).memory.rows)["weights"]

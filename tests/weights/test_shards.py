@@ -135,3 +135,8 @@ def test_experts_that_do_not_fit_are_refused() -> None:
     assert arch.moe is not None
     with pytest.raises(ConfigError, match=r"this model's 10 numbers of an expert's intermediate size; sizes that do: 1$"):
         one_rank(replace(arch, moe=replace(arch.moe, size=10)), 2)
+    assert one_rank(replace(arch, moe=replace(arch.moe, size=10, by_rank=True)), 2).moe == replace(
+        arch.moe, size=10, by_rank=True, shared=arch.moe.shared // 2
+    )
+    with pytest.raises(ConfigError, match=r"this model's 7 routed experts; sizes that do: 1$"):
+        one_rank(replace(arch, moe=replace(arch.moe, experts=7, by_rank=True)), 2)

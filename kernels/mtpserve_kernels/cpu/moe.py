@@ -32,7 +32,7 @@ class Experts(Structure):
 
     _fields_ = [
         ("gate_up", Matrices), ("down", Matrices), ("shared_gate_up", Matrix), ("shared_down", Matrix), ("shared_gate", Matrix),
-        ("clamp", Clamp), ("squared", c_bool),
+        ("clamp", Clamp), ("squared", c_bool), ("first", c_int64),
     ]  # fmt: skip
     keeps: tuple[Any, ...]
 
@@ -90,10 +90,11 @@ def pack_expert_pair(
 
 def experts_of(
     routed: tuple[Matrices, Matrices], shared: tuple[Matrix, Matrix] | None, gate: Matrix | None = None,
-    clamped: Clamped | None = None, squared: bool = False,
+    clamped: Clamped | None = None, squared: bool = False, first: int = 0,
 ) -> Experts:  # fmt: skip
     """`shared`: gate_up, each half of whole panels, and down, of as many inputs. Its output is multiplied with the sigmoid of `gate`'s
-    one output. `clamped`: of the routed experts' gates. `squared`: no expert has a gate, gate_up is up alone, see moe.reference.experts."""
+    one output. `clamped`: of the routed experts' gates. `squared`: no expert has a gate, gate_up is up alone, see moe.reference.experts;
+    `first`, too."""
     gate_up, down = routed
     beside, halves = shared or (Matrix(), Matrix()), 1 if squared else 2
     assert gate_up.first.outputs == halves * down.first.inputs and gate_up.number == down.number
@@ -101,7 +102,7 @@ def experts_of(
     assert shared is None or (beside[0].inputs, beside[1].outputs) == (gate_up.first.inputs, down.first.outputs)
     assert all(matrix.bias is None for matrix in beside)
     assert gate is None or (shared is not None and (gate.outputs, gate.inputs) == (1, gate_up.first.inputs))
-    made = Experts(gate_up, down, *beside, gate or Matrix(), Clamp(*(clamped or ())), squared)
+    made = Experts(gate_up, down, *beside, gate or Matrix(), Clamp(*(clamped or ())), squared, first)
     made.keeps = routed, shared, gate
     return made
 

@@ -32,11 +32,14 @@ BLOCK = 128  # of float8 scales
 
 
 @triton.jit
-def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
     """Which rows of the tile chose this expert, and in which of their K places. Every row has chosen a shared expert."""
     o_k = tl.arange(0, BK)
     m = (o_t < rows)[:, None] & (o_k < K)[None, :]
-    b_match = tl.load(p_chosen + o_t[:, None] * K + o_k[None, :], mask=m, other=-1) == expert
+    number = expert
+    if FIRST is not None:
+        number = tl.where(expert < E, FIRST + expert, -2)  # a shared one has no number that somebody else's could have
+    b_match = tl.load(p_chosen + o_t[:, None] * K + o_k[None, :], mask=m, other=-1) == number
     beyond = tl.where(expert >= E, 1, 0)
     b_hits = tl.sum(b_match.to(tl.int32), 1) + beyond
     b_place = tl.sum(tl.where(b_match, o_k[None, :], 0), 1)
@@ -63,12 +66,13 @@ def activated(
 def gate_up_kernel(
     p_x, p_chosen, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr,
     E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
-    FP8: tl.constexpr, ALPHA: tl.constexpr, MOST: tl.constexpr, LIMIT: tl.constexpr, PLUS: tl.constexpr, HALVES: tl.constexpr,
+    ALPHA: tl.constexpr, MOST: tl.constexpr, LIMIT: tl.constexpr, PLUS: tl.constexpr, HALVES: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     """HALVES: see `activated`."""
     i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n, o_h = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BH)
-    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
+    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
     if tl.sum(b_hit.to(tl.int32)) > 0:
         m_n = o_n < S
         p_gate, p_up = p_w + expert.to(tl.int64) * HALVES * S * H, p_w + (expert.to(tl.int64) * HALVES + 1) * S * H
@@ -77,7 +81,7 @@ def gate_up_kernel(
                 p_gate = p_shared + (expert - E).to(tl.int64) * S * H
                 p_up = p_gate + SHARED * S * H
         down, across = tl.cdiv(S, 128), tl.cdiv(H, 128)  # blocks of a gate, or of an up
-        if FP8:
+        if p_scale is not None:
             p_gate_scale = p_scale + expert.to(tl.int64) * HALVES * down * across
             p_up_scale = p_gate_scale + down * across
             if SHARED > 0:
@@ -93,13 +97,13 @@ def gate_up_kernel(
             m_w = m_n[:, None] & m_h[None, :]
             b_x = tl.trans(b_x)
             b_gate_w = tl.load(p_gate + o_w + i * BH, mask=m_w, other=0.0)
-            if FP8:
+            if p_scale is not None:
                 b_gate += tl.dot(b_gate_w.to(b_x.dtype), b_x, input_precision="ieee") * tl.load(p_gate_scale + o_scale + i * BH // 128)
             else:
                 b_gate = tl.dot(b_gate_w, b_x, b_gate, input_precision="ieee")
             if HALVES == 2:
                 b_up_w = tl.load(p_up + o_w + i * BH, mask=m_w, other=0.0)
-                if FP8:
+                if p_scale is not None:
                     b_up += tl.dot(b_up_w.to(b_x.dtype), b_x, input_precision="ieee") * tl.load(p_up_scale + o_scale + i * BH // 128)
                 else:
                     b_up = tl.dot(b_up_w, b_x, b_up, input_precision="ieee")
@@ -117,11 +121,11 @@ def gate_up_kernel(
 def down_kernel(
     p_inner, p_chosen, p_weights, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_parts, rows, H: tl.constexpr, S: tl.constexpr,
     E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-    FP8: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n, o_s = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BS)
-    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
+    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
     if tl.sum(b_hit.to(tl.int32)) > 0:
         m_n = o_n < H
         p_down = p_w + expert.to(tl.int64) * H * S
@@ -130,7 +134,7 @@ def down_kernel(
             if expert >= E:
                 p_down = p_shared + (expert - E) * S
                 stride = SHARED * S
-        if FP8:
+        if p_scale is not None:
             down, across = tl.cdiv(H, 128), tl.cdiv(S, 128)
             p_down_scale = p_scale + expert.to(tl.int64) * down * across + i_n * BN // 128 * across
             if SHARED > 0:
@@ -143,7 +147,7 @@ def down_kernel(
             b_x = tl.load(p_inner + o_row[:, None] * S + i * BS + o_s[None, :], mask=b_hit[:, None] & m_s[None, :], other=0.0)
             o_w = o_n.to(tl.int64)[:, None] * stride + i * BS + o_s[None, :]
             b_w = tl.load(p_down + o_w, mask=m_n[:, None] & m_s[None, :], other=0.0)
-            if FP8:
+            if p_scale is not None:
                 b_acc += tl.dot(b_w.to(b_x.dtype), tl.trans(b_x), input_precision="ieee") * tl.load(p_down_scale + i * BS // 128)
             else:
                 b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
@@ -154,11 +158,18 @@ def down_kernel(
 
 
 @triton.jit
-def sum_kernel(p_parts, p_out, H: tl.constexpr, PARTS: tl.constexpr, B: tl.constexpr):
+def sum_kernel(
+    p_parts, p_chosen, p_out, H: tl.constexpr, E: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
     i_row, o = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     b_sum = tl.zeros([B], tl.float32)
     for k in tl.static_range(PARTS):
-        b_sum += tl.load(p_parts + (i_row * PARTS + k) * H + o, mask=o < H, other=0.0)
+        width = H
+        if FIRST is not None:
+            if k < K:
+                number = tl.load(p_chosen + i_row * K + k) - FIRST
+                width = tl.where((number >= 0) & (number < E), H, 0)  # nobody has written the others
+        b_sum += tl.load(p_parts + (i_row * PARTS + k) * H + o, mask=o < width, other=0.0)
     tl.store(p_out + i_row * H + o, b_sum.to(p_out.dtype.element_ty), mask=o < H)
 
 
@@ -174,7 +185,7 @@ def experts(
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
     shared_gate_up_scale: Tensor | None = None, shared_down_scale: Tensor | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: Clamped | None = None,
-    squared: bool = False,
+    squared: bool = False, first: int | None = None,
 ) -> Tensor:  # fmt: skip
     """See reference.experts. The shared expert's width is a multiple of an expert's; in float8 either both are or neither, and then an
     expert is as wide as whole blocks, unless the shared one is as wide as it is."""
@@ -206,14 +217,16 @@ def experts(
     tiles, BK = triton.cdiv(rows, cut.BT), triton.next_power_of_2(top)
     gate_up_kernel[(tiles, number + shared, triton.cdiv(size, cut.BN))](
         x, chosen, gate_up, shared_gate_up, gate_up_scale, shared_gate_up_scale, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size,
-        E=number, SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BH=cut.BK, FP8=gate_up_scale is not None, ALPHA=alpha, MOST=most,
-        LIMIT=limit, PLUS=plus, HALVES=halves, num_warps=4, num_stages=cut.stages,
+        E=number, SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BH=cut.BK, ALPHA=alpha, MOST=most,
+        LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     down_kernel[(tiles, number + shared, triton.cdiv(hidden, cut.BN))](
         inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, down_bias, weighted, rows, H=hidden, S=size, E=number,
-        SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BS=cut.BK, FP8=down_scale is not None, num_warps=4, num_stages=cut.stages,
+        SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BS=cut.BK, FIRST=first, num_warps=4,
+        num_stages=cut.stages,
     )  # fmt: skip
-    sum_kernel[(rows, triton.cdiv(hidden, 1024))](weighted, out, H=hidden, PARTS=parts, B=1024)
+    grid = rows, triton.cdiv(hidden, 1024)
+    sum_kernel[grid](weighted, chosen, out, H=hidden, E=number, FIRST=first, K=top, PARTS=parts, B=1024)
     return out
 
 

@@ -19,24 +19,26 @@ from mtpserve_kernels.quant.rows import FLOAT8, as_bytes, check_rows, form_of, r
 def gate_up_rows_kernel(
     p_x, p_chosen, p_w, p_scale, p_zeros, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
     K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, FORM: tl.constexpr,
-    ZEROS: tl.constexpr, ALPHA: tl.constexpr, MOST: tl.constexpr, LIMIT: tl.constexpr, PLUS: tl.constexpr, HALVES: tl.constexpr,
+    ALPHA: tl.constexpr, MOST: tl.constexpr, LIMIT: tl.constexpr, PLUS: tl.constexpr, HALVES: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     """HALVES: see `activated`."""
     i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN)
-    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
+    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
     if tl.sum(b_hit.to(tl.int32)) > 0:
         m_n = o_n < S
         o_gate = expert * HALVES * S + o_n
         b_gate, b_up = tl.zeros([BN, BT], tl.float32), tl.zeros([BN, BT], tl.float32)
         for i in range(tl.cdiv(H, BH)):
             b_gate += row_scaled_tile(
-                p_x + o_t * stride_x, p_w, p_scale, p_zeros, b_hit, m_n, o_gate, i * BH, K=H, GROUPS=GROUPS, BK=BH, FORM=FORM, ZEROS=ZEROS
+                p_x + o_t * stride_x, p_w, p_scale, p_zeros, b_hit, m_n, o_gate, i * BH, K=H, GROUPS=GROUPS, BK=BH, FORM=FORM,
+                ZEROS=p_zeros is not None,
             )  # fmt: skip
             if HALVES == 2:
                 b_up += row_scaled_tile(
                     p_x + o_t * stride_x, p_w, p_scale, p_zeros, b_hit, m_n, o_gate + S, i * BH, K=H, GROUPS=GROUPS, BK=BH, FORM=FORM,
-                    ZEROS=ZEROS,
+                    ZEROS=p_zeros is not None,
                 )  # fmt: skip
         if p_bias is not None:
             b_gate += tl.load(p_bias + o_gate, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -51,11 +53,11 @@ def gate_up_rows_kernel(
 def down_rows_kernel(
     p_inner, p_chosen, p_weights, p_w, p_scale, p_zeros, p_bias, p_parts, rows, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
     K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, FORM: tl.constexpr,
-    ZEROS: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN)
-    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, K, BK)
+    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
     if tl.sum(b_hit.to(tl.int32)) > 0:
         m_n = o_n < H
         o_row = (o_t * K + b_place).to(tl.int64)
@@ -63,7 +65,7 @@ def down_rows_kernel(
         for i in range(tl.cdiv(S, BS)):
             b_acc += row_scaled_tile(
                 p_inner + o_row * S, p_w, p_scale, p_zeros, b_hit, m_n, expert * H + o_n, i * BS, K=S, GROUPS=GROUPS, BK=BS, FORM=FORM,
-                ZEROS=ZEROS,
+                ZEROS=p_zeros is not None,
             )  # fmt: skip
         if p_bias is not None:
             b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
@@ -75,7 +77,7 @@ def experts_rows(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_zeros: Tensor | None,
     down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: Clamped | None = None,
-    squared: bool = False,
+    squared: bool = False, first: int | None = None,
 ) -> Tensor:  # fmt: skip
     """See reference.experts_rows."""
     (rows, hidden), (number, both), top = x.shape, gate_up.shape[:2], chosen.shape[1]
@@ -101,13 +103,14 @@ def experts_rows(
     BN = min(cut.BN, 32) if form == FLOAT8 and gate_up_bias is not None else cut.BN  # wider ones spill
     gate_up_rows_kernel[(tiles, number, triton.cdiv(size, BN))](
         x, chosen, gate_up, gate_up_scale, gate_up_zeros, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size, E=number, K=top,
-        GROUPS=groups, BK=BK, BT=cut.BT, BN=BN, BH=step_of(cut.BK, hidden, groups), FORM=form, ZEROS=gate_up_zeros is not None,
-        ALPHA=alpha, MOST=most, LIMIT=limit, PLUS=plus, HALVES=halves, num_warps=4, num_stages=cut.stages,
+        GROUPS=groups, BK=BK, BT=cut.BT, BN=BN, BH=step_of(cut.BK, hidden, groups), FORM=form,
+        ALPHA=alpha, MOST=most, LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     down_rows_kernel[(tiles, number, triton.cdiv(hidden, cut.BN))](
         inner, chosen, weights, down, down_scale, down_zeros, down_bias, weighted, rows, H=hidden, S=size, E=number, K=top,
         GROUPS=down_groups, BK=BK, BT=cut.BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form,
-        ZEROS=down_zeros is not None, num_warps=4, num_stages=cut.stages,
+        FIRST=first, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
-    sum_kernel[(rows, triton.cdiv(hidden, 1024))](weighted, out, H=hidden, PARTS=top, B=1024)
+    grid = rows, triton.cdiv(hidden, 1024)
+    sum_kernel[grid](weighted, chosen, out, H=hidden, E=number, FIRST=first, K=top, PARTS=top, B=1024)
     return out

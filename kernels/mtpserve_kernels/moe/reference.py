@@ -62,14 +62,15 @@ def experts(
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
     shared_gate_up_scale: Tensor | None = None, shared_down_scale: Tensor | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: Clamped | None = None,
-    squared: bool = False,
+    squared: bool = False, first: int | None = None,
 ) -> Tensor:  # fmt: skip
     """x [T, H], weights and chosen [T, K], gate_up [E, 2 S, H], down [E, H, S], the shared expert's [2 P, H] and [H, P] → [T, H]
 
     Scales are those of float8 weights, per block of 128 x 128 and rounded up: [E, 2 blocks of S, blocks of H], [E, blocks of H, blocks
     of S] and without E for the shared expert; gate and up begin blocks of their own. Biases [E, 2 S] and [E, H]; `clamped`: of
     their gates. Experts with either have no shared one beside them. `squared`: there is no gate, gate_up is up alone [E, S, H], and
-    an expert is down(relu(up)^2) (https://arxiv.org/abs/2109.08668).
+    an expert is down(relu(up)^2) (https://arxiv.org/abs/2109.08668). `first`: the number of the first expert where others, with numbers
+    below and above, are elsewhere and add nothing here.
     """
     halves = 1 if squared else 2
 
@@ -93,8 +94,11 @@ def experts(
         return out if back_bias is None else out + back_bias.float()
 
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in chosen.unique().tolist():
-        rows, place = (chosen == expert).nonzero(as_tuple=True)
+    start = first or 0
+    for expert in range(len(gate_up)):
+        rows, place = (chosen == start + expert).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
         scales = [None if scale is None else scale[expert] for scale in (gate_up_scale, down_scale)]
         biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
         part = block(x[rows], gate_up[expert], scales[0], down[expert], scales[1], *biases)
@@ -108,7 +112,7 @@ def experts_rows(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_zeros: Tensor | None,
     down: Tensor, down_scale: Tensor | None, down_zeros: Tensor | None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, clamped: Clamped | None = None,
-    squared: bool = False,
+    squared: bool = False, first: int | None = None,
 ) -> Tensor:  # fmt: skip
     """As `experts` without a shared one. Scales and zeros are those of rows, see quant.reference.widen_rows; None: the matrix has none."""
     wide, back = (
@@ -116,4 +120,4 @@ def experts_rows(
         for matrix, scale, zeros in ((gate_up, gate_up_scale, gate_up_zeros), (down, down_scale, down_zeros))
     )
     biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    return experts(x, weights, chosen, wide, back, None, None, **biases, clamped=clamped, squared=squared)
+    return experts(x, weights, chosen, wide, back, None, None, **biases, clamped=clamped, squared=squared, first=first)

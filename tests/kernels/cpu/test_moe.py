@@ -88,7 +88,9 @@ def test_nan_leads_nowhere(groups: int, top_groups: int) -> None:
     assert 3 not in chosen and (weights.isnan() if bias is None else weights.isfinite()).all()
 
 
-def mixture(number: int, size: int, hidden: int, shared: int, dtype: torch.dtype) -> tuple[list[Tensor | None], Callable[[], Experts]]:
+def mixture(
+    number: int, size: int, hidden: int, shared: int, dtype: torch.dtype, first: int = 0
+) -> tuple[list[Tensor | None], Callable[[], Experts]]:  # fmt: skip
     """The weights, and what packs a copy of them: a shared expert is `shared` times as wide as the others."""
     routed = [numbers(number, 2 * size, hidden, dtype=dtype) / 8, numbers(number, hidden, size, dtype=dtype) / 8]
     beside = (
@@ -97,9 +99,24 @@ def mixture(number: int, size: int, hidden: int, shared: int, dtype: torch.dtype
 
     def packed() -> Experts:
         alone = pack_expert_pair(*(each.clone().unsqueeze(0) for each in beside if each is not None)) if shared else None
-        return experts_of(pack_expert_pair(*(each.clone() for each in routed)), alone and (alone[0].first, alone[1].first))
+        return experts_of(pack_expert_pair(*(each.clone() for each in routed)), alone and (alone[0].first, alone[1].first), first=first)
 
     return [*routed, *beside], packed
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_some_of_the_experts(rows: int, shared: int, with_threads: WithThreads) -> None:
+    """Those with numbers of others add nothing, also where no row chose one that is here."""
+    dice = torch.Generator().manual_seed(rows)
+    chosen = torch.stack([torch.randperm(9, generator=dice)[:3] for _ in range(rows)])
+    weights, x = torch.rand(rows, 3, generator=dice), among_nan(numbers(rows, 64))
+    for first in (0, 3, 6, 20):
+        matrices, packed = mixture(3, 32, 64, shared, torch.float32, first)
+        experts = packed()
+        actual = with_threads(2, lambda packed=experts: mix_experts(x, weights, chosen, packed))
+        torch.testing.assert_close(actual, reference.experts(x, weights, chosen, *matrices, first=first), rtol=1e-4, atol=1e-4)  # type: ignore[arg-type]
+        assert shared or first < 20 or not actual.any()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

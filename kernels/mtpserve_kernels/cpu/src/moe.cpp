@@ -87,7 +87,7 @@ struct Jobs {
   void make(const Member& member, const Experts& experts, const Chosen& chosen, const void* x, Type type, int64_t stride, int64_t count,
             void* inner) {
     const int64_t pairs = count * chosen.top_k;
-    sort(experts.gate_up.number, chosen, pairs);
+    sort(experts.first, experts.gate_up.number, chosen, pairs);
     list.clear();
     for (int64_t expert = 0, first = 0; expert < experts.gate_up.number; first = ends[expert++])
       if (const int64_t hit = ends[expert] - first)
@@ -102,14 +102,15 @@ struct Jobs {
   }
 
  private:
-  // By expert, and by row for each: a counting sort.
-  void sort(int64_t number, const Chosen& chosen, int64_t pairs) {
-    ends.assign(number + 1, 0);
+  // By expert, and by row for each: a counting sort. Those that are elsewhere come last.
+  void sort(int64_t first, int64_t number, const Chosen& chosen, int64_t pairs) {
+    auto expert_of = [&](int64_t i) { return (int64_t)std::min<uint64_t>(chosen.experts[i] - first, number); };
+    ends.assign(number + 2, 0);
     rows.resize(pairs), weights.resize(pairs);
-    for (int64_t i = 0; i < pairs; i++) ends[chosen.experts[i] + 1]++;
+    for (int64_t i = 0; i < pairs; i++) ends[expert_of(i) + 1]++;
     for (int64_t expert = 0; expert < number; expert++) ends[expert + 1] += ends[expert];
     for (int64_t i = 0; i < pairs; i++) {  // ends[expert] goes from its beginning to its end
-      const int32_t place = ends[chosen.experts[i]]++;
+      const int32_t place = ends[expert_of(i)]++;
       rows[place] = (int32_t)(i / chosen.top_k), weights[place] = chosen.weights[i];
     }
   }
@@ -136,6 +137,7 @@ const void* gathered(const Job& job, const void* x, Type type, int64_t& stride) 
 
 // Gates and ups of all jobs, one with the other. A member computes jobs, or parts of them, that cost as much as any other member's.
 void all_inner(const Member& member, const std::vector<Job>& jobs, const void* x, Type type, int64_t stride, bool squared) {
+  if (jobs.empty()) return;
   const int64_t parts = member.size;
   const Range mine = member.part(jobs.back().cost[1]);
   for (const Job& job : jobs) {
@@ -153,9 +155,9 @@ void all_inner(const Member& member, const std::vector<Job>& jobs, const void* x
   }
 }
 
-// Some panels of the result, over all jobs in order.
-void mix(const Member& member, const std::vector<Job>& jobs, Range panels, Type type, int64_t rows, const Output& out) {
-  const int64_t first = panels.first * PANEL, columns = std::min(panels.end * PANEL, jobs[0].down.outputs) - first;
+// Some panels of the result's `outputs`, over all jobs in order.
+void mix(const Member& member, const std::vector<Job>& jobs, Range panels, int64_t outputs, Type type, int64_t rows, const Output& out) {
+  const int64_t first = panels.first * PANEL, columns = std::min(panels.end * PANEL, outputs) - first;
   thread_local std::vector<float> sums, product_room;
   sums.assign(rows * columns, 0.f);
   float* products = room(product_room, rows * columns);
@@ -197,11 +199,12 @@ void mix_experts(const Member& member, const Experts& experts, const Chosen& cho
   jobs.make(member, experts, chosen, x, type, stride, rows, inner);
   all_inner(member, jobs.list, x, type, stride, experts.squared);
   member.wait();
-  const Range mine = member.part(ceil_div(experts.down.first.outputs, PANEL));
+  const int64_t outputs = experts.down.first.outputs;
+  const Range mine = member.part(ceil_div(outputs, PANEL));
   // So many panels at a time that their sums stay in the cache.
   const int64_t together = std::max<int64_t>(8, (1 << 17) / PANEL / rows);
   for (int64_t panel = mine.first; panel < mine.end; panel += together)
-    mix(member, jobs.list, {panel, std::min(mine.end, panel + together)}, type, rows, out);
+    mix(member, jobs.list, {panel, std::min(mine.end, panel + together)}, outputs, type, rows, out);
 }
 
 extern "C" {

@@ -23,6 +23,7 @@ struct Experts {
   Matrix shared_gate;                  // with one output, the sigmoid of which is its weight, if that is not 1
   Clamp clamp;                         // of the gates of those that are not shared
   bool squared;                        // none has a gate: relu(up)^2
+  int64_t first;                       // the number of the first one; experts of other numbers are elsewhere, and add nothing here
 };
 
 struct Chosen {
