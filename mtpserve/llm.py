@@ -252,6 +252,6 @@ def engine_config(options: dict[str, Any]) -> EngineConfig:
     for name, value in options.items():
         values[homes[name]][name] = value
     made = EngineConfig(**{section: config(**values[section]) for section, config in sections.items()})
-    for name, alone in (("data_parallel_size", 1), ("engine_restarts", None)):
+    for name, alone in (("data_parallel_size", 1), ("engine_restarts", None), ("engine_timeout", 20.0)):
         check(getattr(made.parallel, name) == alone, name, getattr(made.parallel, name), "left out: one engine computes in this process")
     return made

@@ -242,6 +242,11 @@ class ParallelConfig:
         None, "how often an engine that has died is started again; its requests go on (default: 0 for one engine, else without end)"
     )
 
+    engine_timeout: float = option(
+        20.0, "seconds without a sign of life after which an engine's stacks are logged, and it is ended as if it had died; 0: never",
+        "watchdog-timeout",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         engines, experts = self.data_parallel_size, self.expert_parallel_size
         if self.enable_dp_attention and self.tensor_parallel_size == engines:
@@ -257,6 +262,7 @@ class ParallelConfig:
             given = getattr(self, name)
             check(given is None or self.spreads, name, given, "given with --enable-expert-parallel and several engines")
         check(1 <= self.data_parallel_size <= 64, "data_parallel_size", self.data_parallel_size, "in [1, 64]")
+        check(0 <= self.engine_timeout < 1e6, "engine_timeout", self.engine_timeout, "at least 0")
         check(self.engine_restarts is None or self.engine_restarts >= 0, "engine_restarts", self.engine_restarts, "at least 0")
 
     @property

@@ -252,5 +252,6 @@ class EngineState:
     number: int
     state: Literal["starting", "up", "dead"]
     restarts_total: int
+    hangs_total: int  # times that it gave no sign of life and was ended
     reason: str  # of its last death; "": it never died
     stats: EngineStats  # those of its processes that have died included

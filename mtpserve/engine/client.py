@@ -1,4 +1,4 @@
-"""The engine process as the front end sees it: starts it, submits, streams, notices its death, ends it.
+"""The engine process as the front end sees it: starts it, submits, streams, notices that it died or hangs, ends it.
 
 Implements `core.clients.EngineClient`. One object per engine process; all methods belong to one event loop. It holds no text
 and no HTTP: tokens in, tokens out.
@@ -17,6 +17,7 @@ import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -24,10 +25,13 @@ import zmq.asyncio
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed
+from mtpserve.core.pulse import Pulse
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.engine.hang import dump_stacks, silence
 from mtpserve.engine.messages import (
     INBOX,
     OUTBOX,
+    PULSE_FILE,
     Abort,
     Down,
     Events,
@@ -52,6 +56,7 @@ log = logging.getLogger(__name__)
 MAX_UNREAD = 4096  # events that wait for a reader before its request is aborted
 MAX_AT_ONCE = 32  # of these, for a reader that is late
 LAST_WORDS_S = 0.2  # how long after the process's end its last message may still arrive
+KILLED_S = 10.0  # in which a process that was killed has ended, unless a driver holds it
 
 
 def private_directory() -> str:
@@ -111,12 +116,15 @@ class ProcessClient:
     called when the process was sent a request."""
 
     card: ModelCard
+    hung = False  # that is why it was ended
 
     def __init__(self, config: EngineConfig, *, factory: str = DEFAULT_FACTORY, progress: bool = False, log_level: str = "info") -> None:
         self.submitted: Callable[[], None] = lambda: None
         self._start_message = Start(config, progress, log_level)
         self._factory = factory
         self._directory = private_directory()
+        self._pulse, self._timeout = Pulse(), config.parallel.engine_timeout
+        self._pulse.share(Path(self._directory) / PULSE_FILE)
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.PULL)
         self._requests: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)  # an ordinary one: sending never waits
@@ -145,6 +153,8 @@ class ProcessClient:
         listener = asyncio.create_task(self._listen())
         self._tasks = [listener, asyncio.create_task(self._watch(self._process, listener))]
         self.card = await self._ready
+        if self._timeout > 0:
+            self._tasks.append(asyncio.create_task(self._watch_pulse(self._process)))
 
     async def stop(self, grace: float = 2.0) -> None:
         """Ends the process, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
@@ -155,15 +165,21 @@ class ProcessClient:
             try:
                 await asyncio.wait_for(process.wait(), grace)
             except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+                await self._kill(process)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._requests.close(linger=0)
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _kill(self, process: Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        try:
+            await asyncio.wait_for(process.wait(), KILLED_S)
+        except TimeoutError:
+            log.error("the engine process %d cannot be ended: the system or a driver holds it", process.pid)
 
     async def wait_dead(self) -> str:
         return await asyncio.shield(self._death)
@@ -279,6 +295,15 @@ class ProcessClient:
         await asyncio.wait([listener], timeout=0 if self._death.done() else LAST_WORDS_S)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self._die(f"the engine process {how}")
+
+    async def _watch_pulse(self, process: Process) -> None:
+        """Once the process gives no sign of life: have it say where it is, then declare it dead. Whoever owns this client ends it."""
+        await silence(lambda: self._pulse.count, process.pid, self._timeout)
+        reason = f"the engine process gave no sign of life for {self._timeout:g} s (--engine-timeout)"
+        log.error("%s, and is ended", reason)
+        await dump_stacks(process.pid)
+        self.hung = not self._death.done()
+        self._die(reason)
 
     def _die(self, reason: str, expected: bool = False) -> None:
         if self._death.done():

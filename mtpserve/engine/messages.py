@@ -101,6 +101,7 @@ Up = Started | Ready | Events | Spec | Rejected | Fatal
 
 INBOX = "requests"  # names of the two sockets in the private directory
 OUTBOX = "events"
+PULSE_FILE = "pulse"  # beside them: see core/pulse.py
 
 
 def endpoint(directory: str, name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import gc
 import importlib
 import logging
@@ -19,6 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from time import perf_counter
 from typing import Literal, Protocol
 
@@ -27,11 +29,13 @@ import zmq
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest, LoadError, MTPServeError
+from mtpserve.core.pulse import PULSE
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.messages import (
     INBOX,
     OUTBOX,
+    PULSE_FILE,
     Abort,
     Down,
     Events,
@@ -62,7 +66,9 @@ PR_SET_PDEATHSIG = 1
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "48"}
 MAX_COMPILING = 64  # requests whose grammars are being compiled or wait for it; more are refused as by a full queue
 TRIM_S = 10.0  # how often freed memory is given back to the system
-IDLE_MS = 250  # how often an idle engine looks whether what may change by itself has, and whether all that compute are there
+IDLE_MS = (
+    250  # how often an idle engine says that it lives, looks whether what may change by itself has, and whether all that compute are there
+)
 POLL_MS = 5  # how often the loop looks for compiled grammars while it has nothing else to do
 
 
@@ -193,6 +199,7 @@ def loop(engine: EngineLike, pipe: Pipe) -> None:
     """Step while there is work, block in the socket while there is none, here or in an engine that has a part of the experts."""
     inbox, ticks, trimmed, going = Inbox(engine, pipe), engine.ticks, perf_counter(), True
     while True:
+        PULSE.beat()
         if perf_counter() - trimmed > TRIM_S:
             give_back()
             trimmed = perf_counter()
@@ -200,6 +207,7 @@ def loop(engine: EngineLike, pipe: Pipe) -> None:
             engine.check_integrity()
             pipe.send(Events([], engine.stats))
             while not pipe.pause(IDLE_MS):
+                PULSE.beat()
                 engine.check_alive()
                 if engine.changes_idle:
                     pipe.send(Events([], engine.stats))
@@ -277,12 +285,14 @@ def die_with_parent() -> None:
 
 
 def begin() -> None:
-    """What processes that compute do first, before torch is imported: its caches are bounded, and the parent alone says when to end."""
+    """What processes that compute do first, before torch is imported: its caches are bounded, the parent alone says when to end, and
+    SIGUSR1 has the stacks of all threads written to standard error, whatever they are doing."""
     assert "torch" not in sys.modules
     for name, size in CPU_CACHES.items():
         os.environ.setdefault(name, size)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
 
 
 def main() -> int:
@@ -292,6 +302,7 @@ def main() -> int:
     parser.add_argument("--factory", default=DEFAULT_FACTORY)
     options = parser.parse_args()
     die_with_parent()
+    PULSE.share(Path(options.endpoint_dir) / PULSE_FILE)
     pipe = Pipe(options.endpoint_dir)
     try:
         return run(pipe, options.factory)

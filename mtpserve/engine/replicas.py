@@ -37,9 +37,11 @@ STEADY_S = 60.0  # after which a death is the first one again
 
 
 class LocalEngine(RequestClient, Protocol):
-    """An engine that is started and ended here. `submitted` is called whenever it was sent a request."""
+    """An engine that is started and ended here. `submitted` is called whenever it was sent a request; `hung`: it is dead because it gave no
+    sign of life."""
 
     submitted: Callable[[], None]
+    hung: bool
 
     def join(self, number: int) -> None:
         """Tell it that an engine with which it shares experts has work: see ticks.py."""
@@ -63,6 +65,7 @@ class Replica:
     state: Literal["starting", "up", "dead"] = "starting"
     restarts: int = 0
     deaths: int = 0  # in a row
+    hangs: int = 0
     since: float = 0.0  # when it came up
     lost: EngineStats = field(default_factory=EngineStats)
     reason: str = ""  # of its last death
@@ -188,7 +191,7 @@ class Replicas:
 
     @property
     def engines(self) -> list[EngineState]:
-        return [EngineState(each.number, each.state, each.restarts, each.reason, each.stats()) for each in self._replicas]
+        return [EngineState(each.number, each.state, each.restarts, each.hangs, each.reason, each.stats()) for each in self._replicas]
 
     def _made(self, number: int, restarts: int) -> LocalEngine:
         made = self._make(number, restarts)
@@ -216,6 +219,7 @@ class Replicas:
             for replica in group:
                 own = replica is group[number]
                 replica.reason = reason if own else f"it shares experts with engine {group[number].number}: {reason}"
+                replica.hangs += replica.client.hung
                 replica.state = "starting"  # from here on what it has counted is in `lost` alone
                 if monotonic() - replica.since > STEADY_S:
                     replica.deaths = 0

@@ -23,6 +23,7 @@ from mtpserve.attention.cpu import CPUSpans
 from mtpserve.cache.stores import Stores
 from mtpserve.core.arch import ClampedGate, MoEArch, Ungated
 from mtpserve.core.protocols import Context
+from mtpserve.core.pulse import PULSE
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
 from mtpserve.layers.kernels import (
@@ -45,6 +46,8 @@ from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
 from mtpserve.layers.torch_kernels import activated, beside, pack_layers as one_by_one, torch_kernels
+
+MANY_ROWS = 64  # of which a layer takes so long that a call from Python is nothing
 
 
 def cpu_kernels() -> Kernels:
@@ -220,7 +223,10 @@ class LayerStack:
         self.contexts.plan([(planned.spans, planned.slots) for planned in given.planned])
         angles = fused.rotation_of(rotation.positions, rotation.cos, rotation.sin, rotation.interleaved)
         residual, kept, first = None, [], 0
-        for end in sorted({*(tap + 1 for tap in taps), len(self.described)}):
+        # Many rows are computed layer by layer, so that it is seen that the engine gets on; the numbers are the same.
+        stops = range(1, len(self.described)) if len(x) >= MANY_ROWS else [tap + 1 for tap in taps]
+        for end in sorted({*stops, len(self.described)}):
+            PULSE.beat()
             last = self.last if end == len(self.described) else None
             x, residual = stacks.run(self.described, slice(first, end), self.contexts, x, residual, angles, last, self.ranks)
             if end - 1 in taps:

@@ -15,6 +15,7 @@ from torch import Tensor
 from mtpserve.cache.pool import store
 from mtpserve.core.arch import ClampedGate, MoEArch, Ungated
 from mtpserve.core.protocols import Context
+from mtpserve.core.pulse import PULSE
 from mtpserve.layers import onednn
 from mtpserve.layers.kernels import Gate, HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
 from mtpserve.layers.rope import Rotation
@@ -139,6 +140,7 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
     def run(x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
         residual, kept = None, []
         for i, (layer, context) in enumerate(zip(layers, contexts, strict=True)):
+            PULSE.beat()
             x, residual = layer(x, residual, rotation, context)
             if i in taps:
                 kept.append(residual + x)

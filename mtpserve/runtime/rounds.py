@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mtpserve.core.errors import EngineDead
 from mtpserve.core.parallel import ComputeExperts, Peers
+from mtpserve.core.pulse import PULSE
 from mtpserve.runtime.expert_load import ExpertLoad
 from mtpserve.runtime.placement import ExpertPlacement
 
@@ -90,6 +91,7 @@ class Rounds:
             raise EngineDead(f"engines that share their experts failed to exchange rows: {type(error).__name__}: {error}") from error
 
     def _round(self, layer: int, x: Tensor, wanted: Tensor, rows: Sequence[int], pairs: Sequence[int]) -> Tensor | None:
+        PULSE.beat()
         peers = self.peers
         layers, sent = zip(*((first, counts) for first, *counts in peers.gather([layer, *rows])), strict=True)
         if all(each == DONE for each in layers):

@@ -33,7 +33,7 @@ class Local:
         self.counted = EngineStats(pages_total=10)
         self.held = asyncio.Event()  # tokens come while it is set
         self.held.set()
-        self.stopped = False
+        self.stopped = self.hung = False
 
     async def start(self) -> None:
         if self.fails:

@@ -65,4 +65,4 @@ class FakeClient:
 
     @property
     def engines(self) -> list[EngineState]:
-        return [EngineState(0, "up" if self.dead is None else "dead", 0, self.dead or "", self.stats())]
+        return [EngineState(0, "up" if self.dead is None else "dead", 0, 0, self.dead or "", self.stats())]

@@ -167,7 +167,7 @@ class Two(FakeClient):
     @property
     def engines(self) -> list[EngineState]:
         other = EngineStats(pages_total=64, generation_tokens_total=7)
-        return [EngineState(0, "up", 0, "", other), EngineState(1, "up", 0, "", self.stats())]
+        return [EngineState(0, "up", 0, 0, "", other), EngineState(1, "up", 0, 0, "", self.stats())]
 
     def where(self, request_id: str) -> int:
         return 1

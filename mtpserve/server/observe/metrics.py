@@ -34,6 +34,7 @@ LENGTH_BUCKETS = tuple(4**power for power in range(10))  # tokens: 1 … 262144
 OF_ENGINES: tuple[tuple[str, str, type[CounterMetricFamily] | type[GaugeMetricFamily], Callable[[EngineState], float]], ...] = (
     ("up", "1 while this engine takes requests.", GaugeMetricFamily, lambda engine: engine.state == "up"),
     ("restarts", "Times that this engine was started again.", CounterMetricFamily, lambda engine: engine.restarts_total),
+    ("hangs", "Times that this engine gave no sign of life and was ended.", CounterMetricFamily, lambda engine: engine.hangs_total),
     ("requests_running", "Requests that this engine is computing.", GaugeMetricFamily, lambda engine: engine.stats.running),
     ("requests_waiting", "Requests that wait for this engine.", GaugeMetricFamily, lambda engine: engine.stats.waiting),
     ("kv_pages", "Pages in this engine's KV pool.", GaugeMetricFamily, lambda engine: engine.stats.pages_total),
