@@ -22,6 +22,8 @@ Values = dict[str, object]  # field name → value, for the fields that were giv
 Sections = Mapping[str, Callable[..., Any]]
 
 ALLOWED = {int: "a whole number", float: "a number", bool: "true or false", str: "text (in quotes, in a YAML file)"}
+# Options whose value is a JSON object: its members may be given one by one.
+OBJECTS = ("--speculative-config", "--kv-transfer-config", "--kv-events-config", "--default-chat-template-kwargs")
 SPECULATIVE_KEYS = {
     "method": "speculative_algorithm",
     "num_speculative_tokens": "speculative_num_steps",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from mtpserve.cli.options import suggest
+from mtpserve.cli.options import OBJECTS, suggest
 from mtpserve.cli.peers import SHORT
 from mtpserve.core.errors import ConfigError
 
 FLAG = re.compile(r"--[A-Za-z][\w-]*")
+MEMBER = re.compile(r"(-[A-Za-z]+|--[A-Za-z][\w-]*)\.([^=]+)(=.*)?", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,10 +22,57 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        return self.parse_args(list(self._expand(arguments)))
+        return self.parse_args(list(self._expand(self._joined(arguments))))
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+    def _joined(self, arguments: Sequence[str]) -> Sequence[str]:
+        """As vLLM writes an object's members: `--x.a 1 --x.b.c=text --x.d+ 2` becomes `--x={"a": 1, "b": {"c": "text"}, "d": [2]}`. A `--x`
+        with JSON is a part of it."""
+        if not any(map(MEMBER.fullmatch, arguments)):
+            return arguments
+        rest: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}
+        remaining = iter(arguments)
+        for argument in remaining:
+            if argument == "--":
+                rest += [argument, *remaining]
+            elif (member := MEMBER.fullmatch(argument)) is not None:
+                name, path, value = self._object(member[1]), member[2], member[3]
+                text = next(remaining, None) if value is None else value[1:]
+                if text is None:
+                    raise ConfigError(f"{argument}: expected one argument")
+                put(objects.setdefault(name, {}), path.split("."), value_of(text), argument.partition("=")[0])
+            else:
+                rest.append(argument)
+        return [*self._without(rest, objects), *(f"{name}={json.dumps(members)}" for name, members in objects.items())]
+
+    def _object(self, flag: str) -> str:
+        """The option that takes an object, by its first name."""
+        name = self._full(SHORT.get(flag, flag))
+        if name not in OBJECTS:
+            raise ConfigError(f"{flag} takes no object: only {', '.join(OBJECTS)} have members")
+        return name
+
+    def _without(self, arguments: Sequence[str], objects: dict[str, dict[str, Any]]) -> Iterator[str]:
+        """The arguments but those that are one of the `objects`, which get their members."""
+        remaining = iter(arguments)
+        for argument in remaining:
+            if argument == "--":
+                yield argument
+                yield from remaining
+                return
+            flag, equals, value = argument.partition("=")
+            flag = SHORT.get(flag, flag)
+            if not FLAG.fullmatch(flag) or (name := self._full(flag)) not in objects:
+                yield argument
+                continue
+            members = value_of(value if equals else next(remaining, ""))
+            if not isinstance(members, dict):
+                raise ConfigError(f"{name} must be a JSON object, got {members!r}")
+            for key, inner in members.items():
+                put(objects[name], [key], inner, f"{name}.{key}")
 
     def _expand(self, arguments: Sequence[str]) -> Iterator[str]:
         plain = False
@@ -43,3 +92,25 @@ class Parser(argparse.ArgumentParser):
         if not longer:
             raise ConfigError(f"unknown option {flag}{suggest(wanted, known)} (see {self.prog} --help)")
         return next(iter(longer.values()))
+
+
+def value_of(text: str) -> Any:
+    """JSON where it is JSON, otherwise the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def put(members: dict[str, Any], path: Sequence[str], value: Any, shown: str) -> None:
+    """Sets the member at `path`; one whose name ends with + is a list, to which the value is added."""
+    *outer, last = path
+    for key in outer:
+        members = members.setdefault(key, {})
+        if not isinstance(members, dict):
+            raise ConfigError(f"{shown}: {key!r} is no object")
+    if last.endswith("+"):
+        last, value = last[:-1], [*members.pop(last[:-1], []), value]
+    if last in members:
+        raise ConfigError(f"{shown} is given twice: {members[last]!r} and {value!r}")
+    members[last] = value

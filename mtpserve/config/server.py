@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 from mtpserve.config.options import check, option
 
+ROOT_PATH = re.compile(r"(/[\w.~%-]+)+", re.ASCII)
 DIALECTS = ("sglang", "vllm")  # whose names for metrics can be offered too
 
 AUTO, NONE = "auto", "none"
@@ -34,7 +36,11 @@ class ServerConfig:
     admin_api_key: tuple[str, ...] = option((), "keys of the management routes (default: --api-key's)", secret=True)
     admin_api_key_file: str | None = option(None, "file with keys of the management routes, one per line")
     allowed_origins: tuple[str, ...] = option((), "origins whose pages may call the API from a browser; *: any (default: none)")
+    root_path: str = option(
+        "", "path, like /api, under which a proxy offers the server, whether it leaves it in or not", "fastapi-root-path"
+    )
     ssl_keyfile: str | None = option(None, "private key, for HTTPS")
+    ssl_keyfile_password: str | None = option(None, "what the private key is encrypted with", secret=True)
     ssl_certfile: str | None = option(None, "certificate chain, for HTTPS")
     ssl_ca_certs: str | None = option(None, "CA certificates; clients must then present a certificate that one of them has signed")
     max_request_bytes: int = option(8 << 20, "bytes in a request's body; more are refused with 413")
@@ -43,6 +49,11 @@ class ServerConfig:
     read_timeout: float = option(60.0, "seconds in which a client must have sent its whole request")
     write_timeout: float = option(60.0, "seconds for which a client may leave its response unread before the connection is closed")
     sse_keep_alive_interval: float = option(0.0, "seconds without an event after which a stream gets a comment; 0: never")
+    enable_force_include_usage: bool = option(
+        False, "end every stream of completions and chats with its usage", "stream-response-default-include-usage"
+    )
+    return_tokens_as_token_ids: bool = option(False, "name tokens by their ids in log-probabilities, unless a request says otherwise")
+    enable_tokenizer_info_endpoint: bool = option(False, "offer GET /tokenizer_info: the tokenizer's configuration and the chat template")
     log_requests: bool = option(False, "log requests, including their prompts", "enable-log-requests")
     log_level: str = option("info", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
     log_interval: float = option(5.0, "seconds between two lines of statistics while requests run; 0: none", "decode-log-interval-seconds")
@@ -67,6 +78,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
+        check(not self.root_path or bool(ROOT_PATH.fullmatch(self.root_path)), "root_path", self.root_path, "a path like /api")
         check(self.log_interval >= 0, "log_interval", self.log_interval, "at least 0")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")
         check(self.drain_delay >= 0, "drain_delay", self.drain_delay, "at least 0")
@@ -80,6 +92,7 @@ class ServerConfig:
         for name in ("queue_timeout", "request_timeout", "read_timeout", "write_timeout"):
             check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
         check((self.ssl_keyfile is None) == (self.ssl_certfile is None), "ssl_keyfile", self.ssl_keyfile, "given with --ssl-certfile")
+        check(self.ssl_keyfile_password is None or self.ssl_keyfile is not None, "ssl_keyfile", None, "given with --ssl-keyfile-password")
         check(self.ssl_ca_certs is None or self.ssl_certfile is not None, "ssl_ca_certs", self.ssl_ca_certs, "given with --ssl-certfile")
 
     @property

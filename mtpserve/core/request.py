@@ -43,7 +43,7 @@ class Request:
     moved: bool = False  # from an engine that was lost: no queue is too long for it
     source: PageSource | None = None  # who has the pages of its prompt
     lease: str | None = None  # the name under which its prompt's pages are kept for another node
-    choices: int = 1  # texts that the client asked for of its prompt; 0 for all of them but the first
+    choices: int = 1  # texts that are made of its prompt; 0 for all of them but the first
 
 
 @dataclass(frozen=True, slots=True)

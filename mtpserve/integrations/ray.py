@@ -28,7 +28,10 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.integrations.engines import Engines, chosen, values_of
 
 # Ray's proxy listens, and Ray drains.
-RAYS = ("host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "read_timeout", "write_timeout", "drain_timeout", "drain_delay")
+RAYS = (
+    "host", "port", "ssl_keyfile", "ssl_keyfile_password", "ssl_certfile", "ssl_ca_certs", "read_timeout", "write_timeout", "drain_timeout",
+    "drain_delay",
+)  # fmt: skip
 BUSY = 32  # requests of one engine at which another replica is wanted, where --max-running-requests does not say
 
 

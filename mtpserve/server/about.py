@@ -106,7 +106,8 @@ class ModelInfo(Rendered):
 
 
 class InternalState(Rendered):
-    avg_spec_accept_length: float | None  # SGLang's name: tokens per verification, null before the first one
+    avg_spec_accept_length: float | None  # SGLang's names: tokens per verification, null before the first one; tokens in the KV pool
+    max_total_num_tokens: int
     running: int
     waiting: int
     pages_used: int
@@ -137,6 +138,7 @@ STATE = [
     ("lossy", bool),
     ("synthetic_acceptance", str | None),
     ("kernels", str),
+    ("max_total_num_tokens", int),  # that the KV pools hold; as SGLang has it, here and below
     ("internal_states", list[InternalState]),
 ]
 ServerInfo = defstruct("ServerInfo", [*OPTIONS, *STATE], bases=(Rendered,))
@@ -199,6 +201,7 @@ async def models(request: Request, service: Served) -> Response:
 async def model(request: Request, service: Served, id: str) -> Response:
     """The model that is served; 404 for any other name."""
     service.check_model(id)
+    id = id if id in service.names else service.model
     return JSON(model_for_anthropic(service, id) if from_anthropic(request) else model_object(service, id))
 
 
@@ -228,10 +231,12 @@ async def server_info(service: Served) -> Response:
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
     launched |= {"tool_call_parser": service.formats.tool_calls or NONE, "reasoning_parser": service.formats.reasoning or NONE}
     launched["served_model_name"] = card.name  # as SGLang has it: the first one
-    counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[1:]}
+    counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[2:]}
+    pool = stats.pages_total * card.page_size
     model = service.engine_config.model
     state: dict[str, Any] = {"model_path": str(model.directory.absolute()), "tokenizer_path": str(model.tokenizer_directory.absolute())}
     parallel = service.engine_config.parallel
     state |= {"dp_size": parallel.data_parallel_size, "tp_size": parallel.tensor_parallel_size}
     state |= {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
-    return JSON(ServerInfo(**launched, **state, internal_states=[InternalState(stats.accept_length(), **counted)]))
+    internal = InternalState(stats.accept_length(), pool, **counted)
+    return JSON(ServerInfo(**launched, **state, max_total_num_tokens=pool, internal_states=[internal]))

@@ -17,7 +17,7 @@ from mtpserve.core.clients import EngineClient
 from mtpserve.server import about
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
 from mtpserve.server.formats import formats_of
-from mtpserve.server.http.access import Keys, RequestLog, SocketOrigins
+from mtpserve.server.http.access import Keys, RequestLog, RootPath, SocketOrigins
 from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers, no_socket
 from mtpserve.server.http.limits import BodyLimit
 from mtpserve.server.http.rendering import JSON, described
@@ -38,7 +38,7 @@ from mtpserve.server.sglang.generate import Generated, generate
 from mtpserve.server.sglang.loads import Loads, OneLoad, get_load, loads
 from mtpserve.server.sglang.parsing import ParsedCalls, SeparatedReasoning, parse_function_call, separate_reasoning
 from mtpserve.server.spec import SpecObject, set_spec, show_spec
-from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize
+from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize, tokenizer_info
 from mtpserve.server.tools import default_variables
 from mtpserve.text.tokenizer import Tokenizer
 
@@ -84,6 +84,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/flush_cache",), flush_cache, (Flushed,)),  # SGLang takes both
     ("POST", ("/flush_cache", "/reset_prefix_cache"), flush_cache, (Flushed,)),  # SGLang's name and vLLM's
     ("POST", ("/abort_request",), abort_request, (Aborted,)),
+    ("GET", ("/tokenizer_info",), tokenizer_info, (dict,)),  # vLLM's
     ("GET", ("/load",), about.load, (about.ServerLoad,)),  # vLLM's
     ("POST", ("/invocations",), invocations, (CompletionObject, ChatObject)),
 )
@@ -121,6 +122,7 @@ def create_app(
     # FastAPI's own pages load scripts from elsewhere.
     app = Server(title="mtpserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     config = server_config or ServerConfig()
+    app.servers = [{"url": config.root_path}] if config.root_path else []
     metrics = Metrics(client, config.dialects)
     defaults, formats = default_variables(config, tokenizer), formats_of(config, client.card, tokenizer)
     app.state.service = Service(client, tokenizer, metrics, int(time()), engine_config or EngineConfig(), config, defaults, formats)
@@ -138,6 +140,7 @@ def create_app(
             expose_headers=("retry-after", "x-request-id"),
         )
     app.add_middleware(RequestLog)
+    app.add_middleware(RootPath, root=config.root_path)
     add_error_handlers(app)
     app.add_api_websocket_route("/v1/responses", responses_socket)
     app.add_api_websocket_route("/{path:path}", no_socket)

@@ -60,12 +60,14 @@ LAST_HEALTH_S = 1.0  # how long /health answers 503 after the engine's death
 class Gate:
     """The ASGI app that the port answers with: 503 until the real one is there, to a browser as the page that waits for it."""
 
-    app: ASGIApp | None = None
+    def __init__(self, root_path: str) -> None:
+        self.app: ASGIApp | None = None
+        self._pages = ("/", f"{root_path}/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.app is not None:
             await self.app(scope, receive, send)
-        elif scope["type"] == "http" and scope["method"] == "GET" and scope["path"] == "/":
+        elif scope["type"] == "http" and scope["method"] == "GET" and scope["path"] in self._pages:
             await page_response(503)(scope, receive, send)
         elif scope["type"] in ("http", "websocket"):
             await error_response(EngineBusy("the model is loading"))(scope, receive, send)
@@ -131,7 +133,7 @@ class Launch:
         self.engine_config = engine_config
         self.server = server
         self.factory = factory
-        self.gate = Gate()
+        self.gate = Gate(server.root_path)
         self.http = self._uvicorn_config()
 
     async def run(self, listener: socket.socket) -> int:
@@ -163,6 +165,7 @@ class Launch:
             self.gate,
             http=timed,  # type: ignore[arg-type]
             ssl_keyfile=server.ssl_keyfile,
+            ssl_keyfile_password=server.ssl_keyfile_password,
             ssl_certfile=server.ssl_certfile,
             ssl_ca_certs=server.ssl_ca_certs,
             ssl_cert_reqs=ssl.CERT_NONE if server.ssl_ca_certs is None else ssl.CERT_REQUIRED,

@@ -60,6 +60,9 @@ class StepOutput(msgspec.Struct, frozen=True):
         return self.proposal.path[: min(self.accepted, len(self.tokens))]
 
 
+SGLANGS_NAME = "default"  # what its clients call any model
+
+
 @dataclass(slots=True)
 class Service:
     client: EngineClient
@@ -113,7 +116,7 @@ class Service:
         self.check_model(model)
 
     def check_model(self, model: str | None) -> None:
-        if model is not None and model not in self.names:
+        if model is not None and model not in (*self.names, SGLANGS_NAME):
             offered = ", ".join(map(repr, self.names))
             raise ModelNotFound(f"the model {model[:200]!r} does not exist; this server offers {offered}", "model")
 

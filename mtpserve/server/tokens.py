@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: text to tokens and back, in the fields of both peers. Nothing reaches the engine."""
+"""POST /tokenize and /detokenize: text to tokens and back, in the fields of both peers; GET /tokenizer_info. Nothing reaches the engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from typing import Annotated, Any
 
 from msgspec import UNSET, UnsetType
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
@@ -107,3 +108,10 @@ async def detokenize(service: Served, body: DetokenizeRequest) -> Response:
     texts = [await asyncio.to_thread(service.tokenizer.decode, ids, skip_special_tokens=skip) for ids in lists]
     text = one_or_many(texts, several)
     return JSON(Detokenized(text, text))
+
+
+async def tokenizer_info(service: Served) -> Response:
+    """The tokenizer's configuration and the chat template, in vLLM's form, where the server is to show them; otherwise 404."""
+    if not service.server_config.enable_tokenizer_info_endpoint:
+        raise HTTPException(404, "not offered: the server was launched without --enable-tokenizer-info-endpoint")
+    return JSON(service.tokenizer.info())

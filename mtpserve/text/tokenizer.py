@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
-from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import AddedToken, Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
@@ -69,6 +69,12 @@ class Tokenizer:
     def marker_id(self, text: str) -> int | None:
         """The id of the added token, special or not, whose text is exactly this."""
         return self._marker_ids.get(text)
+
+    def info(self) -> dict[str, Any]:
+        """What its configuration says, tokens as their texts, with the template in use; without the files that it was read from."""
+        said = {name: plain(value) for name, value in self._tokenizer.init_kwargs.items() if not name.endswith("_file")}
+        named = {"tokenizer_class": "PreTrainedTokenizerFast"} | said
+        return named | {"chat_template": self._tokenizer.chat_template}
 
     def template_takes(self, name: str) -> bool:
         """Whether the template mentions this variable and neither the renderer nor the tokenizer sets it."""
@@ -209,6 +215,21 @@ def loaded(directory: Path) -> PreTrainedTokenizerFast:
         return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
         raise LoadError(f"{file}: {' '.join(str(error).split())[:300]}") from error
+
+
+def plain(value: Any) -> Any:
+    """JSON of a tokenizer's setting."""
+    match value:
+        case AddedToken():
+            return value.content
+        case Mapping():
+            return {str(name): plain(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [plain(inner) for inner in value]
+        case None | bool() | int() | float() | str():
+            return value
+        case _:
+            return str(value)
 
 
 def sampling_defaults(directory: Path) -> dict[str, float | int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mtpserve.cli import launch
-from mtpserve.cli.options import SECTIONS, Option, Settings, add_options, all_options, given, settings
+from mtpserve.cli.options import OBJECTS, SECTIONS, Option, Settings, add_options, all_options, given, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.cli.peers import INSTEAD, SHORT
 from mtpserve.config import ModelConfig
@@ -120,6 +120,24 @@ def test_what_peers_call_otherwise_has_no_option_here() -> None:
     assert set(SHORT.values()) <= {f"--{spelling}" for spelling in known | {"speculative-config"}}
 
 
+@pytest.mark.parametrize("arguments", [
+    ["--speculative-config.method", "mtp", "--speculative-config.num_speculative_tokens", "2"],
+    ["-sc.method=mtp", "--speculative_config.num_speculative_tokens=2"],
+    ["-sc.method=mtp", "--speculative-config", '{"num_speculative_tokens": 2}'],
+    ['--speculative-config={"num_speculative_tokens": 2}', "--page-size", "8", "--speculative-c.method", "mtp"],
+])  # fmt: skip
+def test_members_of_an_object_one_by_one(arguments: list[str]) -> None:
+    spec = parse("demo", *arguments).engine.spec
+    assert (spec.speculative_algorithm, spec.steps) == ("mtp", 2)
+
+
+def test_members_may_be_objects_lists_and_texts() -> None:
+    x = "--default-chat-template-kwargs"
+    found = parse(f"{x}.a.b", "1", f"{x}.a.c=x=y", f"{x}.d+", "u", f"{x}.d+", "-0.5", f"{x}.e", "[1]", x, '{"f": null}').server
+    assert found.template_kwargs == {"a": {"b": 1, "c": "x=y"}, "d": ["u", -0.5], "e": [1], "f": None}
+    assert set(OBJECTS) <= {f"--{spelling}" for one in all_options() for spelling in one.spellings} | {"--speculative-config"}
+
+
 def test_unique_beginnings_count() -> None:
     assert parse("--speculative-al", "MTP", "--pag", "32", "--po=1").server.port == 1
 
@@ -163,6 +181,18 @@ def test_unique_beginnings_count() -> None:
         (["--tool-call-parser", "mine"], ["--tool-call-parser must be one of auto, none, deepseek_v3", "'mine'"]),
         (["--reasoning-parser", "mine"], ["--reasoning-parser must be one of auto, none, deepseek-r1", "'mine'"]),
         (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs must be a JSON object, got '[1]'"]),
+        (["--port.a", "1"], ["--port takes no object", "--speculative-config"]),
+        (["--speculative-config.method"], ["--speculative-config.method", "expected one argument"]),
+        (["-sc.method", "mtp", "-sc.method", "ngram"], ["-sc.method is given twice: 'mtp' and 'ngram'"]),
+        (["-sc.method", "mtp", "-sc", '{"method": "ngram"}'], ["--speculative-config.method is given twice"]),
+        (["-sc.method", "mtp", "-sc", "[1]"], ["--speculative-config must be a JSON object, got [1]"]),
+        (["-sc.method", "mtp", "-sc.method.a", "1"], ["-sc.method.a", "'method' is no object"]),
+        (["--speculative-config.tokens", "1"], ["'tokens'", "num_speculative_tokens"]),
+        (["--root-path", "api"], ["--root-path must be a path like /api, got 'api'"]),
+        (["--root-path", "/"], ["--root-path must be a path like /api, got '/'"]),
+        (["--ssl-keyfile-password", "x"], ["--ssl-keyfile must be given with --ssl-keyfile-password"]),
+        (["--enable-lora"], ["adapters are not supported"]),
+        (["--disable-uvicorn-access-log"], ["--log-level warning"]),
         (["--default-chat-template-kwargs", "{"], ["--default-chat-template-kwargs must be a JSON object, got '{'"]),
     ],
 )
@@ -259,7 +289,13 @@ def test_every_option_reaches_the_settings(one: Option) -> None:
     """Not only its field: what is dropped on the way to the dataclasses would be a switch that does nothing."""
     values: dict[str, object] = {"speculative_algorithm": "MTP"} if one.section == "spec" else {}
     value = {str: "1", int: 1, float: 0.5, bool: not one.default}[one.kind]
-    given = {"context_length": 64, "max_total_tokens": 64, "metrics_compat": "vllm", "default_chat_template_kwargs": "{}"}
+    given = {
+        "context_length": 64,
+        "max_total_tokens": 64,
+        "metrics_compat": "vllm",
+        "default_chat_template_kwargs": "{}",
+        "root_path": "/a",
+    }
     given |= {"kv_events_config": "{}", "kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'}
     value = one.choices[-1] if one.choices else given.get(one.name, value)
     if one.name.endswith(("pipeline_parallel_size", "expert_parallel_size", "enable_chunked_prefill")):  # those have one value, and say so

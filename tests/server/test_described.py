@@ -136,7 +136,8 @@ def rendering(monkeypatch: pytest.MonkeyPatch) -> Rendering:
 @pytest.mark.parametrize("speaks", [False, True])
 def test_routes_answer_what_they_declare(tokenizer: Tokenizer, rendering: Rendering, speaks: bool) -> None:
     client = SpeakingClient(tokenizer, [SAID]) if speaks else FakeClient()
-    app = create_app(client, tokenizer, server_config=ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3"))
+    config = ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3", enable_tokenizer_info_endpoint=True)
+    app = create_app(client, tokenizer, server_config=config)
     asked = set()
     for path, body in ASKED:
         if speaks and ("prompt_logprobs" in body or body.get("return_logprob") or body.get("echo")):
@@ -174,7 +175,7 @@ def test_the_document_describes_what_is_declared(tokenizer: Tokenizer) -> None:
     for method, paths, _, kinds in ROUTES:
         for path in paths:
             told = document["paths"][path.replace(":path", "")][method.lower()]["responses"]
-            if isinstance(kinds, tuple):
+            if isinstance(kinds, tuple) and kinds != (dict,):
                 schema = told["200"]["content"]["application/json"]["schema"]
                 named = [each.get("items", each)["$ref"].rsplit("/", 1)[1] for each in schema.get("anyOf", [schema])]
                 assert named == [getattr(kind, "__args__", (kind,))[0].__name__ for kind in kinds]

@@ -135,6 +135,22 @@ def fits(given: bytes, keys: list[bytes]) -> bool:
     return sum(hmac.compare_digest(given, key) for key in keys) > 0
 
 
+class RootPath:
+    """ASGI middleware: takes the path under which a proxy, or an app that this one is mounted in, offers the server off the requests'
+    paths, where it is still there. Keys, log and routes then see the same path."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self.app, self.root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            root, path = (self.root or scope.get("root_path", "")).rstrip("/"), scope["path"]
+            if root and f"{path}/".startswith(f"{root}/"):
+                path = path[len(root) :] or "/"
+            scope.update(path=path, root_path="")  # in place: the handler of bugs is outside of this
+        await self.app(scope, receive, send)
+
+
 class RequestLog:
     """ASGI middleware: X-Request-Id in, or a new one, and out again; one line in the log for each request."""
 

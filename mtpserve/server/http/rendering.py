@@ -1,4 +1,5 @@
-"""What routes answer: Structs that are rendered as they are, and from which the OpenAPI document is made. Nothing else is rendered."""
+"""What routes answer: Structs that are rendered as they are, and from which the OpenAPI document is made. Nothing else is rendered,
+but for what a checkpoint says of its tokenizer, whose fields nobody knows before."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Rendered(msgspec.Struct):
 
 
 class JSON(JSONResponse):
-    def render(self, content: Rendered | Sequence[Rendered]) -> bytes:
+    def render(self, content: Rendered | Sequence[Rendered] | dict[str, Any]) -> bytes:
         return msgspec.json.encode(content)
 
 

@@ -71,7 +71,8 @@ class ChoiceWriter(ABC):
 
     def __post_init__(self) -> None:
         tokenizer = self.choice.service.tokenizer
-        self.names = ById(tokenizer) if self.body.return_tokens_as_token_ids else tokenizer
+        own, general = self.body.return_tokens_as_token_ids, self.choice.service.server_config.return_tokens_as_token_ids
+        self.names = ById(tokenizer) if (general if own is None else own) else tokenizer
         self._offsets = Offsets(tokenizer, self.echo or "", self.choice.request.sampling.skip_special_tokens)
         self._trace = Trace(tokenizer)
         body, scored = self.body, self.body.top_logprobs_wanted is not None or self.body.prompt_logprobs is not None
@@ -191,8 +192,9 @@ class Answer:
         created = int(time())  # a date, not a duration
         self._id: Fields = {"id": id, "created": created, "model": generation.service.model}
         self._head: Fields = self._id | {"object": writer.chunk_object}
-        self._usage_in_every_chunk = body.usage_in_every_chunk
-        self._no_usage = None if body.include_usage else UNSET
+        self._with_usage = body.include_usage or generation.service.server_config.enable_force_include_usage
+        self._usage_in_every_chunk = self._with_usage and body.continuous_usage
+        self._no_usage = None if self._with_usage else UNSET
         # Where they are not in the choices.
         prompt = generation.choices[0].request.prompt
         self._prompt_ids: Fields = {"prompt_token_ids": prompt} if body.return_token_ids and writer.one_prompt else {}
@@ -230,7 +232,7 @@ class Answer:
             async for steps in batches:
                 if chunks := [chunk for each in steps for chunk in self._step_chunks(*each)]:
                     yield chunks
-        if self.body.include_usage:
+        if self._with_usage:
             yield [Chunk(**self._head, choices=[], usage=self.usage.object())]
 
     def _step_chunks(self, index: int, step: StepOutput, added: Added) -> list[Chunk]:

@@ -121,8 +121,8 @@ class GenerationRequest(SamplingFields, TransferFields):
         return self.truncation_side == "right"
 
     @property
-    def usage_in_every_chunk(self) -> bool:
-        return self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def include_usage(self) -> bool:
