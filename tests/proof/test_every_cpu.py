@@ -42,6 +42,19 @@ def test_the_proof_holds(tmp_path: Path, dtype: str, environment: dict[str, str]
     assert "verdict     holds" in done.stdout
 
 
+@pytest.mark.skipif(os.environ.get("MTPSERVE_ALL_LAWS") != "1", reason="MTPSERVE_ALL_LAWS=1 runs it")
+@pytest.mark.parametrize("topk", ["1", "3"], ids=["chain", "tree"])
+@pytest.mark.parametrize("experts", [(), ("--enable-expert-parallel",)], ids=["experts in parts", "whole experts"])
+def test_the_proof_holds_over_ranks(topk: str, experts: tuple[str, ...]) -> None:
+    done = run(
+        ["mtpserve", "prove", "--model", "demo", "--dtype", "float32", "--tensor-parallel-size", "2", *experts,
+         "--max-total-tokens", "8192", "--speculative-algorithm", "MTP", "--speculative-eagle-topk", topk],
+        {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict     holds" in done.stdout
+
+
 def test_what_is_not_on_the_path_is_not_needed() -> None:
     done = run(["pytest", "-q", "-n0", "-p", "no:cacheprovider", *(f"tests/{file}" for file in NEEDY)], {"PATH": NOTHING})
     assert done.returncode == 0, done.stdout + done.stderr
