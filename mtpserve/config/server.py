@@ -16,8 +16,8 @@ AUTO, NONE = "auto", "none"
 # The names in text/parsers/registry.py, which this layer cannot import; a test compares them.
 TOOL_CALL_PARSERS = (
     AUTO, NONE, "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4",
-    "ernie45", "glm", "glm45", "glm47", "gpt-oss", "hermes", "llama3", "llama3_json", "mimo", "mistral", "openai", "qwen", "qwen25",
-    "qwen3_coder", "qwen3_xml", "step3p5",
+    "ernie45", "glm", "glm45", "glm47", "gpt-oss", "granite4", "hermes", "lfm2", "llama3", "llama3_json", "llama4_pythonic", "mimo",
+    "mistral", "openai", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_xml", "step3p5",
 )  # fmt: skip
 REASONING_PARSERS = (
     AUTO, NONE, "deepseek-r1", "deepseek-v3", "deepseek_r1", "deepseek_v3", "ernie45", "glm45", "gpt-oss", "mimo", "openai_gptoss", "qwen3",

@@ -16,6 +16,7 @@ from mtpserve.text.parsers.harmony import CHANNELS
 from mtpserve.text.parsers.json_calls import Listed
 from mtpserve.text.parsers.reasoning import ALWAYS, ERNIE, SOMETIMES, Opening
 from mtpserve.text.parsers.registry import TOOL_CALLS
+from mtpserve.text.parsers.tools import Tool
 from mtpserve.text.tokenizer import Tokenizer
 from tests.text import tiny
 from tests.text.calls import TOOLS
@@ -39,6 +40,7 @@ from tests.text.test_parsers import (
 MARKERS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     SECTION, SECTION_END, CALL, CALL_END, SEPARATOR, "｜DSML｜", "<|start|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>",
+    "<|tool_call_start|>", "<|tool_call_end|>",
 ]  # fmt: skip
 
 
@@ -70,6 +72,8 @@ def vocabulary(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 LISTED = f"[{ENTRY}]"
+JSON_ARGUMENTS = '[get_weather(city="Ulm", days=2)]'
+LFM2_CALL = "<|tool_call_start|>{}<|tool_call_end|>"
 # format, one call, two calls
 WRITTEN = [
     ("hermes", HERMES, f"{HERMES}\n{HERMES}"),
@@ -83,6 +87,8 @@ WRITTEN = [
     ("deepseek_v4", f"<｜DSML｜tool_calls>\n{DSML}\n</｜DSML｜tool_calls>", f"<｜DSML｜tool_calls>\n{DSML}\n{DSML}\n</｜DSML｜tool_calls>"),
     ("openai", HARMONY, f"{HARMONY}<|call|>{TURN}{HARMONY}"),
     ("llama3_json", LLAMA, f"{LLAMA}; {LLAMA}"),
+    ("pythonic", JSON_ARGUMENTS, f"{JSON_ARGUMENTS[:-1]}, {JSON_ARGUMENTS[1:]}"),
+    ("lfm2", LFM2_CALL.format(JSON_ARGUMENTS), LFM2_CALL.format(f"{JSON_ARGUMENTS[:-1]}, {JSON_ARGUMENTS[1:]}")),
     ("mistral", f"[TOOL_CALLS]{LISTED}", f"[TOOL_CALLS][{ENTRY}, {ENTRY}]"),
     (None, LISTED, f"[{ENTRY}, {ENTRY}]"),
 ]
@@ -105,6 +111,26 @@ def test_what_a_forced_call_may_be(vocabulary: Vocabulary, format: str | None, o
     assert not takes(f"a</think>{one}", front=thoughts) and not takes(f"<think>{one}", front=thoughts)
     inside = ALWAYS.front(Opening.INSIDE, vocabulary.spell)
     assert takes(f"a\n</think>{one}", front=inside) and takes(f"<think>a</think>{one}", front=inside) and not takes(one, front=inside)
+
+
+def test_arguments_of_python_have_their_commas_whichever_are_left_out(vocabulary: Vocabulary) -> None:
+    grammar = TOOL_CALLS.get("pythonic")(TOOLS).grammar(TOOLS, False, vocabulary.spell)
+    for text, good in (
+        ("[now()]", True),
+        ('[get_weather(city="a")]', True),
+        ('[get_weather(city="a", wind=true)]', True),
+        ('[get_weather(city="a", days=1, wind=true)]', True),
+        ('[get_weather(city="a", wind=true, days=1)]', False),
+        ('[get_weather(city="a",)]', False),
+        ("[get_weather(days=1)]", False),
+        ('[save(text="", tags=["a"], limit=null, place={"x": 1})]', True),
+        ('[save(text="", tags=["a"], place={})]', False),
+        ("[other()]", False),
+    ):
+        matcher = vocabulary.compiler.compile(GrammarSpec("tool_calls", grammar))
+        assert vocabulary.takes(matcher, text) is good, text
+    with pytest.raises(ValueError, match=r"properties\.a b cannot be"):
+        TOOL_CALLS.get("lfm2")(()).grammar([Tool("f", {"properties": {"a b": {}}})], False, vocabulary.spell)
 
 
 def test_values_of_dsml_are_text_where_they_can_only_be_strings(vocabulary: Vocabulary) -> None:

@@ -58,6 +58,10 @@ def harmony(name: str, arguments: Arguments) -> str:
     return f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumped(arguments)}<|call|>"
 
 
+def python(name: str, arguments: Arguments) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
 WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "Qwen3, MiMo-7B, Hermes": ("hermes", lambda calls: "\n".join(f"<tool_call>\n{as_object(*call)}\n</tool_call>" for call in calls)),
     "DeepSeek-V3, R1": ("deepseek_v3", lambda calls: SECTION + "\n".join(v3(*call) for call in calls) + SECTION_END),
@@ -72,6 +76,8 @@ WRITERS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "Qwen3-Coder": ("qwen3_coder", lambda calls: "\n".join(coder(*call) for call in calls)),
     "MiMo-V2": ("mimo", lambda calls: "\n".join(coder(*call, line="") for call in calls)),
     "Llama 3": ("llama3_json", lambda calls: "; ".join(as_object(*call, key="parameters") for call in calls)),
+    "Llama 3.2": ("pythonic", lambda calls: f"[{', '.join(python(*call) for call in calls)}]"),
+    "LFM2": ("lfm2", lambda calls: f"<|tool_call_start|>[{', '.join(python(*call) for call in calls)}]<|tool_call_end|>"),
     "Mistral-7B-v0.3": ("mistral", lambda calls: f"[TOOL_CALLS] [{', '.join(as_object(*call, id='abcdefgh9') for call in calls)}]"),
     "Mistral-Small-3.2": (
         "mistral",
@@ -124,7 +130,7 @@ def test_what_a_template_writes_is_read_back(writer: str, data: st.DataObject) -
 def test_calls_end_reasoning_that_has_no_end(writer: str) -> None:
     format, write = WRITERS[writer]
     written = write([("save", {"text": "a"}), ("now", {})])
-    marked = format != "llama3_json"  # a brace alone is no mark
+    marked = format not in ("llama3_json", "pythonic")  # a bracket alone is no mark
     for pieces in ([f"I will.\n{written}\n"], list(f"I will.\n{written}\n")):
         found = parse(pieces, format, "qwen3", Opening.INSIDE)
         assert found.raw == "".join(pieces)

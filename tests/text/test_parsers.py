@@ -43,6 +43,9 @@ TURN = "<|start|>assistant"
 LLAMA = f'{{"name": "get_weather", "parameters": {CITY}}}'
 ENTRY = f'{{"name": "get_weather", "arguments": {CITY}}}'
 
+PYTHON = "[get_weather(city='Ulm', days=2)]"
+LFM = f"<|tool_call_start|>{PYTHON}<|tool_call_end|>"
+
 ONE = [("get_weather", CITY)]
 SPACED = '{"text": "\\n a\\n"}'
 # format, output, content, calls
@@ -72,6 +75,18 @@ GOLDEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", LLAMA, "", ONE),
     ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", "", ONE * 2),
     ("llama3_json", '{"name": "Bob", "parameters": {}} is {no} call', '{"name": "Bob", "parameters": {}} is {no} call', []),
+    ("granite4", f"{HERMES}\n{HERMES}", "", ONE * 2),
+    ("pythonic", PYTHON, "", ONE),
+    ("pythonic", f"Yes.\n<|python_start|>{PYTHON[:-1]}, now()]<|python_end|>", "Yes.", [*ONE, ("now", "{}")]),
+    ("pythonic", "[1, 2] and [now](x) and [other(a=1)]", "[1, 2] and [now](x) and [other(a=1)]", []),
+    (
+        "pythonic",
+        """[save(text="it's", tags=('a', None), limit=-1.5)]""",
+        "",
+        [("save", '{"text": "it\'s", "tags": ["a", null], "limit": -1.5}')],
+    ),
+    ("lfm2", f"{LFM} The weather", " The weather", ONE),
+    ("lfm2", f"<|tool_call_start|>[{ENTRY}, {ENTRY}]<|tool_call_end|>", "", ONE * 2),
     ("mistral", f"[TOOL_CALLS] [{ENTRY}, {ENTRY}]", "", ONE * 2),
     ("mistral", f"So.[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]get_weather{CITY}", "So.", ONE * 2),
     ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{CITY}", "", ONE),
@@ -106,6 +121,23 @@ VARIANTS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", f"So: {WRAPPED}", "So:", ULM),
     ("llama3_json", QUOTED, "", ULM),
     ("llama3_json", f"see [1], {LLAMA}; or {{not}}", "see [1],; or {not}", ONE),
+    ("pythonic", "[get_weather(city=Ulm, days=true),\n now( )\n]", "", [("get_weather", '{"city": "Ulm", "days": true}'), ("now", "{}")]),
+    (
+        "pythonic",
+        """[save(text='a\nb', tags=["\\d"], place={'x': {1: 0x10}},)]""",
+        "",
+        [("save", '{"text": "a\\nb", "tags": ["\\\\d"], "place": {"x": {"1": 16}}}')],
+    ),
+    (
+        "pythonic",
+        "[save(text='''a\n\"b\"''', tags=f(1), limit=1e999)]",
+        "",
+        [("save", '{"text": "a\\n\\"b\\"", "tags": "f(1)", "limit": 1e999}')],
+    ),
+    ("pythonic", PYTHON * 2, "", ONE * 2),
+    ("pythonic", "[save(text='''a\\''''+)]", "", [("save", "{\"text\": \"'''a\\\\''''+\"}")]),
+    ("lfm2", LFM * 2, "", ONE * 2),
+    ("lfm2", LFM.replace("[", "").replace("]", ""), "", ONE),
     ("mistral", f"[TOOL_CALLS] {ENTRY}", "", ONE),
     ("mistral", '[TOOL_CALLS][{"arguments": {"city": "Ulm"}, "name": "get_weather"}]', "", ULM),
     ("qwen3_coder", f"{OPEN}Ulm\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>", "", ONE),

@@ -33,6 +33,8 @@ SHARDS = {
         "commentary to=functions.",
     ],
     "llama3_json": ["<|python_tag|>", ";"],
+    "pythonic": ["<|python_start|>", "<|python_end|>", "[save(", "now()", ")", "=", "'", "None", "(", *KEYS],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "[save(", ")", "=", "'", *KEYS],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"],
 }
 BEGUN = '{"name": "save", "arguments": {'
@@ -79,6 +81,12 @@ def test_no_cut_changes_what_is_found(format: str, data: st.DataObject) -> None:
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parse(pieces, format, reasoning, opening) == whole
     assert parse(list(text), format, reasoning, opening) == whole
+
+
+@pytest.mark.parametrize(("format", "text"), [golden[:2] for golden in GOLDEN])
+def test_every_cut_in_two(format: str, text: str) -> None:
+    whole = parse([text], format)
+    assert all(parse([text[:cut], text[cut:]], format) == whole for cut in range(len(text)))
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,6 +1,6 @@
 """Calls as JSON objects {"name": …, "arguments": {…}}: Hermes and Qwen, Llama 3, Mistral, and the plain list where no format is named.
 
-The formats differ in the text around the objects. Sources: the chat templates of Qwen2.5 and Qwen3 (Hermes' format), of
+The formats differ in the text around the objects. Sources: the chat templates of Qwen2.5, Qwen3 and Granite 4.0 (Hermes' format), of
 Llama-3.1-Instruct, of Mistral-7B-Instruct-v0.3 (lists) and Mistral-Small-3.2 (`[TOOL_CALLS]name[ARGS]{…}`).
 """
 

@@ -4,8 +4,8 @@ from mtpserve.core.registry import Registry
 from mtpserve.text.parsers.reasoning import Thinking
 from mtpserve.text.parsers.tools import CallFormat
 
-JSON, DEEPSEEK, TAGGED, HARMONY, REASONING = (
-    f"mtpserve.text.parsers.{module}" for module in ("json_calls", "deepseek", "tagged_calls", "harmony", "reasoning")
+JSON, DEEPSEEK, TAGGED, PYTHON, HARMONY, REASONING = (
+    f"mtpserve.text.parsers.{module}" for module in ("json_calls", "deepseek", "tagged_calls", "python_calls", "harmony", "reasoning")
 )
 
 
@@ -18,7 +18,7 @@ TOOL_CALLS: Registry[type[CallFormat]] = Registry(
     "tool call parser",
     named(
         {
-            "hermes qwen qwen25 ernie45": f"{JSON}:Hermes",
+            "hermes qwen qwen25 ernie45 granite4": f"{JSON}:Hermes",
             "llama3_json llama3": f"{JSON}:Llama3",
             "mistral": f"{JSON}:Mistral",
             "deepseek_v3 deepseekv3": f"{DEEPSEEK}:DeepSeekV3",
@@ -29,6 +29,8 @@ TOOL_CALLS: Registry[type[CallFormat]] = Registry(
             "glm47": f"{TAGGED}:GLM47",
             "qwen3_coder qwen3_xml step3p5": f"{TAGGED}:Qwen3Coder",
             "mimo": f"{TAGGED}:MiMo",
+            "pythonic llama4_pythonic": f"{PYTHON}:Pythonic",
+            "lfm2": f"{PYTHON}:LFM2",
             "openai gpt-oss": f"{HARMONY}:Harmony",
         }
     ),
