@@ -66,9 +66,8 @@ PR_SET_PDEATHSIG = 1
 CPU_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "48"}
 MAX_COMPILING = 64  # requests whose grammars are being compiled or wait for it; more are refused as by a full queue
 TRIM_S = 10.0  # how often freed memory is given back to the system
-IDLE_MS = (
-    250  # how often an idle engine says that it lives, looks whether what may change by itself has, and whether all that compute are there
-)
+# How often an idle engine says that it lives, looks whether what may change by itself has, and whether all that compute are there.
+IDLE_MS = 250
 POLL_MS = 5  # how often the loop looks for compiled grammars while it has nothing else to do
 
 
