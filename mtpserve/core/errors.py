@@ -9,7 +9,8 @@ MTPServeError
 ├── RequestFailed      one request failed, the others continue                 → HTTP 500, or an error event in its stream
 └── EngineError        the engine as a whole
     ├── EngineBusy     draining, or too slow                                   → HTTP 503 with Retry-After
-    │   └── QueueFull  the queue is full                                       → HTTP 429 with Retry-After
+    │   ├── QueueFull  the queue is full                                       → HTTP 429 with Retry-After
+    │   └── ShuttingDown  the server was told to end                           → HTTP 503 with Retry-After
     └── EngineDead     its process has ended                                   → HTTP 503, the server exits non-zero
 """
 
@@ -58,6 +59,11 @@ class EngineBusy(EngineError):
 
 class QueueFull(EngineBusy):
     pass
+
+
+class ShuttingDown(EngineBusy):
+    def __init__(self, message: str = "the server is shutting down and takes no new requests") -> None:
+        super().__init__(message)
 
 
 class EngineDead(EngineError):

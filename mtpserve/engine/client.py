@@ -24,7 +24,7 @@ import zmq
 import zmq.asyncio
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed
+from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.core.pulse import Pulse
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.hang import dump_stacks, silence
@@ -158,7 +158,7 @@ class ProcessClient:
 
     async def stop(self, grace: float = 2.0) -> None:
         """Ends the process, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
-        self._die("the server is shutting down", expected=True)
+        self._die("the server is shutting down", ShuttingDown)
         process = self._process
         if process is not None and process.returncode is None:
             self._send(Shutdown())
@@ -305,16 +305,16 @@ class ProcessClient:
         self.hung = not self._death.done()
         self._die(reason)
 
-    def _die(self, reason: str, expected: bool = False) -> None:
+    def _die(self, reason: str, kind: type[EngineDead | ShuttingDown] = EngineDead) -> None:
         if self._death.done():
             return
         if not self._ready.done():
-            self._ready.set_exception(EngineDead(reason))
-        elif not expected and self._ready.exception() is None:  # else start() says it
+            self._ready.set_exception(kind(reason))
+        elif kind is EngineDead and self._ready.exception() is None:  # else start() says it
             log.error("%s", reason)
         self._death.set_result(reason)
         for asked in self._asked:
             if not asked.done():
-                asked.set_exception(EngineDead(reason))
+                asked.set_exception(kind(reason))
         for request_id in list(self._open):
-            self._end(request_id, EngineDead(reason))
+            self._end(request_id, kind(reason))

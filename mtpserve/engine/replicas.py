@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 
 from mtpserve.cache.keys import Key, extend, root
 from mtpserve.core.clients import RequestClient
-from mtpserve.core.errors import EngineBusy, EngineDead, MTPServeError, QueueFull, RequestFailed
+from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.core.request import EngineState, EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.totals import counters, total
 
@@ -164,6 +164,7 @@ class Replicas:
 
     async def stop(self, grace: float = 2.0) -> None:
         """Ends the processes, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
+        self._draining = True
         self._die("the server is shutting down")
         for keeper in self._keepers:
             keeper.cancel()
@@ -188,6 +189,11 @@ class Replicas:
     @property
     def dead(self) -> str | None:
         return self._death.result() if self._death.done() else None
+
+    @property
+    def requests(self) -> int:
+        """Those that run or wait."""
+        return len(self._open)
 
     @property
     def engines(self) -> list[EngineState]:
@@ -276,10 +282,10 @@ class Replicas:
     # -- requests -------------------------------------------------------------------------------------------------------------
 
     async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
+        if self._draining:
+            raise ShuttingDown
         if self.dead is not None:
             raise EngineDead(self.dead)
-        if self._draining:
-            raise EngineBusy("the server is shutting down and takes no new requests")
         if self.card.capacity is not None and len(self._open) >= self.card.capacity:
             raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
         if request.sampling.seed is None:
@@ -319,7 +325,7 @@ class Replicas:
         """An engine for it, as soon as there is one. Raises EngineDead, and RequestFailed where it is aborted meanwhile."""
         while True:
             if self.dead is not None:
-                raise EngineDead(self.dead)
+                raise ShuttingDown(self.dead) if self._draining else EngineDead(self.dead)
             if request.id in self._aborted:
                 raise RequestFailed("the request was aborted")
             up = [replica for replica in self._replicas if replica.state == "up" and replica.client.dead is None]

@@ -101,7 +101,7 @@ def serve(
     `fetch` downloads what the configuration names by an id, when the port is taken; `factory` names the function that builds the engine.
     """
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    for library in ("uvicorn", "httpx"):  # the hub's library logs its every request
+    for library in ("uvicorn", "httpx", "httpx2"):  # the hub's library logs its every request
         logging.getLogger(library).setLevel(logging.WARNING)
     server = with_keys(server)
     if not (server.api_key or server.ssl_ca_certs or is_loopback(server.host)):
@@ -206,6 +206,7 @@ class Launch:
         try:
             signalled = await first(client.wait_dead(), signals.first.wait()) == 1
             if signalled and await first(client.wait_dead(), self._drained(client, service), signals.second.wait()) > 0:
+                service.draining = True  # whoever asks from here on
                 return 0
             await asyncio.sleep(LAST_HEALTH_S)
             return 1
@@ -220,8 +221,11 @@ class Launch:
             log.info("leaving: /health says 503, new requests are refused in %g s; a second signal stops at once", delay)
             service.leaving = True
             await asyncio.sleep(delay)
-        log.info("draining: running requests have %g s; a second signal stops at once", timeout)
         service.draining = True
+        if client.requests == 0:
+            log.info("shutting down: no request runs")
+            return
+        log.info("draining: %d running requests have %g s; a second signal stops at once", client.requests, timeout)
         await client.drain(timeout)
 
 

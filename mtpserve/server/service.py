@@ -15,7 +15,7 @@ from fastapi import Depends, Request as HTTPRequest
 
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.clients import EngineClient
-from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed
+from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed, ShuttingDown
 from mtpserve.core.kv_transfer import PageOffer
 from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
@@ -100,16 +100,16 @@ class Service:
         return self._needs
 
     def check_alive(self) -> None:
+        if self.draining:
+            raise ShuttingDown
         if self.client.dead is not None:
             raise EngineDead(self.client.dead)
-        if self.draining:
-            raise EngineBusy("the server is shutting down and takes no new requests")
 
     def check_ready(self) -> None:
         """What routers ask: whether new requests belong here."""
         self.check_alive()
         if self.leaving:
-            raise EngineBusy("the server is about to shut down: send new requests elsewhere")
+            raise ShuttingDown("the server is about to shut down: send new requests elsewhere")
 
     def admit(self, model: str | None) -> None:
         self.check_alive()

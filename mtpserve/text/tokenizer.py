@@ -214,7 +214,18 @@ def loaded(directory: Path) -> PreTrainedTokenizerFast:
     try:
         return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # the library raises bare Exception for a tokenizer.json that it cannot parse
-        raise LoadError(f"{file}: {' '.join(str(error).split())[:300]}") from error
+        broken = why_not(file)
+        why = error if broken is None else f"is not a tokenizer: {broken}"
+        raise LoadError(f"{file}: {' '.join(str(why).split())[:300]}") from error
+
+
+def why_not(file: Path) -> Exception | None:
+    """What speaks against the file itself, in the words of the library that defines its format; None: nothing."""
+    try:
+        FastTokenizer.from_file(str(file))
+    except Exception as error:  # bare as well
+        return error
+    return None
 
 
 def plain(value: Any) -> Any:

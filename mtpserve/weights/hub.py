@@ -49,7 +49,7 @@ def is_id(name: str) -> bool:
 
 
 def directory_of(name: str, files: tuple[str, ...], revision: str | None, cache: str | None, download: bool) -> str:
-    from huggingface_hub import snapshot_download  # not at the top: it imports an HTTP client
+    from huggingface_hub import is_offline_mode, snapshot_download  # not at the top: it imports an HTTP client
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
@@ -62,6 +62,8 @@ def directory_of(name: str, files: tuple[str, ...], revision: str | None, cache:
         raise LoadError(f"{name}: no such directory, and no such model on the hub; a private one needs HF_TOKEN") from error
     except LocalEntryNotFoundError as error:
         why = "the hub cannot be reached" if download else f"it is not downloaded: `hf download {name}`"
+        if download and is_offline_mode():
+            why = "HF_HUB_OFFLINE is set: it is not downloaded, and is not looked for on the hub"
         raise LoadError(f"{name}: no such directory, and {why}") from error
     except Exception as error:  # the library's own errors, its HTTP client's, a full disk
         raise LoadError(f"{name}: could not be downloaded: {' '.join(str(error).split())[:300]}") from error

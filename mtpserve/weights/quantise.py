@@ -17,7 +17,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtpserve.core.errors import LoadError, MTPServeError
+from mtpserve.core.errors import ConfigError, LoadError, MTPServeError
 from mtpserve.core.gguf import SUFFIX
 from mtpserve.quant.fp8 import BLOCK, SCALE, quantize_block
 from mtpserve.weights.checkpoint import INDEX, Checkpoint
@@ -31,7 +31,10 @@ CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", 
 
 
 def quantise(source: Path, out: Path, keep_mtp: bool = False) -> int:
-    """→ the number of converted matrices. `keep_mtp` leaves the MTP layers unchanged. Raises LoadError and FileExistsError."""
+    """→ the number of converted matrices. `keep_mtp` leaves the MTP layers unchanged. Raises LoadError, and ConfigError where `out`
+    exists."""
+    if out.exists():
+        raise ConfigError(f"{out}: is there already; name a directory that is not, nothing is written over")
     if source.suffix == SUFFIX:
         raise LoadError(f"{source}: is a GGUF file; float8 is made of a directory with safetensors files")
     checkpoint, config = Checkpoint.open(source), read_config(source)
@@ -69,7 +72,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         print(f"{args.out}: {quantise(args.source, args.out, args.keep_mtp)} matrices in float8")
-    except (MTPServeError, FileExistsError) as error:
+    except MTPServeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -17,7 +17,17 @@ from pathlib import Path
 import pytest
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull, RequestFailed
+from mtpserve.core.errors import (
+    ConfigError,
+    EngineBusy,
+    EngineDead,
+    InvalidRequest,
+    LoadError,
+    MTPServeError,
+    QueueFull,
+    RequestFailed,
+    ShuttingDown,
+)
 from mtpserve.core.request import Finish, Request, SpecChange, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine import client as client_module
@@ -301,7 +311,7 @@ def test_stopping_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         starting = asyncio.create_task(client.start())
         await asyncio.sleep(0.3)
         await client.stop(grace=0.1)
-        with pytest.raises(EngineDead, match="shutting down"):
+        with pytest.raises(ShuttingDown, match="shutting down"):
             await starting
         assert client._process is not None
         assert client._process.returncode is not None

@@ -328,7 +328,7 @@ def test_draining(http: httpx.AsyncClient, app: FastAPI, client: FakeClient) -> 
         return [await http.get("/health"), await http.post(COMPLETIONS, json={"prompt": "a"}), await running]
 
     health, refusal, running = asyncio.run(ask())
-    assert error(health, 503)["code"] == error(refusal, 503)["code"] == "overloaded"
+    assert error(health, 503)["code"] == error(refusal, 503)["code"] == "shutting_down"
     assert refusal.headers["retry-after"]
     assert running.status_code == 200
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, directory: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.files = {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+        self.wanted = {name for name in self.files if name.endswith((".json", ".safetensors", ".jinja")) and "/" not in name}
         self.sent: list[str] = []
 
 
@@ -109,14 +111,13 @@ def test_an_id_becomes_a_directory_once(hub: Hub, tmp_path: Path) -> None:
     first = run(tmp_path, endpoint, "-c", FETCH, ID, "v2")
     assert first.returncode == 0, first.stderr
     directory = Path(first.stdout.strip())
-    wanted = {name for name in hub.files if name.endswith((".json", ".safetensors", ".jinja")) and "/" not in name}
-    assert {file.name for file in directory.iterdir()} == wanted == set(hub.sent) and len(hub.sent) == len(wanted) >= 4
-    assert all((directory / name).read_bytes() == hub.files[name] for name in wanted)
+    assert {file.name for file in directory.iterdir()} == hub.wanted == set(hub.sent) and len(hub.sent) == len(hub.wanted) >= 4
+    assert all((directory / name).read_bytes() == hub.files[name] for name in hub.wanted)
     again = run(tmp_path, endpoint, "-c", FETCH, ID, "v2", offline=True)
     assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
     report = run(tmp_path, endpoint, "-m", "mtpserve", "inspect", ID, "--json", "--revision", "v2")
     assert report.returncode == 0, report.stderr
-    assert json.loads(report.stdout)["arch"]["hidden"] > 0 and len(hub.sent) == len(wanted)
+    assert json.loads(report.stdout)["arch"]["hidden"] > 0 and len(hub.sent) == len(hub.wanted)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,21 @@ def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, arguments: t
 def test_no_hub_is_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, "http://127.0.0.1:9", "-m", "mtpserve", "launch", "--model", ID, "--port", "0")
     assert done.returncode == 1 and "no such directory, and the hub cannot be reached" in done.stderr.splitlines()[-1]
+
+
+def test_what_is_said_while_offline(hub: Hub, tmp_path: Path) -> None:
+    done = run(tmp_path, f"http://127.0.0.1:{hub.server_port}", "-m", "mtpserve", "launch", ID, "--port", "0", offline=True)
+    assert done.returncode == 1 and f"{ID}: no such directory, and HF_HUB_OFFLINE is set: it is not downloaded" in done.stderr
+
+
+def test_a_download_is_a_bar_and_not_a_line_for_each_request(hub: Hub, tmp_path: Path) -> None:
+    """Ended by an option that is refused once the model is there."""
+    refused = ("--port", "0", "--speculative-algorithm", "MTP", "--speculative-draft-model-path", "nowhere")
+    done = run(tmp_path, f"http://127.0.0.1:{hub.server_port}", "-m", "mtpserve", "launch", ID, *refused)
+    said = done.stderr
+    assert done.returncode and "nowhere" in said.splitlines()[-1] and "HTTP Request" not in said and "/resolve/" not in said
+    bars = {line.partition(":")[0] for line in re.split("[\r\n]", said) if "%|" in line}
+    assert bars == {f"Fetching {len(hub.wanted)} files"}, said
 
 
 def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,4 +181,5 @@ class RequestLog:
             level = logging.DEBUG if scope["path"] in QUIET and method != "POST" else logging.INFO
             who = scope["client"][0] if scope.get("client") else "-"
             path = printable(scope["path"], MAX_LOGGED)
-            log.log(level, "%s %s %s %d %.3f s %s", who, method, path, status, perf_counter() - start, id)
+            failure = f" {scope['state']['failure']}" if "failure" in scope["state"] else ""
+            log.log(level, "%s %s %s %d %.3f s %s%s", who, method, path, status, perf_counter() - start, id, failure)

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, QueueFull, RequestFailed
+from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, QueueFull, RequestFailed, ShuttingDown
 from mtpserve.server.http.rendering import JSON, Rendered
 
 T = TypeVar("T")
@@ -44,6 +44,8 @@ ANTHROPICS_KINDS = {404: "not_found_error", 413: "request_too_large", 500: "api_
 # By the field that is refused: with these, Anthropic's clients send the whole conversation instead of a thread's next message.
 ANTHROPICS_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 RETRY_AFTER = {"Retry-After": "1"}
+# What errors quote of a request: after "got" all of the rest.
+VALUES = re.compile(r"""(?<= got ).*|(?<!\w)(?:'[^']*'|"[^"]*")""", re.DOTALL)
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients would ask twice again for what took too long already
 
 
@@ -101,11 +103,19 @@ class Refusal(JSON):
         self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note(scope, self._body)
         if not scope["path"].startswith(ANTHROPICS):
             await super().__call__(scope, receive, send)
             return
         headers = {name: value for name, value in self.headers.items() if name != "content-length"}
         await JSON(anthropics(self.status_code, self._body), self.status_code, headers)(scope, receive, send)
+
+
+def note(scope: Scope, body: ErrorAnswer) -> None:
+    """For the access log, why a request failed: without the values that it had, which may be text of a prompt."""
+    error = body.error
+    reason = error.message if error.type == "server_error" else VALUES.sub("…", error.message)
+    scope.setdefault("state", {})["failure"] = printable(f"{error.type} {error.code or ''}: {reason}", MAX_INPUT)
 
 
 def anthropics(status: int, body: ErrorAnswer) -> AnthropicError:
@@ -157,6 +167,7 @@ DESCRIBED: tuple[tuple[type[Exception], int, str], ...] = (
     (Unsupported, 400, "unsupported_parameter"),
     (InvalidRequest, 400, "invalid_value"),
     (QueueFull, 429, "queue_full"),
+    (ShuttingDown, 503, "shutting_down"),
     (EngineBusy, 503, "overloaded"),
     (EngineDead, 503, "engine_dead"),
     (DeadlineExceeded, 408, "deadline_exceeded"),

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.server.http.errors import ClientGone, anthropics, describe, error_response
+from mtpserve.server.http.errors import ClientGone, anthropics, describe, error_response, note
 from mtpserve.server.http.rendering import Rendered
 
 T = TypeVar("T")
@@ -124,6 +124,7 @@ class EventStream(Response):
                 if not started:
                     await error_response(error)(scope, receive, send)
                     return
+                note(scope, describe(error)[1])
                 last = self.encoded(self.failed(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
