@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from mtpserve.server.app import create_app
 from mtpserve.text.tokenizer import Tokenizer
+from tests.server.browsing import browser, chromium, demo, opened  # noqa: F401 (fixtures)
 from tests.server.fake_client import FakeClient
 from tests.text import tiny
 

@@ -53,7 +53,7 @@ def test_every_element_that_the_script_and_the_labels_mean_is_there() -> None:
     meant = re.findall(r'(?:\$|say|chart)\("([\w-]+)"', TEXT) + re.findall(r'(?:for|aria-labelledby)="([\w-]+)"', TEXT)
     assert meant and set(meant) <= set(ids)
     inputs = re.findall(r'<(?:textarea|input|select)[^>]*\bid="([\w-]+)"', TEXT)
-    labelled = set(re.findall(r'for="([\w-]+)"', TEXT)) | set(re.findall(r'<label class="check"><input[^>]*id="([\w-]+)"', TEXT))
+    labelled = set(re.findall(r'for="([\w-]+)"', TEXT)) | set(re.findall(r'<label[^>]*><input[^>]*id="([\w-]+)"', TEXT))
     assert set(inputs) == labelled
 
 

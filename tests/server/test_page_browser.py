@@ -1,107 +1,40 @@
 """The page in a real browser, against the real server with the demo model: what a person sees, presses and reads.
 
-MTPSERVE_SCREENSHOTS=1 also writes docs/page-*.png. Skipped where playwright (the extra `browser`) or Chromium is not installed.
-"""
+MTPSERVE_SCREENSHOTS=1 also writes docs/page-*.png."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra `browser` brings it")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+from tests.server.browsing import NARROW, ROOT, TOO_WIDE, WIDE, Open, Running, launched, wait_for
 
-ROOT = Path(__file__).parents[2]
-OPTIONS = ["--model", "demo", "--speculative-algorithm", "MTP+NGRAM", "--port", "0", "--max-total-tokens", "16384"]
-QUIET = ["quic", "background-networking", "component-update", "sync", "gpu"]
-FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
 PROMPT = "import os\n\ndef read_lines(path):"
-WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 375, "height": 800}
-TOO_WIDE = "(each) => each.clientWidth && each.scrollWidth > each.clientWidth + 1"
-Open = Callable[..., Any]
 
 
-class Running:
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
-
-    def stats(self) -> dict[str, Any]:
-        return httpx.get(self.url + "/stats").json()["stats"]
-
-    def engine(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
-
-
-def launched(*options: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", "mtpserve", "launch", *OPTIONS, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"is ready: (http://\S+)", process.stdout.readline())
-            assert found
-            yield Running(process, found[1])
-        finally:
-            process.kill()
+@pytest.fixture
+def server(demo: Running) -> Running:
+    return demo
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    """What it drafts does not depend on how fast this machine is."""
-    yield from launched("--no-speculative-adaptive")
-
-
-@pytest.fixture(scope="module")
-def choosing() -> Iterator[Running]:
+def choosing(browser: Any) -> Iterator[Running]:
     yield from launched()
 
 
 @pytest.fixture
-def mortal() -> Iterator[Running]:
+def mortal(browser: Any) -> Iterator[Running]:
     yield from launched(
         "--speculative-accept-threshold-single", "0.9", "--served-model-name", "organisation/a-long-name-of-a-model-0528-FP8"
     )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as run:
-        browser = run.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def opened(browser: Any) -> Iterator[Open]:
-    """Opens the page; whatever its script throws, or its policy forbids, fails the test at its end."""
-    complaints: list[str] = []
-    pages = []
-
-    def open(running: Running, size: dict[str, int] = WIDE, scheme: str = "light", view: str = "") -> Any:
-        page = browser.new_page(viewport=size, color_scheme=scheme)
-        pages.append(page)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" and "load resource" not in said.text else None)
-        page.goto(f"{running.url}/#{view}")
-        page.wait_for_selector("#status.ready")
-        return page
-
-    yield open
-    for page in pages:
-        page.close()
-    assert not complaints
 
 
 def generate(page: Any, *, tokens: int = 64, temperature: str = "0", prompt: str = PROMPT) -> None:
@@ -114,10 +47,6 @@ def generate(page: Any, *, tokens: int = 64, temperature: str = "0", prompt: str
 
 def classes(page: Any) -> Counter[str]:
     return Counter(page.evaluate("[...document.querySelectorAll('#output .t')].map((each) => each.className)"))
-
-
-def wait_for(text: str, page: Any, selector: str) -> None:
-    page.wait_for_selector(f"{selector}:text-matches({text!r})", timeout=15_000)
 
 
 def test_tokens_come_in_the_colour_of_their_source(server: Running, opened: Open) -> None:
@@ -186,7 +115,7 @@ def test_the_depth_and_what_it_follows_from(choosing: Running, opened: Open, wid
     kinds = {(f"{step['requests']:,}", f"{step['rows']:,}", f"{step['passes']:,}") for step in known["step_times"]}
     assert len(rows) == min(16, len(kinds)) and {tuple(row[:3]) for row in rows} <= kinds
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({TOO_WIDE}).map((each) => each.id || each.className)") == []
+    assert page.evaluate(TOO_WIDE) == []
     httpx.post(choosing.url + "/v1/spec", json={"num_steps": 3})
 
 
@@ -206,7 +135,7 @@ def test_views_by_key_and_by_address(server: Running, opened: Open) -> None:
         assert page.locator("[role=tab][tabindex='0']").count() == 1
         return shown
 
-    assert chosen() == ["talk"]
+    assert page.is_checked("#mode-text") and page.is_visible("#prompt") and page.is_hidden("#message")
     page.locator("#tab-talk").focus()
     for key, name in (("ArrowRight", "watch"), ("ArrowRight", "talk"), ("End", "watch"), ("Home", "talk"), ("ArrowLeft", "watch")):
         page.keyboard.press(key)
@@ -300,11 +229,16 @@ def test_a_loading_server_is_waited_for(server: Running, opened: Open) -> None:
     page.wait_for_selector("#status.ready")
 
 
-def test_rejected_drafts_are_struck_out(server: Running, opened: Open) -> None:
+def test_rejected_drafts_stand_beside_the_text(server: Running, opened: Open) -> None:
     page = opened(server)
-    page.check("#show-rejected")
     generate(page)
-    assert page.locator("#output del").count() > 0
+    text = page.inner_text("#output")
+    assert page.is_hidden("#misses")
+    page.check("#show-rejected")
+    assert page.inner_text("#output") == text and page.locator("#output del").count() == 0
+    marked = page.locator("#output [data-instead]").count()
+    assert marked == page.locator("#misses tbody tr").count() == page.locator("#misses del").count() > 0
+    assert page.locator("#output [data-instead]").first.get_attribute("title").startswith("step ")
 
 
 def test_a_lossy_server_says_so_and_a_dead_one_too(mortal: Running, opened: Open) -> None:
@@ -312,7 +246,7 @@ def test_a_lossy_server_says_so_and_a_dead_one_too(mortal: Running, opened: Open
     assert page.locator("#warnings .banner").all_inner_texts()[0].startswith("LOSSY")
     assert page.inner_text("#positions-empty").startswith("Nothing was verified yet")
     assert page.is_hidden("#positions")
-    page.click("#tab-talk")
+    page.goto(mortal.url + "/#text")
     page.fill("#max-tokens", "1500")
     page.click("#send")
     page.wait_for_selector("#output .t")
@@ -333,7 +267,7 @@ def test_nothing_is_cut_off_at_either_width(choosing: Running, opened: Open, nam
     page.click("#tab-watch")
     wait_for("last 10 s|since start|no drafts yet", page, "#length-note")
     assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
-    assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({TOO_WIDE}).map((each) => each.id || each.className)") == []
+    assert page.evaluate(TOO_WIDE) == []
     if os.environ.get("MTPSERVE_SCREENSHOTS"):
         time.sleep(2)
         page.screenshot(path=ROOT / "docs" / f"page-{name}-{scheme}.png", full_page=True)

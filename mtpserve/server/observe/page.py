@@ -50,6 +50,7 @@ class Stats(Rendered):
     warnings: list[str]
     speculative_steps: int
     context_length: int
+    chat: bool  # it has a chat template
     page_size: int
     stats: EngineStats
     tiers: dict[str, Tier]  # of the prefix cache, below the device
@@ -89,9 +90,12 @@ FILES = Path(__file__).parent / "page"
 
 
 def assembled() -> bytes:
-    """index.html, with the content of each file that it names as {{name}}."""
-    index = (FILES / "index.html").read_text("utf-8")
-    return re.sub(r"\{\{([\w.]+)\}\}", lambda named: (FILES / named[1]).read_text("utf-8"), index).encode()
+    """index.html, with the content of each file that it, or such a file, names as {{name}}."""
+
+    def content(name: str) -> str:
+        return re.sub(r"\{\{([\w.]+)\}\}", lambda named: content(named[1]), (FILES / name).read_text("utf-8"))
+
+    return content("index.html").encode()
 
 
 HTML = assembled()
@@ -140,6 +144,7 @@ async def stats(request: Request) -> Response:
         warnings=warnings(card),
         speculative_steps=card.speculative_steps,
         context_length=card.context_length,
+        chat=service.tokenizer.has_chat_template,
         page_size=card.page_size,
         stats=counted,
         tiers=tiers(counted),

@@ -10,6 +10,7 @@ const called = (source) => DRAFTERS[source] || SOURCES[source] || source;
 const TIERS = { host: "Host memory", disk: "Disk" };
 const whole = (n) => Math.round(n).toLocaleString("en-US");
 const percent = (part, all) => all > 0 ? (100 * part / all).toFixed(0) + " %" : "–";
+let served = null;  // the last answer of /stats
 const sum = (list) => list.reduce((a, b) => a + b, 0);
 
 function make(tag, text, name) {
@@ -24,7 +25,21 @@ function drawn(tag, attributes) {
   return made;
 }
 function say(id, text) { if ($(id).textContent !== text) $(id).textContent = text; }
-
+// Browsers have a clipboard where the page came by HTTPS or from this machine; elsewhere what is selected can be copied.
+async function copy(text, button) {
+  try { await navigator.clipboard.writeText(text); } catch {
+    const field = make("textarea"), dialog = button.closest("dialog") || document.body;
+    field.value = text;
+    dialog.append(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+    button.focus();
+  }
+  const name = button.dataset.name ??= button.textContent;
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = name; }, 1500);
+}
 
 // ------------------------------------------------------------------------------------------------------------ views
 
@@ -38,9 +53,14 @@ function view(name) {
     $(tab.getAttribute("aria-controls")).hidden = !chosen;
   }
 }
+// A model without a chat template continues texts, and does nothing else.
 function route() {
-  const name = location.hash.slice(1);
-  view(TABS.some((tab) => tab.id === "tab-" + name) ? name : "talk");
+  const name = location.hash.slice(1), known = TABS.some((tab) => tab.id === "tab-" + name), text = name === "text" || served?.chat === false;
+  view(known ? name : "talk");
+  $("mode-text").checked = text;
+  $("mode-talk").checked = !text;
+  $("conversation").hidden = text;
+  $("continuation").hidden = !text;
 }
 for (const tab of TABS) {
   tab.addEventListener("click", () => { location.hash = tab.id.replace("tab-", ""); });
