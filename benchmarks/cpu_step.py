@@ -29,7 +29,8 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def engine_of(model: str, backend: str, drafts: int, requests: int, context: int) -> Engine:
-    spec = SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=drafts) if drafts else SpecConfig()
+    fixed = SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=drafts)
+    spec = fixed if drafts else SpecConfig(speculative_algorithm="none")
     cache = CacheConfig(max_total_tokens=requests * context)
     return build_engine(EngineConfig(model=ModelConfig(model=model, attention_backend=backend), cache=cache, spec=spec))
 

@@ -30,9 +30,8 @@ def specs(exact: bool) -> dict[str, SpecConfig]:
         f"k = {k}": SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=k, speculative_exact=exact)
         for k in (1, 3, 7)
     }
-    return (
-        {"plain": SpecConfig(speculative_exact=exact)} | chains | {"tree 2, 2 deep, 4": tree(2, 2, 5), "tree 2, 3 deep, 6": tree(3, 2, 7)}
-    )
+    plain = SpecConfig(speculative_algorithm="none", speculative_exact=exact)
+    return {"plain": plain} | chains | {"tree 2, 2 deep, 4": tree(2, 2, 5), "tree 2, 3 deep, 6": tree(3, 2, 7)}
 
 
 def texts(spec: SpecConfig, asked: list[list[int]], tokens: int, dice: random.Random) -> tuple[list[list[int]], float]:

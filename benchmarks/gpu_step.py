@@ -77,7 +77,7 @@ class Row:
 
 
 def engine_of(directory: Path, arm: dict[str, Any], sizes: Sizes, curve: str | None, token_map: str | None) -> Engine:
-    spec = SpecConfig()
+    spec = SpecConfig(speculative_algorithm="none")
     if arm:
         spec = SpecConfig(
             speculative_algorithm="MTP",

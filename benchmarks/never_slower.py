@@ -48,7 +48,7 @@ def arms(**drafter: str) -> dict[str, SpecConfig]:
     """`drafter`: options of SpecConfig."""
     options: dict[str, Any] = drafter or {"speculative_algorithm": "NEXTN"}
     fixed = {f"k = {k}": SpecConfig(speculative_num_steps=k, speculative_adaptive=False, **options) for k in (1, DEPTH)}
-    return {"plain": SpecConfig(), **fixed, "adaptive": SpecConfig(speculative_num_steps=DEPTH, **options)}
+    return {"plain": SpecConfig(speculative_algorithm="none"), **fixed, "adaptive": SpecConfig(speculative_num_steps=DEPTH, **options)}
 
 
 ARMS = arms()

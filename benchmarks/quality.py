@@ -15,7 +15,7 @@ from mtpserve import LLM, SamplingParams
 
 def score(model: str, dtype: str, quantization: str, texts: list[list[int]]) -> tuple[float, float]:
     """→ mean log-probability of a token, and the share of tokens that are the likeliest."""
-    with LLM(model=model, dtype=dtype, quantization=quantization) as llm:
+    with LLM(model=model, dtype=dtype, quantization=quantization, speculative_algorithm="none") as llm:
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         scored = [entry for done in llm.generate(texts, params) for entry in done.prompt_logprobs or [] if entry is not None]
     return sum(entry.logprob for entry in scored) / len(scored), sum(entry.rank == 1 for entry in scored) / len(scored)

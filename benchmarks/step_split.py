@@ -102,7 +102,8 @@ def time_models(step: Any, times: list[float], clock: Callable[[], float]) -> No
 
 
 def made_engine(directory: Path, dtype: str, drafts: int, requests: int, clock: Callable[[], float]) -> tuple[Any, Times, list[float]]:
-    spec = SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=drafts) if drafts else SpecConfig()
+    fixed = SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=drafts)
+    spec = fixed if drafts else SpecConfig(speculative_algorithm="none")
     cache = CacheConfig(max_total_tokens=max(16384, 1024 * requests))
     scheduler = SchedulerConfig(max_running_requests=requests, chunked_prefill_size=4096)
     engine = build_engine(EngineConfig(model=ModelConfig(model=str(directory), dtype=dtype), cache=cache, spec=spec, scheduler=scheduler))

@@ -6,7 +6,7 @@ import difflib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
@@ -143,8 +143,9 @@ class LLM:
         self.config = fetched(engine_config({"model": model, **options}))
         self.tokenizer = tokenizer_of(self.config.model)
         # Not at the top: it imports torch, and the tokenizer's errors are raised before that.
-        build = import_module("mtpserve.engine.build").build_engine
+        build, as_chosen = import_module("mtpserve.engine.build").build_engine, import_module("mtpserve.engine.drafter").as_chosen
         self.engine: Engine = build(self.config, progress=sys.stderr.isatty())
+        self.config = replace(self.config, spec=as_chosen(self.config.spec, self.engine.card))
         self._ids = itertools.count()
 
     def __enter__(self) -> Self:

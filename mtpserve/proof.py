@@ -28,6 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mtpserve.config import SpecConfig
+from mtpserve.config.spec import NONE
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import MAX_LOGPROBS, GrammarSpec, SamplingParams
@@ -159,10 +161,12 @@ def prove(
     if options.get("speculative_synthetic_acceptance") is not None:
         raise ConfigError("--speculative-synthetic-acceptance accepts by lot: there is nothing to prove about it")
     without = {name: value for name, value in options.items() if not name.startswith("speculative_") or name == "speculative_exact"}
-    if engine_config(options).spec.steps == 0:
-        raise ConfigError("prove compares speculation with plain decoding: --speculative-num-steps must be at least 1")
+    without["speculative_algorithm"] = NONE
+    require_drafts(engine_config(options).spec)
     # At a fixed depth, so that chains are sampled from q and verified by rejection for requests with a seed, too.
     with LLM(**options | {"speculative_adaptive": False}) as drafting:
+        if not drafting.config.spec.steps:
+            raise ConfigError(f"there is nothing to prove. What drafts: {drafting.engine.card.drafting}")
         spec, exact, texts = drafting.config.spec, is_exact(drafting.config), [drafting.tokenizer.encode(text) for text in prompts]
         work = Work(texts, features(drafting, texts[0]), tokens, draws)
         other = work.run(drafting, lambda done: progress("speculative", done, work.size))
@@ -178,6 +182,14 @@ def prove(
     if not (same or spec.lossy or exact or tie is not None):
         excuse(proof, work, options, without, plain, other)
     return proof
+
+
+def require_drafts(spec: SpecConfig) -> None:
+    """As far as the options tell. Raises ConfigError."""
+    if spec.named and not spec.parts:
+        raise ConfigError("prove compares speculation with plain decoding: --speculative-algorithm none leaves nothing to compare")
+    if spec.speculative_num_steps == 0:
+        raise ConfigError("prove compares speculation with plain decoding: --speculative-num-steps must be at least 1, got 0")
 
 
 def compared(work: Work, plain: Results, other: Results, coupled: bool) -> Proof:

@@ -47,7 +47,7 @@ def text(llm: LLM, count: int) -> str:
 
 def test_options_find_their_section(llm: LLM) -> None:
     assert llm.config.cache.page_size == 32
-    assert llm.config.spec.steps == 3
+    assert llm.config.spec.steps == llm.engine.card.speculative_steps == 2, "the engine's own"
     assert llm.sampling(max_tokens=3) == SamplingParams(max_tokens=3, temperature=0.6)
 
 

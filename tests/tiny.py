@@ -136,7 +136,7 @@ def spec_of(drafts: int | SpecConfig) -> SpecConfig:
     """`drafts` is the depth of a chain, or any configuration."""
     if not isinstance(drafts, int):
         return drafts
-    return SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig()
+    return SpecConfig(speculative_algorithm="MTP", speculative_num_steps=drafts) if drafts else SpecConfig(speculative_algorithm="none")
 
 
 def tiny_engine(

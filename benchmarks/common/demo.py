@@ -20,7 +20,7 @@ PROMPT = 128
 
 def engine(drafts: int, dtype: str = "auto", model: str = "demo") -> Engine:
     fixed = SpecConfig(speculative_algorithm="MTP", speculative_adaptive=False, speculative_num_steps=drafts)
-    return engine_of(fixed if drafts else SpecConfig(), dtype, model)
+    return engine_of(fixed if drafts else SpecConfig(speculative_algorithm="none"), dtype, model)
 
 
 def engine_of(spec: SpecConfig, dtype: str = "auto", model: str = "demo") -> Engine:

@@ -212,7 +212,7 @@ def compare(args: argparse.Namespace, model: str, heads: Path) -> None:
         if args.drafters and arm.name not in args.drafters:
             continue
         asked = SpecGrid(arm.shapes(args.depths), [], loads, 128, args.output, args.rounds, 0)
-        made, _ = measure(asked, config_of(asked, {"model": model} | arm.options), None)
+        made, _, _ = measure(asked, config_of(asked, {"model": model} | arm.options), None)
         rows += [Row(arm, temperature, made) for temperature in args.temperatures]
         cells += [{"drafter": arm.name, "parameters": arm.parameters} | as_row(each) for each in made]
         different += [

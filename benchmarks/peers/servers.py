@@ -39,10 +39,14 @@ class Server:
     def line(self, model: Path, port: int, mode: str) -> list[str]:
         """What mtpserve and vLLM both understand has vLLM's names."""
         shared = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEATS), "--served-model-name", "model", "--host", "127.0.0.1"]
-        return [*self.command, str(model), "--port", str(port), *shared, *self.options, *(self.drafting() if mode == "mtp" else [])]
+        drafts = self.drafting() if mode == "mtp" else self.plain()
+        return [*self.command, str(model), "--port", str(port), *shared, *self.options, *drafts]
 
     def drafting(self) -> list[str]:
         return ["--speculative-config", json.dumps(MTP)]
+
+    def plain(self) -> list[str]:
+        return []
 
     def body(self, model: Path, prompt: Prompt, tokens: int) -> dict[str, Any]:
         """A request to /v1/completions: greedy, streamed, of exactly `tokens` tokens."""
@@ -63,6 +67,9 @@ class Mtpserve(Server):
     def drafting(self) -> list[str]:
         """As users get it: three drafts at most, and how many of them pay is chosen while serving."""
         return ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(DRAFTS)]
+
+    def plain(self) -> list[str]:
+        return ["--speculative-algorithm", "none"]
 
 
 class Transformers(Server):

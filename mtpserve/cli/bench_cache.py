@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,14 @@ from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.config.options import check
 from mtpserve.core.errors import ConfigError
 from mtpserve.engine.costs import DISK, PROFILES, DeviceProfile, ModelShape, StepCost
-from mtpserve.spec.simulated import OPTIONS, passes
+from mtpserve.spec.simulated import OPTIONS, named, noted, passes
 
 if TYPE_CHECKING:
     from mtpserve.engine.simulator import Simulated
     from mtpserve.engine.traces import Encode, TraceConversation
+    from mtpserve.models.family import Family
     from mtpserve.text.tokenizer import Tokenizer
+    from mtpserve.weights.hf import HFConfig
 
 # Of the server's options, those that a simulation knows. A --config file may have all.
 KNOWN = (
@@ -96,7 +98,7 @@ def run(arguments: Sequence[str]) -> int:
     for name in ("think_time", "step_overhead_ms"):
         check((value := getattr(chosen, name)) is None or 0 <= value < math.inf, name, value, "at least 0")
     values = given(chosen)
-    config = settings(values).engine
+    config = decided(values, settings(values).engine)
     pools, hosts = read_pools(chosen.pool_tokens, config), read_hosts(chosen.host_gib, config)
     bench = bench_of(chosen, values, config)
     trace = read(chosen.trace, chosen, values, config)
@@ -146,15 +148,32 @@ def read_hosts(given: str | None, config: EngineConfig) -> list[int]:
     return [int(size * (1 << 30)) for size in sizes]
 
 
-def shape_of(config: EngineConfig) -> ModelShape:
+def decided(values: Values, config: EngineConfig) -> EngineConfig:
+    """As a server would, as far as config.json tells."""
+    own = False
+    if "model" in values:
+        from mtpserve.weights.layouts import dummy_layers
+
+        hf_config, family = described(config)
+        own = dummy_layers(hf_config, family.modules or family.uncounted) is not None
+    return replace(config, spec=named(config.spec, own))
+
+
+def described(config: EngineConfig) -> tuple[HFConfig, Family]:
     """From config.json alone. Imports torch, as all families do."""
-    from mtpserve.core.arch import page_groups
     from mtpserve.models.registry import family_of
     from mtpserve.weights.hf import read_config
     from mtpserve.weights.hub import fetched
 
     hf_config = read_config(fetched(config, download=False).model.directory)
-    arch = family_of(hf_config).arch(hf_config, int(passes(config.spec) > 0))
+    return hf_config, family_of(hf_config)
+
+
+def shape_of(config: EngineConfig) -> ModelShape:
+    from mtpserve.core.arch import page_groups
+
+    hf_config, family = described(config)
+    arch = family.arch(hf_config, int(passes(config.spec) > 0))
     if page_groups(arch.layers) != (None,):
         raise ConfigError(f"--model {config.model.model}: some layers see a window, and simulations have none")
     size = {"float32": 4}.get(arch.dtype if config.model.dtype == "auto" else config.model.dtype, 2)
@@ -228,6 +247,7 @@ def as_row(bench: CacheBench, tokens: int, host: int, made: Simulated) -> dict[s
 def notes(values: Values, profile: str, bench: CacheBench) -> list[str]:
     model = bench.config.model.model if "model" in values else "no --model: a dense one of 8 billion parameters"
     made = [f"{model}; {bench.shape.kv_bytes:,} bytes of KV per token; times are a roofline's of {profile}, no measurement"]
+    made.append(noted(bench.config.spec))
     if not ("model" in values or "tokenizer" in values):
         made.append("no tokenizer: in a trace of texts four characters are one token")
     return made

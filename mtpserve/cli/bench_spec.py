@@ -102,8 +102,8 @@ def run(arguments: Sequence[str]) -> int:
     asked, values = asked_of(chosen), given(chosen)
     config = config_of(asked, {name: value for name, value in values.items() if name in KNOWN})
     texts = None if chosen.prompts is None else read_prompts(chosen.prompts)
-    made, notes = measure(asked, config, texts)
-    algorithm = str(config["speculative_algorithm"])
+    made, notes, algorithm = measure(asked, config, texts)
+    config |= {"speculative_algorithm": algorithm}
     show(asked, made, notes, algorithm)
     if chosen.output_file is not None:
         write(chosen.output_file, as_json(asked, made, notes, config))
@@ -140,7 +140,7 @@ def temperatures(given: str) -> list[float]:
 def config_of(asked: SpecGrid, values: Values) -> Values:
     """Options of an engine that can draft in all shapes, for the largest batch."""
     batch, shape = asked.batch, asked.largest
-    made: Values = {"speculative_algorithm": "MTP"} | values | grid.options(shape)
+    made: Values = values | grid.options(shape)
     made |= {"speculative_adaptive": False, "max_running_requests": batch}
     # A prompt's last page is computed by each request: all of them in one step, where that can be.
     made.setdefault("chunked_prefill_size", max(512, batch * (shape.nodes + 10)))
@@ -157,8 +157,8 @@ def longest_of(asked: SpecGrid, config: EngineConfig) -> int:
     return asked.input + asked.output + asked.room(config.cache.page_size, config.scheduler.chunked_prefill_size)
 
 
-def measure(asked: SpecGrid, values: Values, texts: Sequence[str] | None) -> tuple[list[SpecFigures], list[str]]:
-    """→ figures, plain decoding's among them, and what is to be noted."""
+def measure(asked: SpecGrid, values: Values, texts: Sequence[str] | None) -> tuple[list[SpecFigures], list[str], str]:
+    """→ figures, plain decoding's among them, what is to be noted, and what drafts, as --speculative-algorithm names it."""
     from mtpserve.llm import LLM
     from mtpserve.spec.measure import SpecBench
 
@@ -179,7 +179,7 @@ def measure(asked: SpecGrid, values: Values, texts: Sequence[str] | None) -> tup
         made = [
             grid.figures(shape, load, windows[shape, load], windows[PLAIN, load], lots) for load in asked.loads for shape in shapes
         ]  # fmt: skip
-        return made, notes_of(asked, llm, made, clock is not None)
+        return made, notes_of(asked, llm, made, clock is not None), str(llm.engine.card.algorithm)
 
 
 def clock_of(llm: LLM) -> Any:
@@ -307,7 +307,7 @@ def advice(made: Sequence[SpecFigures], load: SpecLoad, algorithm: str) -> str:
     drafted = [each for each in made if each.shape != PLAIN]
     found = grid.best(drafted, load)
     if found is None:
-        return "plain decoding, without --speculative-algorithm: none of these is faster"
+        return "--speculative-algorithm none: plain decoding is faster than all of these"
     return f"{grid.line(algorithm, found.shape)}   ({found.speedup:.2f} times plain decoding)"
 
 

@@ -1,7 +1,6 @@
 """`mtpserve generate "prompt"`: one continuation in the terminal, coloured by where each token came from. The engine runs in this process.
 
-A model with an MTP layer drafts with it, unless `--speculative-num-steps 0` is given. Standard output gets only the text, so that it can
-be piped; the summary goes to standard error.
+Standard output gets only the text, so that it can be piped; the summary goes to standard error.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
     chosen = parser().parse(arguments)
     sampling = sampling_of(chosen)
     prompt = prompt_of(chosen)
-    values = with_drafts(given(chosen))
+    values = given(chosen)
     settings(values)  # conflicting options fail here, before torch is imported
 
     from mtpserve.llm import LLM
@@ -106,19 +105,6 @@ def prompt_of(chosen: Namespace) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise ConfigError("generate needs a prompt, as an argument or on standard input")
     return sys.stdin.read()
-
-
-def with_drafts(values: Values) -> Values:
-    """Drafting is the default here, unlike on a server: this command exists to show it."""
-    if "speculative_algorithm" in values:
-        return values
-    wanted = any(name.startswith("speculative_") for name in values)
-    if not wanted:
-        from mtpserve.engine.inspect import inspect_model
-        from mtpserve.weights.hub import fetched
-
-        wanted = inspect_model(fetched(settings(values).engine)).arch.mtp is not None
-    return {**values, "speculative_algorithm": "MTP"} if wanted else values
 
 
 def paint(prompt: str, steps: Iterable[StreamStep], keep: bool) -> Tally:

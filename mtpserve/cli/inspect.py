@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
-from mtpserve.cli.options import Values, add_options, given, merge, settings
+from mtpserve.cli.options import add_options, given, merge, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS, EngineConfig
 from mtpserve.core.arch import ModelArch
@@ -58,7 +57,9 @@ def run(arguments: Sequence[str]) -> int:
     if chosen.token_map is None and hasattr(chosen, "model"):
         draft, chosen.checkpoint = chosen.checkpoint, None
     values = given(chosen)
-    engine = fetched(settings(values).engine, download=False) if draft is None else with_draft(values, draft)
+    if draft is not None:
+        merge(values, {"speculative_draft_model_path": draft})
+    engine = fetched(settings(values).engine, download=False)
     if chosen.token_map is not None:
         write_token_map(engine, chosen.token_map, chosen.token_map_size, texts, chosen.json)
         return 0
@@ -72,23 +73,6 @@ def run(arguments: Sequence[str]) -> int:
     else:
         show(report, memory_alone=chosen.memory)
     return 0
-
-
-def with_draft(values: Values, draft: str) -> EngineConfig:
-    """With the draft model `draft`, whose algorithm its files tell where the options do not."""
-    from mtpserve.heads.kinds import STANDALONE, algorithm_of
-    from mtpserve.weights.hub import fetched
-
-    told = "speculative_algorithm" in values
-    merge(values, {"speculative_draft_model_path": draft})
-    engine = fetched(settings({"speculative_algorithm": STANDALONE} | values).engine, download=False)
-    assert engine.spec.checkpoint is not None
-    found = None if told else algorithm_of(Path(engine.spec.checkpoint))
-    if found is None and not told:
-        raise ConfigError(
-            f"{draft}: neither config nor tensors tell what kind of draft model this is: name it with --speculative-algorithm"
-        )
-    return engine if told else replace(engine, spec=replace(engine.spec, speculative_algorithm=found))
 
 
 def write_token_map(engine: EngineConfig, out: str, size: int, texts: list[str], as_object: bool) -> None:

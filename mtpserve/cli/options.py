@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from mtpserve.cli.peers import INSTEAD
 from mtpserve.config import ENGINE_SECTIONS, SECTIONS, EngineConfig, ServerConfig
+from mtpserve.config.spec import NONE
 from mtpserve.core.errors import ConfigError
 
 Values = dict[str, object]  # field name → value, for the fields that were given
@@ -146,7 +147,7 @@ def add_options(parser: argparse.ArgumentParser, sections: Sections = SECTIONS, 
             group.add_argument(*flags, dest=option.name, default=argparse.SUPPRESS, help=text, **kind)
     both = parser.add_argument_group("several options at once")
     both.add_argument("--config", metavar="FILE", help="YAML file with the same keys; the command line overrides it")
-    both.add_argument("--speculative-config", metavar="JSON", help=f"an object with {', '.join(SPECULATIVE_KEYS)}")
+    both.add_argument("--speculative-config", metavar="JSON", help=f"an object with {', '.join(SPECULATIVE_KEYS)}; null: none")
 
 
 def given(arguments: argparse.Namespace) -> Values:
@@ -225,7 +226,7 @@ def merge(values: Values, more: Values) -> None:
 
 
 def speculative(value: object, options: Mapping[str, Option]) -> Values:
-    """`{"method": "mtp", "num_speculative_tokens": 3}`, as text or parsed."""
+    """`{"method": "mtp", "num_speculative_tokens": 3}`, as text or parsed. null and {} turn speculation off."""
     if isinstance(value, str):
         import json
 
@@ -233,6 +234,8 @@ def speculative(value: object, options: Mapping[str, Option]) -> Values:
             value = json.loads(value)
         except ValueError as error:
             raise ConfigError(f"--speculative-config is not JSON: {error}") from error
+    if value is None or value == {}:
+        return {"speculative_algorithm": NONE}
     if not isinstance(value, dict):
         raise ConfigError(f"--speculative-config must be a JSON object, got {value!r}")
     for key in value:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpserve.cli.generate import with_drafts
 from mtpserve.cli.options import add_options, given, settings
 from mtpserve.cli.parser import Parser
 from mtpserve.config import ENGINE_SECTIONS
@@ -43,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     for name in ("tokens", "draws"):
         if getattr(chosen, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, got {getattr(chosen, name)}")
-    values = with_drafts(given(chosen))
+    values = given(chosen)
     if "record_steps" in values:
         raise ConfigError("--record-steps is for launch and generate: a proof runs several engines")
     settings(values)  # what the options rule out is said before anything loads

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from mtpserve.config.options import check, option
 from mtpserve.core.drafters import DRAFTERS, SEPARATE
 
-NEED_ALGORITHM = (
+# Without an algorithm they are the default drafter's: an error where there is none.
+NEED_DRAFTER = (
     "speculative_num_steps", "speculative_num_draft_tokens", "speculative_draft_model_path", "speculative_eagle_topk",
     "speculative_token_map", "speculative_synthetic_acceptance", "speculative_disable_by_batch_size",
 )  # fmt: skip
+AUTO, NONE = "auto", "none"  # values of --speculative-algorithm: the model's own MTP layer if it has one; plain decoding
 MAX_ROWS = 56  # a request's nodes, the free drafts included, are bits of one 64-bit number
 
 
@@ -20,13 +22,15 @@ class SpecConfig:
         None,
         "MTP or NEXTN: draft with the checkpoint's own MTP layer; EAGLE: the same, or with the head in --speculative-draft-model-path; "
         "EAGLE3, MEDUSA, DFLASH, STANDALONE: with the head or model there; NGRAM: look up earlier occurrences, needs no model; "
-        "MTP+NGRAM, EAGLE3+NGRAM and so on: both in one tree (default: plain decoding)",
+        "MTP+NGRAM, EAGLE3+NGRAM and so on: both in one tree; none: plain decoding (default: auto: MTP where the checkpoint has an "
+        "MTP layer that can be used, else none)",
         "speculative-algo",
         "spec-method",
     )
     speculative_num_steps: int | None = option(
-        None, "depth of the drafts, 0 to 7 (default: 3)", "num-speculative-tokens", "spec-tokens", "max-draft-len", "spec-draft-n-max"
-    )
+        None, "depth of the drafts, 0 to 7 (default: 3, and no more than MTP layers where each depth has its own)",
+        "num-speculative-tokens", "spec-tokens", "max-draft-len", "spec-draft-n-max",
+    )  # fmt: skip
     speculative_eagle_topk: int | None = option(None, "branches per draft step, 1 to 8; 1 is a chain (default: 1)")
     speculative_num_draft_tokens: int | None = option(
         None, f"rows verified per request, at most {MAX_ROWS}: drafts + 1 (default: num-steps * topk + 1, for a chain always)"
@@ -69,14 +73,17 @@ class SpecConfig:
         topk, most = self.speculative_eagle_topk, self.speculative_disable_by_batch_size
         known = all(part in (*DRAFTERS.entries, "NGRAM") for part in self.parts)
         apart = known and len(self.parts) == (self.drafter is not None) + self.ngram
-        check(apart, "speculative_algorithm", algorithm, f"{', '.join(DRAFTERS.entries)}, NGRAM, or one of them and NGRAM, like MTP+NGRAM")
+        names = f"{AUTO}, {NONE}, {', '.join(DRAFTERS.entries)}, NGRAM, or a draft model and NGRAM, like MTP+NGRAM"
+        check(apart, "speculative_algorithm", algorithm, names)
+        for name in self.asked if self.named and not self.parts else ():
+            check(False, name, getattr(self, name), "left out with --speculative-algorithm none")
         path = self.speculative_draft_model_path
         check(path is not None or self.drafter not in SEPARATE, "speculative_draft_model_path", path, f"the draft model of {algorithm}")
         check(steps is None or 0 <= steps <= 7, "speculative_num_steps", steps, "in [0, 7]")
         check(topk is None or 1 <= topk <= 8, "speculative_eagle_topk", topk, "in [1, 8]")
         check(rows is None or 1 <= rows <= MAX_ROWS, "speculative_num_draft_tokens", rows, f"in [1, {MAX_ROWS}]")
         check(most is None or most >= 1, "speculative_disable_by_batch_size", most, "at least 1")
-        check(topk in (None, 1) or self.drafter is not None, "speculative_eagle_topk", topk, "1 without a draft model")
+        check(topk in (None, 1) or not self.named or self.drafter is not None, "speculative_eagle_topk", topk, "1 without a draft model")
         if rows is not None and topk in (None, 1):
             check(rows <= 8, "speculative_num_draft_tokens", rows, "at most 8 for a chain")
             wanted = rows if steps is None else steps + 1
@@ -85,12 +92,19 @@ class SpecConfig:
             threshold = getattr(self, name)
             check(0 < threshold <= 1, name, threshold, "in (0, 1]")
             check(threshold == 1 or self.speculative_synthetic_acceptance is None, name, threshold, "1 with synthetic acceptance")
-        if algorithm is not None:
+        if self.named:
             tokens = self.speculative_token_map
             check(tokens is None or self.drafter is not None, "speculative_token_map", tokens, "left out without a draft model")
-        else:
-            for name in NEED_ALGORITHM:
-                check(getattr(self, name) is None, name, getattr(self, name), "given together with --speculative-algorithm")
+
+    @property
+    def named(self) -> bool:
+        """What drafts is said, be it nothing; else the model decides, see engine/drafter.py. Until it has, nothing drafts."""
+        return self.speculative_algorithm is not None and self.speculative_algorithm.lower() != AUTO
+
+    @property
+    def asked(self) -> list[str]:
+        """The options that were given and mean something only where something drafts."""
+        return [name for name in NEED_DRAFTER if getattr(self, name) not in (None, 0)]  # no drafts: nobody needs a drafter for that
 
     @property
     def exact(self) -> bool:
@@ -98,8 +112,9 @@ class SpecConfig:
 
     @property
     def parts(self) -> list[str]:  # vLLM's names of MTP begin with the family: deepseek_mtp, mimo_mtp
-        named = (self.speculative_algorithm or "").upper().split("+")
-        return ["MTP" if part.endswith("_MTP") else part for part in named if self.speculative_algorithm is not None]
+        if not self.named or (algorithm := (self.speculative_algorithm or "").upper()) == NONE.upper():
+            return []
+        return ["MTP" if part.endswith("_MTP") else part for part in algorithm.split("+")]
 
     @property
     def drafter(self) -> str | None:
@@ -113,12 +128,19 @@ class SpecConfig:
     @property
     def steps(self) -> int:
         """Depth of the drafts: 0 is plain decoding."""
-        if self.speculative_algorithm is None:
+        if not self.parts:
             return 0
         if self.speculative_num_steps is not None:
             return self.speculative_num_steps
         rows = self.speculative_num_draft_tokens
         return 3 if rows is None or self.topk > 1 else rows - 1
+
+    @property
+    def depth_told(self) -> bool:
+        return self.speculative_num_steps is not None or self.speculative_num_draft_tokens is not None
+
+    def drafting_with(self, algorithm: str) -> SpecConfig:
+        return replace(self, speculative_algorithm=algorithm)
 
     @property
     def checkpoint(self) -> str | None:

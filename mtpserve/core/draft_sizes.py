@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtpserve.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
@@ -58,6 +60,16 @@ class DraftSizes:
     def rows_per_step(self) -> int:
         """Rows of a request that is verified: its last committed token and its drafts."""
         return self.nodes + 1
+
+    def require(self, budget: int, room: int, reserve: int) -> None:
+        """`budget`: rows of a step. `room`: tokens that a request may have, `reserve` those of the pool that are kept for its drafts.
+        Raises ConfigError."""
+        rows = self.rows_per_step
+        if budget < rows:
+            raise ConfigError(f"--chunked-prefill-size must be at least {rows}: one token and {rows - 1} drafts, got {budget}")
+        if room < 2:
+            least = f"at least {reserve + 2}: two tokens and {reserve} kept for drafting"
+            raise ConfigError(f"--max-total-tokens must be {least}, got {room + reserve}")
 
     def reach(self, plain: bool = False) -> int:
         """Tokens after the last committed one that a step may write."""

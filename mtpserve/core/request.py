@@ -108,6 +108,7 @@ class ModelCard:
     tool_call_parser: str | None = None  # the formats that models of its family write, by the names of text/parsers/registry
     reasoning_parser: str | None = None
     algorithm: str | None = None  # of speculation, as --speculative-algorithm names it; None: plain decoding
+    drafting: str = ""  # what drafts, and why, for people
     wanted_context: int = 0  # more than `context_length` where the KV pool does not hold that much
 
 

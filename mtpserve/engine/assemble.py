@@ -120,6 +120,12 @@ def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, dra
     for kind in dict.fromkeys(layers):
         if not attention.supports(kind):
             raise ConfigError(f"--attention-backend {backend} does not support layers of {kind}; reference does")
+    check_windows(layers, drafts)
+
+
+def check_windows(layers: Seq[LayerKind], drafts: DraftSizes) -> None:
+    """Raises ConfigError for a window that is smaller than drafts are deep."""
+    for kind in dict.fromkeys(layers):
         # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these are the positions.
         window = kind.window if isinstance(kind, Attention) else None
         if window is not None and drafts.branching and window <= drafts.depth:

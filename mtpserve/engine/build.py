@@ -20,11 +20,12 @@ from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble, computing
 from mtpserve.engine.below import TierOptions
 from mtpserve.engine.compute import backend_of, described, kernels_of
+from mtpserve.engine.drafter import planned as planned_for
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.fingerprint import facts, fingerprint
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.kv_events import KVEvents
-from mtpserve.engine.planning import Plan, load_model, overlap_of, plan, positions
+from mtpserve.engine.planning import Plan, load_model, overlap_of, positions
 from mtpserve.engine.rank_messages import Order, Reached, Room, Wire
 from mtpserve.engine.ranks import RankProcesses, joined
 from mtpserve.engine.recording import header_of, recorder_of
@@ -179,7 +180,7 @@ def build_rank(config: EngineConfig, wire: Wire[Order], memory: int) -> tuple[Ru
     """In a process of rank 1 and up: what computes its part. `memory`: a descriptor of what ranks may share, or -1. None: rank 0 has given
     up. Raises LoadError and ConfigError."""
     bind(config)
-    processors, planned = load_processors(config.sampling.logits_processors), plan(config)
+    processors, planned = load_processors(config.sampling.logits_processors), planned_for(config)
     wire.send(room_of(planned.memory))
     room = wire.receive()
     if room is None:
@@ -206,7 +207,8 @@ def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool =
 
 def build_with(others: RankProcesses, config: EngineConfig, progress: bool, poison: bool) -> Engine:
     processors = load_processors(config.sampling.logits_processors)
-    planned = plan(config)
+    planned = planned_for(config)
+    log.log(logging.WARNING if planned.left_out else logging.INFO, "drafter: %s", planned.drafting)
     observer = observer_of(config)  # before anything is loaded: its port may be in use
     for what, size in [*planned.memory.rows, ("all", planned.memory.total)]:
         log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
@@ -241,7 +243,8 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         wanted_context=memory.context_length,
         tool_call_parser=family.tool_call_parser,
         reasoning_parser=family.reasoning_parser,
-        algorithm=None if spec.speculative_algorithm is None else spec.speculative_algorithm.upper(),
+        algorithm=(spec.speculative_algorithm or "").upper() if spec.parts else None,
+        drafting=planned.drafting,
     )
     log.info(
         "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, planned.dtype, device, computed,

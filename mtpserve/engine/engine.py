@@ -26,7 +26,6 @@ from time import perf_counter
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
 from mtpserve.config import SchedulerConfig
-from mtpserve.config.options import check
 from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.drafters import MTP
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
@@ -89,11 +88,9 @@ class Engine:
         sizes = runner.sizes
         if not 0 <= want <= sizes.depth:
             raise ConfigError(f"--speculative-num-steps must be in [0, {sizes.depth}], got {want}")
-        budget, rows = config.chunked_prefill_size, sizes.rows_per_step
-        check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}: one token and {rows - 1} drafts")
-        reserve = sizes.lookahead(overlap)
+        budget, reserve = config.chunked_prefill_size, sizes.lookahead(overlap)
         room = pages.capacity(reserve)
-        check(room >= 2, "max_total_tokens", room + reserve, f"at least {reserve + 2}: two tokens and {reserve} kept for drafting")
+        sizes.require(budget, room, reserve)
         self.context_length = min(context_length, room)
         queued = config.max_queued_requests
         capacity = None if queued is None else max_running + queued

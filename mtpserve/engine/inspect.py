@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from mtpserve.config import EngineConfig, SpecConfig
+from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch
 from mtpserve.core.errors import ConfigError, NoRoom
-from mtpserve.engine.planning import DRAFT, Described, describe, empty_model, plan, sources
+from mtpserve.engine.drafter import planned as planned_for
+from mtpserve.engine.planning import DRAFT, Described, describe, empty_model, sources
 from mtpserve.engine.storage import Storage
 from mtpserve.heads.kinds import HEADS, algorithm_of
 from mtpserve.spec.token_map import TokenMap, count_tokens, make_token_map
@@ -45,33 +46,27 @@ class InspectReport:
 
 
 def inspect_model(config: EngineConfig) -> InspectReport:
-    """With the MTP layer if there is one, whether or not speculation was asked for; also of a model that does not fit into this machine.
-    Raises LoadError and ConfigError."""
+    """With the drafter that an engine would have; also of a model that does not fit into this machine. Raises LoadError and ConfigError."""
     if (kind := algorithm_of(config.model.directory)) in HEADS:
         drafts = "name the model that it drafts for with --model, and this directory before it"
         raise ConfigError(f"{config.model.directory} is {HEADS[kind]}, no model: {drafts}")
-    plain = describe(config, want_mtp=False)
     notes = []
-    if config.spec.speculative_algorithm is None and plain.layout is not None and (plain.layout.count == 1 or plain.family.modules):
-        steps = plain.layout.count if plain.family.modules else None
-        config = replace(config, spec=SpecConfig(speculative_algorithm="MTP", speculative_num_steps=steps))
     try:
-        planned = plan(config)
+        planned = planned_for(config, must_fit=False)
     except NoRoom as error:
-        tokens = config.model.context_length or plain.arch.max_positions
+        tokens = config.model.context_length or describe(config, want_mtp=False).arch.max_positions
         notes.append(f"does not fit here: {error}. The memory plan is one for a single request of {tokens:,} tokens")
-        planned = plan(for_one(config, tokens))
-    described, dtype, device, memory = planned.described, planned.dtype, planned.device, planned.memory
-    if not described.arch.drafts:
-        notes.append("no MTP layer: plain decoding only")
+        planned = planned_for(for_one(config, tokens), must_fit=False)
+    described, dtype, device, memory, spec = planned.described, planned.dtype, planned.device, planned.memory, planned.config.spec
+    notes.append(f"drafter: {planned.drafting}")
     pages = f"{memory.counted} pages of {planned.config.cache.page_size} tokens"
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {pages}, "
-                 f"up to {memory.max_running} requests at once, {config.spec.steps} drafts per step")  # fmt: skip
+                 f"up to {memory.max_running} requests at once, {spec.steps} drafts per step")  # fmt: skip
     if (ranks := config.parallel.tensor_parallel_size) > 1:
         notes.append(f"the memory plan is that of each of {ranks} ranks")
     apart = None if described.head is None else str(described.head.checkpoint.directory)
     if described.head is not None:
-        asked = f"--speculative-algorithm {config.spec.speculative_algorithm} --speculative-draft-model-path {config.spec.checkpoint}"
+        asked = f"--speculative-algorithm {spec.speculative_algorithm} --speculative-draft-model-path {spec.checkpoint}"
         notes.append(f"{described.head.arch.kind} fits this model: {asked}")
     if described.dummy:
         notes.append("dummy weights: the tensors are those of the model in memory, there is no checkpoint")

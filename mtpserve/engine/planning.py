@@ -51,6 +51,14 @@ DRAFT = "draft."  # where a draft model of its own is in the whole model
 DRAFTS = (DRAFT, "mtp_head.")
 
 
+class NoMTPLayer(UnsupportedModel):
+    """The model has none, and was to draft with it. `reason` is without the advice."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; plain decoding is --speculative-algorithm none")
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """A checkpoint as far as headers and config tell. `arch.mtp` is None where no MTP layer is to be loaded, and `arch.draft` where no
@@ -95,8 +103,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
     layers = hf_config.get_int("num_hidden_layers", at_least=1)
     layout = dummy_layers(hf_config, family.modules or family.uncounted) if dummy else mtp_layers(checkpoint.tensors, layers)
     if want_mtp and family.mtp_rules is None:
-        name = hf_config.raw("architectures")[0]
-        raise UnsupportedModel(f"{directory}: a {name} has no MTP layer; start without --speculative-algorithm for plain decoding")
+        raise NoMTPLayer(f"{directory}: a {hf_config.raw('architectures')[0]} has no MTP layer")
     nextn, prefix = None, None
     if dummy and want_mtp and config.spec.speculative_draft_model_path is not None:
         raise ConfigError("--speculative-draft-model-path has no use with --load-format dummy: the layer is random too")
@@ -104,7 +111,7 @@ def describe(config: EngineConfig, want_mtp: bool) -> Described:
         nextn = Checkpoint.open(config.spec.speculative_draft_model_path)
         prefix = nextn_prefix(nextn.tensors, layers)
     elif want_mtp and layout is None:
-        raise UnsupportedModel(f"{directory}: {why_no_mtp(hf_config, layers)}; start without --speculative-algorithm for plain decoding")
+        raise NoMTPLayer(f"{directory}: {why_no_mtp(hf_config, layers)}")
     count = mtp_count(config, family, layout if nextn is None else None) if want_mtp else 0
     arch, hot = with_ranks(config, family.arch(hf_config, count)), config.spec.speculative_token_map
     head = head_of(config, arch)
@@ -135,10 +142,17 @@ def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) ->
         if layout is not None and there > 1:
             raise UnsupportedModel(f"{config.model.directory}: {there} MTP layers ({', '.join(layout.prefixes)}); supported: 1")
         return 1
-    if steps > there:
+    if steps > there and config.spec.depth_told:
         have = f"{config.model.directory} has {there} MTP layers, one for each depth"
         raise ConfigError(f"--speculative-num-steps must be at most {there}, got {steps}: {have}")
-    return max(steps, 1)
+    return max(min(steps, there), 1)
+
+
+def deep_as_layers(config: EngineConfig, arch: ModelArch) -> EngineConfig:
+    """No deeper than the model has MTP layers, where each depth has one and nobody asked for a depth."""
+    if arch.mtp is None or not arch.mtp.each_depth or config.spec.depth_told or config.spec.steps <= arch.mtp.layers:
+        return config
+    return replace(config, spec=replace(config.spec, speculative_num_steps=arch.mtp.layers))
 
 
 def drafts_itself(spec: SpecConfig) -> bool:
@@ -165,12 +179,15 @@ class Plan:
     device: torch.device
     storage: Storage
     memory: MemoryPlan  # of one rank
+    drafting: str = ""  # what drafts, and why, for people
+    left_out: bool = False  # there is an MTP layer, and it cannot be used
 
 
 def plan(config: EngineConfig) -> Plan:
-    """The same for each of several ranks. Raises LoadError and ConfigError."""
+    """With the drafter that the options name; where they name none, drafter.py chooses. The same for each of several ranks. Raises
+    LoadError and ConfigError."""
     described = describe(config, want_mtp=drafts_itself(config.spec))
-    config, device = paged(config, described.arch), device_of(config)
+    config, device = deep_as_layers(paged(config, described.arch), described.arch), device_of(config)
     dtype = dtype_of(config, described.arch, device)
     length = config.model.context_length
     if length is not None and length > described.arch.max_positions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from mtpserve.config import EngineConfig
+from mtpserve.config.spec import NONE
 from mtpserve.core.errors import LoadError
 from mtpserve.core.plan import SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols import Launched, ModelRunner
@@ -54,6 +55,7 @@ def config_of(header: Header, model: str | None) -> EngineConfig:
     config = header.config
     return replace(
         config,
+        spec=config.spec if config.spec.named else config.spec.drafting_with(NONE),  # of a version in which nobody else drafted
         model=replace(
             config.model, model=model or config.model.model, device=header.device, dtype=header.dtype, context_length=header.context
         ),

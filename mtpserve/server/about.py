@@ -138,6 +138,7 @@ STATE = [
     ("lossy", bool),
     ("synthetic_acceptance", str | None),
     ("kernels", str),
+    ("drafter", str),
     ("max_total_num_tokens", int),  # that the KV pools hold; as SGLang has it, here and below
     ("internal_states", list[InternalState]),
 ]
@@ -226,10 +227,12 @@ async def model_info(service: Served) -> Response:
 
 
 async def server_info(service: Served) -> Response:
-    """The launch options, those that are secret left out, with the parsers that `auto` has chosen; and how the engine has been doing."""
+    """The launch options, those that are secret left out, with the parsers and the drafter that `auto` has chosen; and how the engine has
+    been doing."""
     card, stats = service.client.card, service.client.stats()
     launched, curve = options(service.engine_config, service.server_config), card.synthetic_acceptance
     launched |= {"tool_call_parser": service.formats.tool_calls or NONE, "reasoning_parser": service.formats.reasoning or NONE}
+    launched["speculative_algorithm"] = card.algorithm  # as in SGLang: null for plain decoding
     launched["served_model_name"] = card.name  # as SGLang has it: the first one
     counted = {name: getattr(stats, name) for name in InternalState.__struct_fields__[2:]}
     pool = stats.pages_total * card.page_size
@@ -237,6 +240,6 @@ async def server_info(service: Served) -> Response:
     state: dict[str, Any] = {"model_path": str(model.directory.absolute()), "tokenizer_path": str(model.tokenizer_directory.absolute())}
     parallel = service.engine_config.parallel
     state |= {"dp_size": parallel.data_parallel_size, "tp_size": parallel.tensor_parallel_size}
-    state |= {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels}
+    state |= {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels, "drafter": card.drafting}
     internal = InternalState(stats.accept_length(), pool, **counted)
     return JSON(ServerInfo(**launched, **state, max_total_num_tokens=pool, internal_states=[internal]))

@@ -12,7 +12,9 @@ from random import Random
 from typing import TypeVar
 
 from mtpserve.config import SpecConfig
+from mtpserve.config.spec import NONE
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.errors import ConfigError
 from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.sequence import Sequence as Request
 from mtpserve.spec.curves import Curve, read_curve
@@ -27,6 +29,20 @@ AFTER_THE_END = 0  # the token that follows a text
 def passes(spec: SpecConfig) -> int:
     """Of a draft model, in each step: n-grams need none."""
     return 0 if spec.drafter is None else spec.steps
+
+
+def named(spec: SpecConfig, own: bool) -> SpecConfig:
+    """With a drafter: the one that is named, or MTP where the model has a layer of its own. Raises ConfigError where options need one and
+    there is none."""
+    if spec.named:
+        return spec
+    if not own and spec.asked:
+        raise ConfigError(f"--{spec.asked[0].replace('_', '-')} needs something that drafts: --speculative-algorithm names it")
+    return spec.drafting_with("MTP" if own else NONE)
+
+
+def noted(spec: SpecConfig) -> str:
+    return f"{'+'.join(spec.parts)} drafts, {spec.steps} deep" if spec.steps else "plain decoding"
 
 
 class Speaker:

@@ -91,7 +91,7 @@ def test_the_plan_and_the_stores_agree(monkeypatch: pytest.MonkeyPatch, tmp_path
         config = EngineConfig(
             model=ModelConfig(dtype="float32", device="cpu", **model), cache=CacheConfig(max_total_tokens=256, kv_cache_dtype=dtype)
         )
-        sizes[dtype] = sum(size for what, size in build.plan(config).memory.rows if "KV" in what or "entries" in what)
+        sizes[dtype] = sum(size for what, size in build.planned_for(config).memory.rows if "KV" in what or "entries" in what)
         build.build_engine(config)
         assert made[-1] == sizes[dtype]
     assert sizes["auto"] > sizes["bfloat16"] > sizes["fp8"] == sizes["fp8_e4m3"]

@@ -79,9 +79,12 @@ def test_host_memory_and_disk_keep_what_the_pool_forgets(trace: str, tmp_path: P
 
 
 def test_a_model_says_what_its_tokens_take(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [row] = results(tmp_path, "--trace", trace, "--pool-tokens", "20000", "--model", "demo")
+    [row] = results(tmp_path, "--trace", trace, "--pool-tokens", "20000", "--model", "demo", "--speculative-algorithm", "none")
     assert row["pool_bytes"] == 20000 * 6 * 576 * 2
-    assert "demo; 6,912 bytes of KV per token" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "demo; 6,912 bytes of KV per token" in shown and "note: plain decoding" in shown
+    [row] = results(tmp_path, "--trace", trace, "--pool-tokens", "20000", "--model", "demo")
+    assert row["pool_bytes"] == 20000 * 7 * 576 * 2 and "note: MTP drafts, 3 deep" in capsys.readouterr().out, "as a server would"
     [row] = results(tmp_path, "--trace", trace, "--pool-tokens", "20000", "--model", "demo", "--speculative-algorithm", "MTP",
                     "--kv-cache-dtype", "fp8")  # fmt: skip
     assert row["pool_bytes"] == 20000 * 7 * 576
@@ -110,6 +113,7 @@ def test_what_is_too_long_is_said(trace: str, capsys: pytest.CaptureFixture[str]
         ([], "--pool-tokens says how many tokens"),
         (["--pool-tokens", "10"], "--pool-tokens must be whole numbers of at least 16"),
         (["--pool-tokens", "1e6"], "--pool-tokens must be whole numbers"),
+        (["--pool-tokens", "2000", "--num-speculative-tokens", "2"], "--speculative-num-steps needs something that drafts"),
         (["--pool-tokens", "20", "--spec-method", "MTP"], "--pool-tokens must be at least"),
         (["--pool-tokens", "2000", "--host-gib", "1,-1"], "--host-gib must be numbers of GiB"),
         (["--pool-tokens", "2000", "--host-gib", "much"], "--host-gib must be numbers of GiB"),

@@ -47,9 +47,7 @@ class FakeLLM:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = SimpleNamespace(arch=SimpleNamespace(mtp=object()))
     monkeypatch.setattr("mtpserve.llm.LLM", FakeLLM)
-    monkeypatch.setitem(sys.modules, "mtpserve.engine.inspect", SimpleNamespace(inspect_model=lambda config: report))  # type: ignore[arg-type]
 
 
 def test_the_text_goes_out_and_the_summary_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,17 +60,10 @@ def test_the_text_goes_out_and_the_summary_to_standard_error(capsys: pytest.Capt
     assert (prompt, sampling.temperature, sampling.max_tokens) == ("prompt", 0, 5)
 
 
-def test_it_drafts_by_default_where_the_model_can() -> None:
-    generate.run(["prompt"])
-    assert FakeLLM.made == {"speculative_algorithm": "MTP"}
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--speculative-num-steps", "0"], ["--speculative-algorithm", "MTP", "--speculative-num-steps", "0"]]
-)
-def test_drafting_can_be_turned_off(arguments: list[str]) -> None:
-    generate.run(["prompt", *arguments])
-    assert FakeLLM.made == {"speculative_algorithm": "MTP", "speculative_num_steps": 0}
+@pytest.mark.parametrize("options", [{}, {"speculative_num_steps": 0}, {"speculative_algorithm": "none"}])
+def test_what_drafts_is_left_to_the_engine(options: dict[str, Any]) -> None:
+    generate.run(["prompt", *(word for name, value in options.items() for word in (f"--{name}", str(value)))])
+    assert FakeLLM.made == options
 
 
 def test_the_models_recommendations_hold_where_nothing_is_said() -> None:

@@ -152,7 +152,9 @@ def test_unique_beginnings_count() -> None:
         (["--port"], ["--port", "expected one argument"]),
         (["--dtype", "bf16"], ["--dtype", "bfloat16", "'bf16'"]),
         (["--mem-fraction-static", "nan"], ["--mem-fraction-static"]),
-        (["--speculative-num-steps", "3"], ["--speculative-num-steps", "--speculative-algorithm"]),
+        (["--speculative-num-steps", "3", "--speculative-algorithm", "none"], ["--speculative-num-steps", "--speculative-algorithm none"]),
+        (["--speculative-config", "null", "--speculative-num-steps", "3"], ["--speculative-num-steps", "--speculative-algorithm none"]),
+        (["--speculative-config", "{}", "--speculative-algorithm", "MTP"], ["twice", "none", "MTP"]),
         (["--speculative-algorithm", "LOOKAHEAD"], ["LOOKAHEAD", "NEXTN"]),
         (["--speculative-algorithm", "MEDUSA"], ["--speculative-draft-model-path must be the draft model of MEDUSA, got None"]),
         (["--speculative-config", '{"method":"draft_model"}'], ["--speculative-draft-model-path must be the draft model of draft_model"]),
@@ -333,3 +335,27 @@ def test_short_spellings_of_vllm() -> None:
         assert launch.parser().parse([flag, "2"]) == launch.parser().parse([f"--{name}", "2"])
     assert parse("-sc", '{"method": "mtp"}').engine.spec.speculative_algorithm == "mtp"
     assert parse("--cuda-graph-max-bs-decode", "8").engine.scheduler.cuda_graph_max_bs == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "parts"),
+    [
+        ([], False, []),
+        (["--speculative-algorithm", "AUTO"], False, []),
+        (["--speculative-algorithm", "None"], True, []),
+        (["--speculative-config", "null"], True, []),
+        (["--speculative-config", "{}"], True, []),
+        (["--speculative-config", '{"num_speculative_tokens": 2}'], False, []),
+        (["--speculative-config", '{"method": "ngram"}'], True, ["NGRAM"]),
+    ],
+)
+def test_speculation_may_be_left_to_the_model_or_turned_off(arguments: list[str], named: bool, parts: list[str]) -> None:
+    spec = parse(*arguments).engine.spec
+    assert (spec.named, spec.parts, spec.steps > 0) == (named, parts, bool(parts))
+
+
+def test_a_config_file_may_turn_speculation_off(tmp_path: Path) -> None:
+    for text in ("speculative-config: null", "speculative-config: {}", "spec: {speculative-algorithm: none}"):
+        assert from_yaml(tmp_path, text).engine.spec.named
+    assert not from_yaml(tmp_path, "speculative-algorithm: null").engine.spec.named
+    assert not from_yaml(tmp_path, "speculative-algorithm: NGRAM", "--speculative-algorithm", "auto").engine.spec.named

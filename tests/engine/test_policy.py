@@ -41,7 +41,7 @@ def run(
     change: Callable[[float], Seq[float]] | None = None,
 ) -> Ran:  # fmt: skip
     """`change`: rates of acceptance by the time."""
-    spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth) if depth else SpecConfig()
+    spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth) if depth else SpecConfig(speculative_algorithm="none")
     device = SimulatedDevice(draft_sizes(spec, BUDGET), rates, seed=1)
     policy = measured(device.sizes, batch, cost) if adaptive else None
     pages, depths = PageGroups([None], [20_000], 16, BUDGET), list[int]()

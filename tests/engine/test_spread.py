@@ -225,6 +225,8 @@ def test_a_model_without_experts_and_one_with_too_few(tmp_path: Path) -> None:
         ("none", 2, "--enable-expert-parallel spreads the experts of a model, and this one has none"),
         ("few", 4, "--data-parallel-size must be at most 2, the model's experts"),
     ):
-        config = config_of(tmp_path / model, SpecConfig(), data_parallel_size=engines, enable_expert_parallel=True)
+        config = config_of(
+            tmp_path / model, SpecConfig(speculative_algorithm="none"), data_parallel_size=engines, enable_expert_parallel=True
+        )
         with pytest.raises(ConfigError, match=error):
             plan(config)

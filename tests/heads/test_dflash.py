@@ -194,7 +194,7 @@ SHAPES: tuple[tuple[int, dict[str, Any]], ...] = ((0, {}), (1, {}), (3, {}), (3,
 @torch.inference_mode()
 def test_text_and_logits(trunk: Tiny, name: str, tmp_path: Path) -> None:
     judge = Judge(trunk, CONFIGS[name], write(tmp_path / "drafter", CONFIGS[name]))
-    plain = texts(engine_of(trunk.directory, SpecConfig()))
+    plain = texts(engine_of(trunk.directory, SpecConfig(speculative_algorithm="none")))
     preemptions = 0
     for steps, shape in SHAPES if name == "DFlash" else SHAPES[-2:] if name == "DFlash2" else SHAPES[-1:]:
         engine = engine_of(trunk.directory, spec_of("DFLASH", tmp_path / "drafter", steps, **shape), tokens=96)
@@ -243,7 +243,7 @@ def test_steps_without_drafts_and_shallower_ones(trunk: Tiny, tmp_path: Path, mo
         return launch(plan)
 
     monkeypatch.setattr(engine.runner, "launch", launched)
-    assert texts(engine) == texts(engine_of(trunk.directory, SpecConfig()))
+    assert texts(engine) == texts(engine_of(trunk.directory, SpecConfig(speculative_algorithm="none")))
     for ids, depth, before, logits in drafts:
         torch.testing.assert_close(logits, judge.logits(ids, depth, before, 3), atol=1e-4, rtol=0)
     assert {each.depth for each in drafts} == {0, 1, 2} and max(late) > 1
@@ -252,10 +252,10 @@ def test_steps_without_drafts_and_shallower_ones(trunk: Tiny, tmp_path: Path, mo
 def test_another_trunk_n_grams_and_int8(tmp_path: Path) -> None:
     trunk = deepseek(tmp_path / "trunk").directory
     write(tmp_path / "drafter", second())
-    plain = texts(engine_of(trunk, SpecConfig()))
+    plain = texts(engine_of(trunk, SpecConfig(speculative_algorithm="none")))
     assert texts(engine_of(trunk, spec_of("DFLASH+NGRAM", tmp_path / "drafter", 3))) == plain
     spec = spec_of("DFLASH", tmp_path / "drafter", 3, speculative_draft_model_quantization="int8", speculative_adaptive=True)
-    assert texts(engine_of(trunk, spec, backend="cpu")) == texts(engine_of(trunk, SpecConfig(), backend="cpu"))
+    assert texts(engine_of(trunk, spec, backend="cpu")) == texts(engine_of(trunk, SpecConfig(speculative_algorithm="none"), backend="cpu"))
 
 
 @pytest.mark.parametrize("shape", [{}, {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}], ids=["chain", "tree"])
@@ -279,7 +279,9 @@ def test_what_is_drawn(trunk: Tiny, tmp_path: Path) -> None:
     """By rejection with the block's q: the law of plain decoding."""
     write(tmp_path / "drafter", second())
     law = partial(first_two, trunk.directory, draws=2000)
-    assert p_value(law(SpecConfig(), seed=0), law(spec_of("DFLASH", tmp_path / "drafter", 2), seed=10**6)) > 1e-4
+    assert (
+        p_value(law(SpecConfig(speculative_algorithm="none"), seed=0), law(spec_of("DFLASH", tmp_path / "drafter", 2), seed=10**6)) > 1e-4
+    )
 
 
 def test_the_proof_holds(trunk: Tiny, tmp_path: Path) -> None:

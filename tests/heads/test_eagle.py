@@ -101,7 +101,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     algorithm, target, of_target, head, of_head = LAYOUTS[request.param]
     directory = tmp_path_factory.mktemp("made")
     tiny = target(directory / "target", **of_target)
-    plain = texts(build_engine(config_of(tiny.directory, SpecConfig())))
+    plain = texts(build_engine(config_of(tiny.directory, SpecConfig(speculative_algorithm="none"))))
     return Made(algorithm, tiny.directory, head(directory / "head", tiny, **of_head), plain)
 
 
@@ -166,7 +166,7 @@ def fitting(tmp_path_factory: pytest.TempPathFactory) -> TinyHead:
 def test_variants(fitting: TinyHead, variant: dict[str, Any]) -> None:
     target = fitting.target.directory
     engine = build_engine(config_of(target, drafted(fitting.directory, **variant), tokens=120), poison=True)
-    plain = texts(build_engine(config_of(target, SpecConfig())))
+    plain = texts(build_engine(config_of(target, SpecConfig(speculative_algorithm="none"))))
     assert texts(engine) == plain and engine.stats.draft_tokens_total > 10
 
 

@@ -81,7 +81,7 @@ def trunk(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @torch.inference_mode()
 def test_text_and_logits(trunk: Tiny, layout: str, tmp_path: Path) -> None:
     tensors = write(tmp_path / "head", layout)
-    plain = texts(engine_of(trunk.directory, SpecConfig()))
+    plain = texts(engine_of(trunk.directory, SpecConfig(speculative_algorithm="none")))
     tree = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
     shapes = ((0, {}), (1, {}), (3, {}), (3, tree)) if layout == "authors" else ((3, {}),)
     for steps, shape in shapes:
@@ -114,10 +114,12 @@ def test_a_tree_of_the_best_tokens(trunk: Tiny, tmp_path: Path) -> None:
 
 def test_beside_n_grams_and_on_cpu_kernels(trunk: Tiny, tmp_path: Path) -> None:
     write(tmp_path / "head", "authors")
-    plain = texts(engine_of(trunk.directory, SpecConfig()))
+    plain = texts(engine_of(trunk.directory, SpecConfig(speculative_algorithm="none")))
     assert texts(engine_of(trunk.directory, spec_of("MEDUSA+NGRAM", tmp_path / "head", 3))) == plain
     spec = spec_of("MEDUSA", tmp_path / "head", 3, speculative_draft_model_quantization="int8", speculative_adaptive=True)
-    assert texts(engine_of(trunk.directory, spec, backend="cpu")) == texts(engine_of(trunk.directory, SpecConfig(), backend="cpu"))
+    assert texts(engine_of(trunk.directory, spec, backend="cpu")) == texts(
+        engine_of(trunk.directory, SpecConfig(speculative_algorithm="none"), backend="cpu")
+    )
 
 
 @pytest.mark.parametrize("shape", [{}, {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}], ids=["chain", "tree"])
@@ -165,7 +167,7 @@ def test_what_is_drawn(trunk: Tiny, tmp_path: Path) -> None:
     """By rejection with each head's own q: the law of plain decoding."""
     write(tmp_path / "head", "authors")
     law = partial(first_two, trunk.directory, draws=2000)
-    assert p_value(law(SpecConfig(), seed=0), law(spec_of("MEDUSA", tmp_path / "head", 2), seed=10**6)) > 1e-4
+    assert p_value(law(SpecConfig(speculative_algorithm="none"), seed=0), law(spec_of("MEDUSA", tmp_path / "head", 2), seed=10**6)) > 1e-4
 
 
 def test_the_proof_holds(trunk: Tiny, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_greedy_text_is_the_targets(pair: tuple[Tiny, Tiny]) -> None:
     """Also of requests that lose their pages and begin again, and of those that find their prompt in the cache."""
     target, drafter = (tiny.directory for tiny in pair)
-    plain = texts(build_engine(config_of(target, SpecConfig())))
+    plain = texts(build_engine(config_of(target, SpecConfig(speculative_algorithm="none"))))
     tree = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
     shapes: tuple[tuple[int, dict[str, Any]], ...] = ((0, {}), (1, {}), (3, {}), (3, tree))
     for steps, shape in shapes:
@@ -151,7 +151,10 @@ def test_its_memory_has_a_row_of_its_own(tmp_path: Path, rounding: str) -> None:
     expected = each * (64 + ahead) + 4 * others + (1 if rounding == "int8" else 4) * matrices
     assert rows["weights, draft model (llama, 2 layers of 48)"] == expected
     engine = build_engine(config)
-    assert texts(engine) == texts(build_engine(config_of(target, SpecConfig()))) and engine.stats.draft_tokens_total > 40
+    assert (
+        texts(engine) == texts(build_engine(config_of(target, SpecConfig(speculative_algorithm="none"))))
+        and engine.stats.draft_tokens_total > 40
+    )
 
 
 @pytest.mark.parametrize("make", [nemotron_h, qwen3_next, deepseek_v4])
@@ -181,7 +184,7 @@ def test_paddings_of_one_vocabulary_may_differ(tmp_path: Path, vocab: int, draft
         llama(tmp_path / name, vocab_size=24)
         write_tokenizer(tmp_path / name)
         llama(tmp_path / name, vocab_size=size)
-    plain = texts(build_engine(config_of(tmp_path / "target", SpecConfig())))
+    plain = texts(build_engine(config_of(tmp_path / "target", SpecConfig(speculative_algorithm="none"))))
     for options in ({}, {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}):
         engine = build_engine(config_of(tmp_path / "target", drafted(tmp_path / "drafter", **options)), poison=True)
         assert texts(engine) == plain and engine.stats.draft_tokens_total > 40

@@ -46,7 +46,7 @@ def generated(**options: Any) -> Completion:
 
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
-    return generated().tokens
+    return generated(speculative_algorithm="none").tokens
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)

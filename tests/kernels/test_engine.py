@@ -122,7 +122,7 @@ def test_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: b
         return model
 
     monkeypatch.setattr(build, "load_model", load)
-    for backend, quantization, spec in (("reference", "none", SpecConfig()), ("triton", "fp8", CHAIN)):
+    for backend, quantization, spec in (("reference", "none", SpecConfig(speculative_algorithm="none")), ("triton", "fp8", CHAIN)):
         model = ModelConfig(model=str(tmp_path), dtype="float32", attention_backend=backend, quantization=quantization, context_length=40)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=256), spec=spec), poison=True)
         texts.append(run(engine, [[4, 11, 7], [20]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)))
@@ -144,7 +144,7 @@ def test_weights_with_scales_by_row(tmp_path: Path, layout: str) -> None:
     directory = str(write(tmp_path / "quantised", tiny.config | {"quantization_config": config}, quantised))
     texts = []
     kept = "fp8" if layout.startswith("float8") else "int4"
-    for backend, quantization, spec in (("reference", "none", SpecConfig()), ("triton", kept, CHAIN)):
+    for backend, quantization, spec in (("reference", "none", SpecConfig(speculative_algorithm="none")), ("triton", kept, CHAIN)):
         model = ModelConfig(model=directory, dtype="float32", attention_backend=backend, quantization=quantization, context_length=90)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec), poison=True)
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -205,7 +205,10 @@ def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make, stored: str) 
     # Texts that repeat themselves, so that n-grams are drafted, too.
     asked = [[token % 5 + i for token in range(n)] for i, n in enumerate((9, 17, 30, 1, 12, 21))]
     sampling = [SamplingParams(max_tokens=24, temperature=0.6 * (i % 2), seed=i, ignore_eos=True) for i in range(len(asked))]
-    plain = [run(engine_of(tiny, SpecConfig(), 400, 64, stored), [ids], one)[0] for ids, one in zip(asked, sampling, strict=True)]
+    plain = [
+        run(engine_of(tiny, SpecConfig(speculative_algorithm="none"), 400, 64, stored), [ids], one)[0]
+        for ids, one in zip(asked, sampling, strict=True)
+    ]
     for shape in SHAPES if tiny.mtp is not None else SHAPES[-1:]:
         # A small pool preempts, and its budget cuts prompts; one shape has a large one, too.
         for tokens, budget in ((110, 14), (400, 64)) if shape is SHAPES[1] or tiny.mtp is None else ((110, 14),):
@@ -233,7 +236,7 @@ def engine_of(tiny: Tiny, spec: SpecConfig, tokens: int, budget: int, stored: st
 def test_a_family_without_an_mtp_layer_says_so(tmp_path: Path, make: Make) -> None:
     name = make(tmp_path).config["architectures"][0]
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=SpecConfig(speculative_algorithm="NEXTN"))
-    with pytest.raises(UnsupportedModel, match=f"a {name} has no MTP layer; start without --speculative-algorithm"):
+    with pytest.raises(UnsupportedModel, match=f"a {name} has no MTP layer; plain decoding is --speculative-algorithm none"):
         describe(config, want_mtp=True)
 
 

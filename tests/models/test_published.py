@@ -238,7 +238,7 @@ def test_every_tensor_has_its_place(tmp_path: Path, published: Published) -> Non
     trunk, mtp = tensors(published)
     write(tmp_path, published.config, trunk | mtp)
     for want_mtp in [False] + [True] * (published.mtp is not None):
-        spec = SpecConfig(speculative_algorithm="MTP") if want_mtp else SpecConfig()
+        spec = SpecConfig(speculative_algorithm="MTP") if want_mtp else SpecConfig(speculative_algorithm="none")
         described = describe(EngineConfig(model=ModelConfig(model=str(tmp_path)), spec=spec), want_mtp)
         assert (described.layout is not None) == (published.mtp is not None)
         model = empty_model(described, torch.bfloat16, 64, Storage(False, torch.bfloat16))

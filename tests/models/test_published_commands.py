@@ -121,7 +121,7 @@ def test_a_small_one_with_random_weights(tmp_path: Path, name: str) -> None:
     source = "NGRAM" if published.mtp is None else "MTP"
     texts: list[list[int]] = []
     drafts = []
-    for spec in (SpecConfig(), SpecConfig(speculative_algorithm=source, speculative_num_steps=2)):
+    for spec in (SpecConfig(speculative_algorithm="none"), SpecConfig(speculative_algorithm=source, speculative_num_steps=2)):
         engine = build_engine(EngineConfig(model=model, cache=pool, spec=spec), poison=True)
         family = FAMILIES.get(published.config["architectures"][0])
         assert (engine.card.tool_call_parser, engine.card.reasoning_parser) == (family.tool_call_parser, family.reasoning_parser)

@@ -47,7 +47,7 @@ TREE = SpecConfig(
     speculative_num_draft_tokens=4,
     speculative_adaptive=False,
 )
-PLAIN = SpecConfig()
+PLAIN = SpecConfig(speculative_algorithm="none")
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 24}
 # The family, its config, the ranks, what drafts. The vocabulary of 24 tokens, or 26, is shared by 4.
 CASES: dict[str, tuple[Make, dict[str, Any], int, SpecConfig]] = {

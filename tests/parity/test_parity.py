@@ -27,7 +27,7 @@ from tests.parity import table
 from tests.parity.table import Alternatings, Halving, greedy_text, joint, run, table_engine
 
 DRAWS, BATCH = 16_000, 1000
-PLAIN = SpecConfig()
+PLAIN = SpecConfig(speculative_algorithm="none")
 
 
 def chain(steps: int) -> SpecConfig:

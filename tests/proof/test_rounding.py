@@ -13,7 +13,7 @@ from mtpserve.engine.planning import plan
 from mtpserve.llm import LLM
 from mtpserve.rounding import Rounding, Share, chance_of, gap_error, prefers_another, rounding_of, scores
 
-SMALL = {"model": "demo", "max_total_tokens": 8192, "max_running_requests": 32}
+SMALL = {"model": "demo", "speculative_algorithm": "none", "max_total_tokens": 8192, "max_running_requests": 32}
 
 
 def score(*top: tuple[int, float]) -> TokenLogprob:

@@ -29,7 +29,9 @@ BODIES = (
 )  # fmt: skip
 PROMPTS = tuple(head + body for head in HEADS for body in BODIES)
 
-PLAIN: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_total_tokens": 4096, "max_running_requests": BATCH}
+PLAIN: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "max_total_tokens": 4096, "max_running_requests": BATCH, "speculative_algorithm": "none",
+}  # fmt: skip
 CHAIN = PLAIN | {"speculative_algorithm": "MTP", "speculative_adaptive": False, "speculative_num_steps": 3}
 TREE = PLAIN | {
     "speculative_algorithm": "MTP", "speculative_adaptive": False, "speculative_num_steps": 4, "speculative_eagle_topk": 2,

@@ -23,7 +23,7 @@ from mtpserve.runtime.sampling import Asked
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
-PLAIN, CHAIN = SpecConfig(), SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
+PLAIN, CHAIN = SpecConfig(speculative_algorithm="none"), SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=8)
 LOSSY = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_accept_threshold_single=0.5)
 KINDS = pytest.mark.parametrize("spec", [PLAIN, CHAIN, TREE, LOSSY], ids=["plain", "chain", "tree", "lossy"])

@@ -12,7 +12,7 @@ from mtpserve.core.sampling import SamplingParams, Speculation
 from tests.runtime.recorders import Again, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
-PLAIN, CHAIN = SpecConfig(), SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
+PLAIN, CHAIN = SpecConfig(speculative_algorithm="none"), SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=8)
 MIXED = SpecConfig(speculative_algorithm="MTP+NGRAM", speculative_num_steps=2)
 KINDS = pytest.mark.parametrize("spec", [PLAIN, CHAIN, TREE, MIXED], ids=["plain", "chain", "tree", "mixed"])

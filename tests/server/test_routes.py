@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from mtpserve.config import EngineConfig, ServerConfig, SpecConfig
+from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.server.app import ROUTES, create_app
 from mtpserve.server.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
@@ -191,8 +191,8 @@ def test_native_scores_of_a_prompt_alone(http: httpx.AsyncClient, tokenizer: Tok
 
 
 def test_what_the_server_says_of_itself(client: FakeClient, tokenizer: Tokenizer) -> None:
-    config = EngineConfig(spec=SpecConfig(speculative_algorithm="MTP"))
-    client.card = replace(client.card, lossy=True, synthetic_acceptance="glm")
+    config = EngineConfig()
+    client.card = replace(client.card, lossy=True, synthetic_acceptance="glm", algorithm="MTP", drafting="MTP, 3 deep: why")
     app = create_app(client, tokenizer, config, ServerConfig(port=1234))
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
     for path in ("/ready", "/ping", "/health_generate"):
@@ -201,7 +201,7 @@ def test_what_the_server_says_of_itself(client: FakeClient, tokenizer: Tokenizer
     for path in ("/server_info", "/get_server_info"):
         said = send(http, "GET", path).json()
         assert (said["speculative_algorithm"], said["port"], said["model"]) == ("MTP", 1234, "demo")
-        assert (said["lossy"], said["synthetic_acceptance"]) == (True, "glm")
+        assert (said["lossy"], said["synthetic_acceptance"], said["drafter"]) == (True, "glm", "MTP, 3 deep: why")
     # The trial's one verification committed a token, none of them a draft.
     assert said["internal_states"][0]["avg_spec_accept_length"] == 1.0
     for path in ("/model_info", "/get_model_info"):

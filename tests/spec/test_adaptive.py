@@ -84,7 +84,7 @@ def test_some_drafts_were_accepted_and_some_were_not_made() -> None:
     assert drafts[0] > drafts[1] > drafts[2] > 0
 
 
-@pytest.mark.parametrize(("spec", "adapts"), [(CHAIN, True), (KINDS["both"], True), (SpecConfig(), False)])
+@pytest.mark.parametrize(("spec", "adapts"), [(CHAIN, True), (KINDS["both"], True), (SpecConfig(speculative_algorithm="none"), False)])
 def test_by_default_depths_are_chosen(spec: SpecConfig, adapts: bool) -> None:
     assert spec.adaptive is adapts
 

@@ -60,7 +60,7 @@ def test_nodes_that_differ() -> None:
 
 def test_what_differs_is_said_in_words() -> None:
     """A prefill node that was started without the draft layer would send pages without its part."""
-    nodes = [EngineConfig(spec=spec) for spec in (SpecConfig(speculative_algorithm="NEXTN"), SpecConfig())]
+    nodes = [EngineConfig(spec=spec) for spec in (SpecConfig(speculative_algorithm="NEXTN"), SpecConfig(speculative_algorithm="none"))]
     nodes += [replace(nodes[0], cache=CacheConfig(page_size=32)), replace(nodes[0], model=ModelConfig(dtype="float16"))]
     first, *others = [known_facts(config, plan(config)) for config in nodes]
     assert differing(first, dict(first)) is None

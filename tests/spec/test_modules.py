@@ -128,7 +128,8 @@ def test_only_layers_that_are_drafted_with_are_loaded(tmp_path: Path, make: Make
 @each_kind
 def test_inspect_counts_all_of_them(tmp_path: Path, make: Make) -> None:
     tiny = make(tmp_path)
-    report = inspect_model(EngineConfig(model=ModelConfig(model=str(tmp_path), device="cpu")))
+    spec = SpecConfig(speculative_num_steps=MODULES)
+    report = inspect_model(EngineConfig(model=ModelConfig(model=str(tmp_path), device="cpu"), spec=spec))
     assert report.arch.summary.endswith(f"{MODULES} MTP layers")
     [numbers] = [row[1] for row in report.weights if row[0] == "MTP layer"]
     own = ("model.mtp.", *(f"model.layers.{tiny.config['num_hidden_layers'] + k}." for k in range(MODULES)))

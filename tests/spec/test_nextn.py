@@ -129,13 +129,13 @@ def test_a_directory_without_the_layer_is_no_nextn(tiny: Tiny, trunk_only: Path,
 
 
 def test_speculation_without_a_layer_is_refused(trunk_only: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"no MTP layer.*without --speculative-algorithm"):
+    with pytest.raises(UnsupportedModel, match=r"no MTP layer.*plain decoding is --speculative-algorithm none"):
         generate(trunk_only, nextn())
 
 
 def test_plain_decoding_needs_no_layer_and_leaves_one_alone(tiny: Tiny, bundled: Heard, trunk_only: Path) -> None:
-    plain = generate(tiny.directory, SpecConfig())
-    assert plain == generate(trunk_only, SpecConfig())
+    plain = generate(tiny.directory, SpecConfig(speculative_algorithm="none"))
+    assert plain == generate(trunk_only, SpecConfig(speculative_algorithm="none"))
     assert all(len(event[0]) == 1 and not event[2] for events in plain.values() for event in events)
     assert tokens(plain, "0") == tokens(bundled, "0"), "greedy text does not depend on drafts"
 
@@ -144,7 +144,7 @@ def test_mimo_too(tmp_path: Path) -> None:
     whole = mimo(tmp_path / "whole")
     rest = {name: tensor for name, tensor in whole.tensors.items() if not name.startswith(whole.prefix)}
     trunk = write(tmp_path / "trunk", whole.config, rest)
-    assert generate(whole.directory, SpecConfig()) == generate(trunk, SpecConfig())
-    assert tokens(generate(whole.directory, nextn()), "0") == tokens(generate(trunk, SpecConfig()), "0")
+    assert generate(whole.directory, SpecConfig(speculative_algorithm="none")) == generate(trunk, SpecConfig(speculative_algorithm="none"))
+    assert tokens(generate(whole.directory, nextn()), "0") == tokens(generate(trunk, SpecConfig(speculative_algorithm="none")), "0")
     with pytest.raises(UnsupportedModel, match="no MTP layer"):
         generate(trunk, nextn())

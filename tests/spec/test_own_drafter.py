@@ -104,5 +104,5 @@ def test_requests_draft_no_deeper_than_they_ask(target: str) -> None:
 
 
 def test_its_name_is_known_as_long_as_it_is_registered() -> None:
-    with pytest.raises(ConfigError, match=r"must be MTP, NEXTN, EAGLE, .*, NGRAM, or one of them and NGRAM, .* got 'OWN'"):
+    with pytest.raises(ConfigError, match=r"must be auto, none, MTP, NEXTN, EAGLE, .*, NGRAM, or a draft model and NGRAM, .* got 'OWN'"):
         SpecConfig(speculative_algorithm="OWN")

@@ -139,7 +139,7 @@ def test_the_memory_plan_counts_the_copy(tmp_path: Path) -> None:
 
 
 def test_a_map_needs_an_mtp_layer(tmp_path: Path) -> None:
-    for algorithm, wanted in ((None, "given together with"), ("NGRAM", "left out without a draft model")):
+    for algorithm, wanted in (("none", "left out with --speculative-algorithm none"), ("NGRAM", "left out without a draft model")):
         with pytest.raises(ConfigError, match=f"speculative-token-map must be {wanted}"):
             SpecConfig(speculative_algorithm=algorithm, speculative_token_map="x.json")
 

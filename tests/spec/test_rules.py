@@ -54,7 +54,7 @@ SCHEMAS = [
     {"enum": ["yes", "no"]},
 ]  # fmt: skip
 SHAPES = {
-    "plain": {},
+    "plain": {"speculative_algorithm": "none"},
     "chain": {"speculative_algorithm": "MTP"},
     "tree": {"speculative_algorithm": "MTP", "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 10},
     "both": {"speculative_algorithm": "MTP+NGRAM"},

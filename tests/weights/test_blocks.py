@@ -92,8 +92,8 @@ def test_greedy_text_is_the_same_with_and_without_drafts(tmp_path: Path, part: P
     asked = [torch.randint(24, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (3, 20, 8)]
     params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     trees = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2, speculative_eagle_topk=2, speculative_num_draft_tokens=5)
-    wanted = run(build_engine(config(tiny, "none", SpecConfig()), poison=True), asked, params)
-    for spec in (SpecConfig(), MTP, trees):
+    wanted = run(build_engine(config(tiny, "none", SpecConfig(speculative_algorithm="none")), poison=True), asked, params)
+    for spec in (SpecConfig(speculative_algorithm="none"), MTP, trees):
         assert run(build_engine(config(tiny, "fp8", spec), poison=True), asked, params) == wanted
 
 

@@ -82,7 +82,7 @@ def test_an_engine_without_a_checkpoint_or_a_tokenizer(bare: Path, caplog: pytes
     assert "DUMMY WEIGHTS" in caplog.text
 
 
-@pytest.mark.parametrize("spec", [MTP, SpecConfig()], ids=["mtp", "plain"])
+@pytest.mark.parametrize("spec", [MTP, SpecConfig(speculative_algorithm="none")], ids=["mtp", "plain"])
 def test_the_memory_plan_is_nearly_that_of_the_real_checkpoint(bare: Path, spec: SpecConfig) -> None:
     real = dict(plan(EngineConfig(model=ModelConfig(dtype="float32"), cache=POOL, spec=spec)).memory.rows)
     dummy = dict(plan(configured(bare, spec)).memory.rows)
@@ -109,7 +109,7 @@ def test_the_config_says_whether_there_is_an_mtp_layer(bare: Path) -> None:
     (bare / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     with pytest.raises(UnsupportedModel, match="no MTP layer"):
         describe(configured(bare), want_mtp=True)
-    assert describe(configured(bare, SpecConfig()), want_mtp=False).arch.mtp is None
+    assert describe(configured(bare, SpecConfig(speculative_algorithm="none")), want_mtp=False).arch.mtp is None
 
 
 def test_what_it_cannot_go_with(bare: Path) -> None:

@@ -1,0 +1,196 @@
+"""What drafts where the options name nothing: the checkpoint's own MTP layer, if it has one that can be used."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpserve.config import CacheConfig, DisaggregationConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpecConfig
+from mtpserve.core.errors import ConfigError, LoadError, NoRoom
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine import drafter
+from mtpserve.engine.build import build_engine
+from mtpserve.engine.drafter import planned
+from mtpserve.engine.inspect import inspect_model
+from mtpserve.engine.planning import Plan, drafts_itself
+from tests.models.checkpoints import Tiny, deepseek, llama, mimo, write, write_nextn
+from tests.models.test_families import WITH_MTP, Make
+
+OFF = "none"
+
+
+def config_of(
+    directory: Path, budget: int = 64, load_format: str = "auto", role: str = "null", ranks: int = 1, **spec: Any
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(directory), device="cpu", dtype="float32", load_format=load_format),
+        cache=CacheConfig(page_size=5, max_total_tokens=400),
+        spec=SpecConfig(**spec),
+        scheduler=SchedulerConfig(chunked_prefill_size=budget, max_running_requests=4),
+        parallel=ParallelConfig(tensor_parallel_size=ranks),
+        disaggregation=DisaggregationConfig(disaggregation_mode=role),
+    )
+
+
+def text(config: EngineConfig) -> list[int]:
+    engine = build_engine(config, poison=True)
+    engine.add(Request("0", [3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)))
+    found: list[int] = []
+    while engine.has_work:
+        found += [token for event in engine.step() for token in event.tokens]
+    assert (engine.stats.draft_tokens_total > 0) == (engine.card.algorithm is not None)
+    return found
+
+
+def trunk_of(tiny: Tiny, directory: Path) -> Path:
+    return write(directory, tiny.config, {name: tensor for name, tensor in tiny.tensors.items() if not name.startswith(tiny.prefix)})
+
+
+@pytest.mark.parametrize("make", [deepseek, mimo])
+def test_an_mtp_layer_drafts_and_one_line_says_why(tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = make(tmp_path / "model")
+    trunk = trunk_of(tiny, tmp_path / "trunk")
+    texts = []
+    for directory, spec, algorithm, why in (
+        (
+            tiny.directory,
+            {},
+            "MTP",
+            "MTP, 3 deep: the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says",
+        ),
+        (tiny.directory, {"speculative_algorithm": "auto"}, "MTP", "MTP, 3 deep: the checkpoint's own MTP layer"),
+        (tiny.directory, {"speculative_num_steps": 2}, "MTP", "MTP, 2 deep: the checkpoint's own MTP layer"),
+        (tiny.directory, {"speculative_algorithm": OFF}, None, "none, plain decoding: as --speculative-algorithm says"),
+        (tiny.directory, {"speculative_algorithm": "nextn"}, "NEXTN", "NEXTN, 3 deep: as --speculative-algorithm says"),
+        (trunk, {}, None, f"none, plain decoding: {trunk}: the checkpoint has no MTP layer: its config says num_nextn_predict_layers = 1"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            engine = build_engine(config_of(directory, **spec))
+        [line] = [record for record in caplog.records if record.getMessage().startswith("drafter: ")]
+        assert line.getMessage().removeprefix("drafter: ").startswith(why) and line.levelno == logging.INFO
+        assert engine.card.algorithm == algorithm and f"drafter: {engine.card.drafting}" == line.getMessage()
+        texts.append(text(config_of(directory, **spec)))
+        noted = inspect_model(config_of(directory, **spec)).notes
+        assert line.getMessage() in noted, "inspect's plan is an engine's"
+    assert all(each == texts[0] for each in texts)
+
+
+def test_a_family_without_one_is_plain(tmp_path: Path) -> None:
+    made = planned(config_of(llama(tmp_path).directory))
+    assert made.drafting == f"none, plain decoding: {tmp_path}: a LlamaForCausalLM has no MTP layer" and not made.left_out
+    assert made.config.spec.named and made.config.spec.steps == 0
+    with pytest.raises(ConfigError, match=r"--speculative-num-steps 2 needs something that drafts, and .* a LlamaForCausalLM has no MTP"):
+        planned(config_of(tmp_path, speculative_num_steps=2))
+    assert planned(config_of(tmp_path, speculative_num_steps=0)).config.spec.steps == 0, "no drafts are what it gives"
+
+
+@pytest.mark.parametrize("make", WITH_MTP)
+def test_each_family_drafts(tmp_path: Path, make: Make) -> None:
+    """What is looked at before the weights are finds nothing wrong with a good checkpoint."""
+    made = planned(config_of(make(tmp_path).directory))
+    layers = made.described.arch.mtp
+    assert layers is not None and drafts_itself(made.config.spec) and not made.left_out
+    assert made.config.spec.steps == (min(3, layers.layers) if layers.each_depth else 3)
+
+
+def test_of_random_weights_too(tmp_path: Path) -> None:
+    assert planned(config_of(deepseek(tmp_path).directory, load_format="dummy")).config.spec.parts == ["MTP"]
+
+
+def lacking(tiny: Tiny, tmp_path: Path) -> EngineConfig:
+    rest = {name: tensor for name, tensor in tiny.tensors.items() if name != tiny.prefix + "hnorm.weight"}
+    return config_of(write(tmp_path / "other", tiny.config, rest))
+
+
+def misshapen(tiny: Tiny, tmp_path: Path) -> EngineConfig:
+    wrong = {tiny.prefix + "eh_proj.weight": torch.zeros(3, 5)}
+    return config_of(write(tmp_path / "other", tiny.config, tiny.tensors | wrong))
+
+
+def unscaled(tiny: Tiny, tmp_path: Path) -> EngineConfig:
+    """In float8 without its scales."""
+    name = tiny.prefix + "eh_proj.weight"
+    return config_of(write(tmp_path / "other", tiny.config, tiny.tensors | {name: tiny.tensors[name].to(torch.float8_e4m3fn)}))
+
+
+def twice(tiny: Tiny, tmp_path: Path) -> EngineConfig:
+    second = tiny.prefix.replace("3", "4")
+    also = {
+        second + name.removeprefix(tiny.prefix): tensor.clone() for name, tensor in tiny.tensors.items() if name.startswith(tiny.prefix)
+    }
+    return config_of(write(tmp_path / "other", tiny.config, tiny.tensors | also))
+
+
+def few_rows(tiny: Tiny, tmp_path: Path) -> EngineConfig:
+    return config_of(tiny.directory, budget=2)
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (lacking, r"missing model\.layers\.3\.hnorm\.weight"),
+        (misshapen, r"eh_proj\.weight has shape \[3, 5\]"),
+        (unscaled, "eh_proj.weight is stored as F8_E4M3, but its scales"),
+        (twice, r"2 MTP layers .*supported: 1"),
+        (few_rows, "--chunked-prefill-size must be at least 4"),
+    ],
+)
+def test_one_that_cannot_be_used_is_warned_of(tmp_path: Path, broken: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = deepseek(tmp_path / "whole")
+    config = broken(tiny, tmp_path)
+    assert text(config) == text(config_of(tiny.directory, speculative_algorithm=OFF))
+    [line] = [record for record in caplog.records if record.levelno == logging.WARNING and "drafter: " in record.getMessage()]
+    assert line.getMessage().startswith("drafter: none, plain decoding: there is an MTP layer, but it cannot be used: ")
+    with pytest.raises((LoadError, ConfigError), match=why) as error:
+        build_engine(replace(config, spec=SpecConfig(speculative_algorithm="MTP")))
+    assert str(error.value) in line.getMessage()
+    with pytest.raises((LoadError, ConfigError)):
+        build_engine(replace(config, spec=SpecConfig(speculative_eagle_topk=2)))
+
+
+def test_an_error_of_the_trunk_is_one(tmp_path: Path) -> None:
+    tiny = deepseek(tmp_path / "whole")
+    rest = {name: tensor for name, tensor in tiny.tensors.items() if name != "model.layers.1.input_layernorm.weight"}
+    with pytest.raises(LoadError, match=r"missing model\.layers\.1\.input_layernorm\.weight"):
+        build_engine(config_of(write(tmp_path / "other", tiny.config, rest)))
+
+
+def test_no_memory_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, real = deepseek(tmp_path), drafter.plan
+
+    def plan(config: EngineConfig) -> Plan:
+        if config.spec.steps:
+            raise NoRoom("no memory is left for the KV pool")
+        return real(config)
+
+    monkeypatch.setattr(drafter, "plan", plan)
+    made = planned(config_of(tiny.directory))
+    assert made.left_out and made.drafting.endswith("it cannot be used: no memory is left for the KV pool")
+    for together in (config_of(tiny.directory, ranks=2), config_of(tiny.directory, role="prefill")):
+        with pytest.raises(NoRoom, match="the KV pool; --speculative-algorithm none leaves the MTP layer out"):
+            planned(together)
+
+
+def test_a_draft_model_tells_what_it_is(tmp_path: Path) -> None:
+    tiny = deepseek(tmp_path / "whole")
+    trunk, apart = trunk_of(tiny, tmp_path / "trunk"), write_nextn(tmp_path / "apart", tiny, 0)
+    made = planned(config_of(trunk, speculative_draft_model_path=str(apart)))
+    assert made.config.spec.parts == ["NEXTN"] and made.drafting == f"NEXTN, 3 deep: {apart} is an MTP layer"
+    assert text(config_of(trunk, speculative_draft_model_path=str(apart))) == text(config_of(trunk))
+    write(tmp_path / "unknown", {}, {"a": torch.zeros(2)})
+    with pytest.raises(ConfigError, match=r"unknown: neither config nor tensors tell .* name it with --speculative-algorithm"):
+        planned(config_of(trunk, speculative_draft_model_path=str(tmp_path / "unknown")))
+
+
+@pytest.mark.parametrize("asked", [{"speculative_num_steps": 2}, {"speculative_draft_model_path": "/x"}, {"speculative_eagle_topk": 2}])
+def test_nothing_else_is_asked_of_none(asked: dict[str, Any]) -> None:
+    name = next(iter(asked)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{name} must be left out with --speculative-algorithm none, got"):
+        SpecConfig(speculative_algorithm="NONE", **asked)
