@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
@@ -168,9 +168,13 @@ class LLM:
         return SamplingParams(**(self.tokenizer.defaults | values))
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Callable[[int], None] = lambda ended: None,
     ) -> list[Completion]:
-        """One completion per prompt, in order. A prompt is a text or token ids; `sampling` is for all or one for each.
+        """One completion per prompt, in order. A prompt is a text or token ids; `sampling` is for all or one for each. `progress` hears how
+        many have ended, each time that one does.
 
         Without `sampling`, the model's recommended parameters, up to the context length. Raises InvalidRequest if any prompt is invalid.
         """
@@ -179,8 +183,12 @@ class LLM:
         if len(each) != len(given):
             raise InvalidRequest(f"there are {len(given)} prompts and {len(each)} sampling parameters", "sampling")
         outputs: dict[str, OfflineRequest] = {}
+        ended = 0
         for id, step in self._run(given, each, outputs):
             outputs[id].steps.append(step)
+            if step.finish is not None:
+                ended += 1
+                progress(ended)
         return [output.completion() for output in outputs.values()]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[StreamStep]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mtpserve.config import SpecConfig
@@ -52,6 +53,11 @@ DRAWN = 3  # tokens whose joint counts are compared
 RARE = 5  # an outcome with fewer draws in both runs together is counted with the other rare ones
 MORE = 64  # tokens sampled after each built-in prompt, where rounding is measured
 AGAIN = 64  # requests with differing texts that are computed again in exact mode, at most
+
+# The stages
+DRAFTING, PLAIN = "with drafts", "plain decoding"
+SCORED, OTHER_FORMAT = "rounding: all texts once more, each in one pass", "rounding: the same in another number format"
+EXACT = "exact mode, plain decoding", "exact mode, with drafts"
 
 Results = dict[str, list[Completion]]  # greedy, one for each prompt; and of each feature, one for each seed
 
@@ -113,6 +119,7 @@ class Proof:
     accepted: list[int] = field(default_factory=list)
     accept_length: float = 1.0
     lossy: bool = False
+    drafting: str = ""  # what drafted
 
     @property
     def holds(self) -> bool:
@@ -122,6 +129,38 @@ class Proof:
             greedy = greedy and self.excuse.rounding.explains_gaps(gaps, self.excuse.tokens.of)
         seeded = all(law.same_text in (None, 1.0) for law in self.laws) if self.excuse is None else self.excuse.holds
         return greedy and seeded and all(law.holds for law in self.laws) and not self.lossy
+
+
+@dataclass(frozen=True, slots=True)
+class ProofStage:
+    """Where a proof is. Requests are counted: of this stage, of those that are over and of those to come."""
+
+    number: int
+    stages: int
+    name: str
+    done: int | None  # None: the model is loading
+    of: int
+    before: int
+    later: int
+
+
+@dataclass(slots=True)
+class ProofStages:
+    """`sizes`: requests of each stage, in order. Those that explain differences are added once there are any."""
+
+    tell: Callable[[ProofStage], None]
+    sizes: dict[str, int]
+    number: int = 0
+
+    def load(self) -> None:
+        """The next one begins."""
+        self.number += 1
+        self.done(None)
+
+    def done(self, count: int | None) -> None:
+        sizes, at = list(self.sizes.values()), self.number - 1
+        before, later = sum(sizes[:at]), sum(sizes[self.number :])
+        self.tell(ProofStage(self.number, len(sizes), list(self.sizes)[at], count, sizes[at], before, later))
 
 
 def features(llm: LLM, prompt: list[int]) -> dict[str, dict[str, Any]]:
@@ -153,7 +192,7 @@ def prove(
     tokens: int,
     draws: int,
     tie: float | None = None,
-    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    progress: Callable[[ProofStage], None] = lambda stage: None,
 ) -> Proof:
     """`options` are those of `LLM`, with speculation; the plain run leaves it out. `tie` None: what is a tie follows from the number
     format; else greedy divergences up to it are, and no other difference is excused. Raises ConfigError where there is nothing to prove.
@@ -163,24 +202,31 @@ def prove(
     without = {name: value for name, value in options.items() if not name.startswith("speculative_") or name == "speculative_exact"}
     without["speculative_algorithm"] = NONE
     require_drafts(engine_config(options).spec)
+    stages = ProofStages(progress, {DRAFTING: 0, PLAIN: 0})
+    stages.load()
     # At a fixed depth, so that chains are sampled from q and verified by rejection for requests with a seed, too.
     with LLM(**options | {"speculative_adaptive": False}) as drafting:
         if not drafting.config.spec.steps:
             raise ConfigError(f"there is nothing to prove. What drafts: {drafting.engine.card.drafting}")
         spec, exact, texts = drafting.config.spec, is_exact(drafting.config), [drafting.tokenizer.encode(text) for text in prompts]
         work = Work(texts, features(drafting, texts[0]), tokens, draws)
-        other = work.run(drafting, lambda done: progress("speculative", done, work.size))
-        stats = drafting.engine.stats
+        stages.sizes = dict.fromkeys(stages.sizes, work.size)
+        stages.done(0)
+        other = work.run(drafting, stages.done)
+        stats, what = drafting.engine.stats, drafting.engine.card.drafting
+    stages.load()
     with LLM(**without) as llm:
-        plain = work.run(llm, lambda done: progress("plain", done, work.size))
+        stages.done(0)
+        plain = work.run(llm, stages.done)
     proof = compared(work, plain, other, coupled=spec.topk > 1 or spec.ngram)
+    proof.drafting = what
     proof.tie, proof.lossy = tie or 0.0, spec.lossy
     proof.drafted, proof.accepted = stats.draft_tokens_per_position, stats.accepted_tokens_per_position
     lengths = stats.accept_lengths
     proof.accept_length = sum(n * count for n, count in enumerate(lengths, 1)) / max(1, sum(lengths))
     same = not proof.divergences and all(law.same_text in (None, 1.0) for law in proof.laws)
     if not (same or spec.lossy or exact or tie is not None):
-        excuse(proof, work, options, without, plain, other)
+        excuse(proof, work, options, without, plain, other, stages)
     return proof
 
 
@@ -204,40 +250,49 @@ def compared(work: Work, plain: Results, other: Results, coupled: bool) -> Proof
     return proof
 
 
-def excuse(proof: Proof, work: Work, options: dict[str, Any], without: dict[str, Any], plain: Results, other: Results) -> None:
+def excuse(
+    proof: Proof, work: Work, options: dict[str, Any], without: dict[str, Any], plain: Results, other: Results, stages: ProofStages
+) -> None:
     """Adds what rounding explains of the differences, the tie that follows from it, and the places after each first divergence."""
     spoken = [done.tokens for done in other["greedy"]]
     seeded = [law.feature for law in proof.laws if law.same_text is not None]
     asked = [one for feature in seeded for one in work.sampled(feature)]
     first, second = ([done.tokens for feature in seeded for done in results[feature]] for results in (plain, other))
+    starts = {each.prompt: each.place for each in proof.divergences}
+    differing = [work.greedy()[i] for i in starts] + [one for one, a, b in zip(asked, first, second, strict=True) if a != b]
+    differing, count = differing[:AGAIN], len(work.prompts) + len(PROMPTS)
+    stages.sizes |= {SCORED: len(PROMPTS) + count, OTHER_FORMAT: count + len(asked), EXACT[0]: len(differing), EXACT[1]: len(differing)}
+    stages.load()
     with LLM(**without) as llm:
+        stages.done(0)
         # Besides the proof's own texts some hundred places of others, whatever its size.
         more = [(llm.tokenizer.encode(text), SamplingParams(max_tokens=MORE, seed=i)) for i, text in enumerate(PROMPTS)]
         texts = [prompt + tokens for prompt, tokens in zip(work.prompts, spoken, strict=True)]
-        texts += [prompt + done.tokens for (prompt, _), done in zip(more, completed(llm, more), strict=True)]
-        planned, scored = plan(llm.config), scores(llm, texts)
-    rounding = rounding_of(without, planned, scored, texts, asked, first)
+        texts += [prompt + done.tokens for (prompt, _), done in zip(more, completed(llm, more, stages.done), strict=True)]
+        planned, scored = plan(llm.config), scores(llm, texts, lambda ended: stages.done(len(more) + ended))
+    stages.load()
+    rounding = rounding_of(without, planned, scored, texts, asked, first, stages.done)
     proof.tie = rounding.bound
     own = [score[len(prompt) - 1 :] for score, prompt in zip(scored, work.prompts, strict=False)]
     lost = [divergence_at(i, place, *pair) for i in range(len(spoken)) for place, pair in enumerate(zip(own[i], spoken[i], strict=False))]
-    starts = {each.prompt: each.place for each in proof.divergences}
     changed = [each for each in lost if each is not None]
     proof.divergences += [each for each in changed if each.place > starts.get(each.prompt, -1)]
     proof.divergences.sort(key=lambda each: (each.prompt, each.place))
-    differing = [work.greedy()[i] for i in starts] + [one for one, a, b in zip(asked, first, second, strict=True) if a != b]
     proof.excuse = Excuse(
         rounding,
         tokens=Share(len(changed), sum(map(len, spoken))),
         texts=Share(sum(a != b for a, b in zip(first, second, strict=True)), len(asked)),
-        exact=differing_in_exact_mode(options, without, differing[:AGAIN]),
+        exact=differing_in_exact_mode(options, without, differing, stages),
     )
 
 
-def differing_in_exact_mode(options: dict[str, Any], without: dict[str, Any], asked: Sequence[Asked]) -> Share:
+def differing_in_exact_mode(options: dict[str, Any], without: dict[str, Any], asked: Sequence[Asked], stages: ProofStages) -> Share:
     answers = []
     for each in (without, options):
+        stages.load()
         with LLM(**each | {"speculative_exact": True}) as llm:
-            answers.append([done.tokens for done in completed(llm, asked)])
+            stages.done(0)
+            answers.append([done.tokens for done in completed(llm, asked, stages.done)])
     return Share(sum(a != b for a, b in zip(*answers, strict=True)), len(asked))
 
 
@@ -270,9 +325,9 @@ class Work:
         results: Results = {}
         for start in range(0, len(named), chunk):
             part = named[start : start + chunk]
-            for (what, _), completion in zip(part, completed(llm, [one for _, one in part]), strict=True):
+            done = completed(llm, [one for _, one in part], partial(lambda before, ended: progress(before + ended), start))
+            for (what, _), completion in zip(part, done, strict=True):
                 results.setdefault(what, []).append(completion)
-            progress(start + len(part))
         return results
 
 

@@ -29,7 +29,7 @@ https://doi.org/10.1137/18M1226312).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ LIKELY = 5  # tokens of a place that are compared with each other
 COMPARED = {"bfloat16": "float32", "float16": "float32", "float32": "bfloat16"}
 
 Asked = tuple[list[int], SamplingParams]  # a prompt and what to do with it
+Heard = Callable[[int], None]  # how many requests have ended
+
+
+def unheard(ended: int) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +108,21 @@ def chance_of(seen: Share, measured: Share, factor: float) -> float:
     return min(1.0, math.fsum(map(math.exp, chances)))
 
 
-def completed(llm: LLM, asked: Sequence[Asked]) -> list[Completion]:
+def completed(llm: LLM, asked: Sequence[Asked], progress: Heard = unheard) -> list[Completion]:
     """Raises ConfigError if a request fails."""
     if not asked:
         return []
-    done = llm.generate([prompt for prompt, _ in asked], [sampling for _, sampling in asked])
+    done = llm.generate([prompt for prompt, _ in asked], [sampling for _, sampling in asked], progress)
     if (error := next((completion.error for completion in done if completion.error is not None), None)) is not None:
         raise ConfigError(f"a request of the proof failed: {error}")
     return done
 
 
-def scores(llm: LLM, texts: Iterable[list[int]]) -> list[list[TokenLogprob]]:
+def scores(llm: LLM, texts: Iterable[list[int]], progress: Heard = unheard) -> list[list[TokenLogprob]]:
     """Of each text's tokens from the second on, all of a text in one pass over it. A text that fills the context loses its last token."""
     asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
     longest = llm.engine.card.context_length - 1
-    return [completion.prompt_logprobs or [] for completion in completed(llm, [(text[:longest], asked) for text in texts])]
+    return [completion.prompt_logprobs or [] for completion in completed(llm, [(text[:longest], asked) for text in texts], progress)]
 
 
 def prefers_another(here: TokenLogprob, token: int) -> bool:
@@ -139,16 +144,19 @@ def rounding_of(
     texts: list[list[int]],
     asked: list[Asked],
     answers: list[list[int]],
+    progress: Heard = unheard,
 ) -> Rounding:
     """`options` of LLM, with which plain decoding gave these scores of `texts`, and these answers to what was asked. Loads the model again,
-    in another format."""
+    in another format. `progress` hears of how many texts and answers are done."""
     dtype, arch = str(planned.dtype).removeprefix("torch."), planned.described.arch
     longest = max(arch.hidden, arch.intermediate, arch.heads * arch.head_dim)
     scale = 2.0**-16 * math.sqrt(longest) if dtype == "float32" else 1.0
     # Keys and values too: a cache in float8 is part of the rounding.
     with LLM(**options | {"dtype": COMPARED[dtype], "kv_cache_dtype": "auto"}) as other:
-        again = scores(other, texts)
-        changed = sum(one != done.tokens for one, done in zip(answers, completed(other, asked), strict=True))
+        progress(0)
+        again = scores(other, texts, progress)
+        done = completed(other, asked, lambda ended: progress(len(texts) + ended))
+    changed = sum(one != each.tokens for one, each in zip(answers, done, strict=True))
     pairs = [pair for one, two in zip(scored, again, strict=True) for pair in zip(one, two, strict=True)]
     moved = sum(prefers_another(one, two.top[0][0]) for one, two in pairs)
     errors = tuple(sorted(scale * gap_error(one, two) for one, two in pairs))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from mtpserve.cli import prove as command
+from mtpserve.cli.proof_progress import ProofProgress
+from mtpserve.cli.prove import next_steps
 from mtpserve.core.errors import ConfigError
 from mtpserve.llm import Completion
-from mtpserve.proof import Divergence, Excuse, LawTest, Proof, divergence, prove, two_sample
+from mtpserve.proof import Divergence, Excuse, LawTest, Proof, ProofStage, divergence, prove, two_sample
 from mtpserve.rounding import Rounding, Share
 from mtpserve.spec import accept as accept_module
 
@@ -26,11 +31,19 @@ PROMPTS = ["import os\n\ndef read_lines(path):", "class Stack:\n"]
 @pytest.mark.parametrize("topk", [1, 3])
 def test_it_holds_for_the_demo_model(topk: int, dtype: str) -> None:
     options = {**MTP, "speculative_eagle_topk": topk, "dtype": dtype}
-    told: list[tuple[str, int, int]] = []
-    proof = prove(options, PROMPTS, tokens=24, draws=12, progress=lambda *what: told.append(what))
+    told: list[ProofStage] = []
+    proof = prove(options, PROMPTS, tokens=24, draws=12, progress=told.append)
     assert proof.holds and len(proof.laws) == 12 and proof.accept_length > 1
     assert all((law.same_text is not None) == (topk == 3 or law.feature == "grammar") for law in proof.laws)
-    assert told[-1][1] == told[-1][2] and {name for name, _, _ in told} == {"plain", "speculative"}
+    names = list(dict.fromkeys(stage.name for stage in told))
+    assert names[:2] == ["with drafts", "plain decoding"] and len(names) == told[-1].number == told[-1].stages
+    for number, name in enumerate(names, 1):
+        stages = [stage for stage in told if stage.name == name]
+        counts = [stage.done for stage in stages[1:]]
+        # Loading, then one request after the other.
+        assert stages[0].done is None and counts == list(range(stages[-1].of + 1)) and {stage.number for stage in stages} == {number}
+        assert stages[-1].before == sum(stage.of for stage in told if stage.done == stage.of and stage.number < number)
+    assert told[-1].later == 0 and (len(names) == 6) == (proof.excuse is not None)
 
 
 def keep_every_draft(chosen: torch.Tensor, batch: Any, depth: int) -> Any:
@@ -67,8 +80,13 @@ def test_a_given_tie_excuses_nothing_else(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nothing_to_prove() -> None:
-    with pytest.raises(ConfigError, match="num-steps"):
-        prove({**SMALL, "speculative_algorithm": "MTP", "speculative_num_steps": 0}, PROMPTS, tokens=1, draws=1)
+    for options, told in (
+        ({"speculative_algorithm": "MTP", "speculative_num_steps": 0}, "--speculative-num-steps must be at least 1, got 0"),
+        ({"speculative_algorithm": "none"}, "--speculative-algorithm none leaves nothing to compare"),
+        ({"chunked_prefill_size": 3}, "there is nothing to prove. What drafts: none, plain decoding: there is an MTP layer, but"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            prove({**SMALL, **options}, PROMPTS, tokens=1, draws=1)
 
 
 def test_the_two_sample_test() -> None:
@@ -121,7 +139,8 @@ def test_what_is_shown_of_an_excuse(capsys: pytest.CaptureFixture[str]) -> None:
     command.show(Proof(2, ROUNDING.bound, divergences, [LawTest("top_p", 10, 1.0, 0.9)], excuse))
     shown = capsys.readouterr().out
     assert "1 of 2 prompts give the same text" in shown and "and 2 more" in shown
-    assert "speculative 8 (not among the likeliest): DIFFERS" in shown and "(-1.00000): tie within rounding" in shown
+    assert "token 9: plain 7 (-1.00000), speculative 8 (not among the likeliest): DIFFERS: rounding explains up to 0.2" in shown
+    assert "token 0: plain 7 (-1.00000), speculative 8 (-1.00000): 0 apart, tie within rounding, which explains up to 0.2" in shown
     assert "90 of 100 differ" in shown and "2 of the 3 requests that differ give the same text: DIFFERS" in shown
     assert "DOES NOT HOLD" in shown
 
@@ -133,9 +152,70 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert command.run(arguments) == 0
     written = json.loads(out.read_text())
     assert written["holds"] and written["prompts"] == 2 and len(written["laws"]) == 12
-    shown = capsys.readouterr().out
-    assert "2 of 2 prompts give the same text" in shown and "holds" in shown
+    shown, told = capsys.readouterr()
+    assert "2 of 2 prompts give the same text" in shown and "holds" in shown and written["next"] == []
+    assert shown.startswith("drafter     MTP, 3 deep: the checkpoint's own MTP layer") and written["drafting"] in shown
+    lines = told.splitlines()
+    assert (
+        lines[0] == "prove: stage 1 of 2, with drafts: the model is loading"
+        and "prove: stage 1 of 2, with drafts: 26 of 26 requests" in told
+    )
+    assert lines[-1].startswith("prove: stage 2 of 2, plain decoding: 26 of 26 requests")
+    assert command.run([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr() == (shown, "")
     with pytest.raises(ConfigError, match="--draws"):
         command.run(["--draws", "0"])
     with pytest.raises(ConfigError, match="--prompts"):
         command.run(["--prompts", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_how_far_it_is(terminal: bool) -> None:
+    """A request each second: 2 s of loading are not time that others will take."""
+    told, now = io.StringIO(), [0.0]
+    console = Console(file=told, force_terminal=terminal, width=120, highlight=False, markup=False, soft_wrap=True)
+    with ProofProgress(console=console, clock=lambda: now[0]) as progress:
+        for number, later in ((1, 40), (2, 0)):
+            progress(ProofStage(number, 2, "with drafts", None, 40, 40 * (number - 1), later))
+            now[0] += 2
+            for done in range(41):
+                now[0] += done > 0
+                progress(ProofStage(number, 2, "with drafts", done, 40, 40 * (number - 1), later))
+    if terminal:
+        assert "[1/2] with drafts" in told.getvalue() and "40/40" in told.getvalue() and "about 40 s left" in told.getvalue()
+        return
+    lines = told.getvalue().splitlines()
+    assert lines[:2] == [
+        "prove: stage 1 of 2, with drafts: the model is loading",
+        "prove: stage 1 of 2, with drafts: 8 of 40 requests, about 72 s left",
+    ]
+    assert len(lines) == 12 and lines[-1] == "prove: stage 2 of 2, with drafts: 40 of 40 requests"
+
+
+def failing(exact: int, **options: Any) -> list[str]:
+    found = [Divergence(0, 0, 1, 2, -1.0, -3.0)]
+    proof = Proof(1, ROUNDING.bound, found, excuse=Excuse(ROUNDING, Share(0, 100), Share(0, 10), Share(exact, 1)))
+    return next_steps(proof, {"model": "demo", "port": 1} | options, None)
+
+
+def test_what_to_try_next() -> None:
+    numbers, logic = failing(0), failing(1, kv_cache_dtype="fp8", page_size=8)
+    assert [step.split(":")[0].split(" ")[0] for step in numbers] == ["--dtype", "--attention-backend", "--speculative-exact"]
+    assert [step.split(" ")[0] for step in failing(0, dtype="float32", attention_backend="reference")] == ["without", "--speculative-exact"]
+    assert logic[0].startswith("--speculative-num-steps 1 ") and logic[1].startswith("without --kv-cache-dtype, --page-size, one after")
+    assert "--record-steps" in logic[2] and "mtpserve replay" in logic[2]
+    law = Proof(1, 0.0, laws=[LawTest("a", 300, 1e-9, None)])
+    assert next_steps(law, {}, None)[0].startswith("--draws 1200:")
+    assert "accept-threshold" in next_steps(Proof(1, 0.0, lossy=True), {}, None)[0]
+    assert next_steps(law, {}, 0.5) == ["without --tie: what rounding explains is then measured, and anything beyond it shown"]
+
+
+def test_a_failure_says_what_to_try(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(accept_module, "walk", keep_every_draft)
+    out = tmp_path / "proof.json"
+    arguments = ["--tokens", "12", "--draws", "2", "--json", str(out), "--max-total-tokens", "4096", "--attention-backend", "reference"]
+    assert command.run([*arguments, "--dtype", "float32"]) == 1
+    shown, told = capsys.readouterr()
+    steps = json.loads(out.read_text())["next"]
+    assert len(steps) == 3 and f"next        {steps[0]}\n            {steps[1]}\n" in shown
+    assert "DOES NOT HOLD" in shown and "forgiven" not in shown and "stage 6 of 6, exact mode, with drafts" in told
