@@ -63,6 +63,9 @@ class ServerConfig:
     )
     enable_metrics: bool = option(False, "offer /metrics: has no effect, it is always offered")
     metrics_compat: str | None = option(None, "offer the metrics under the names of these engines too: sglang, vllm, or sglang,vllm")
+    profile_dir: str | None = option(
+        None, "directory for the traces of /start_profile (default: VLLM_TORCH_PROFILER_DIR or SGLANG_TORCH_PROFILER_DIR)"
+    )
     tool_call_parser: str = option(
         AUTO, "how the model writes tool calls, for tool_choice auto; auto: as its template or its family does", choices=TOOL_CALL_PARSERS
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence as Seq
 from typing import Protocol
 
+from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineState, EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 
 
@@ -45,4 +46,8 @@ class EngineClient(RequestClient, Protocol):
     async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
         """How deep requests draft from now on, where that is not fixed; an empty change only asks. The reports of the engines that are up,
         at least one, by number. Raises EngineDead."""
+        ...
+
+    async def profile(self, change: ProfileChange) -> Seq[ProfileReport]:
+        """Begins a trace of what is computed, or ends one: the reports of the engines that are up, at least one. Raises EngineDead."""
         ...

@@ -18,6 +18,8 @@ from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from time import monotonic, monotonic_ns
+from typing import Any
 
 import msgspec
 import zmq
@@ -25,6 +27,7 @@ import zmq.asyncio
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
+from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.pulse import Pulse
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.hang import dump_stacks, silence
@@ -37,11 +40,14 @@ from mtpserve.engine.messages import (
     Events,
     Fatal,
     Join,
+    Profile,
+    Profiled,
     Ready,
     Rejected,
     ResetCache,
     SetSpec,
     Shutdown,
+    Silent,
     Spec,
     Start,
     Started,
@@ -55,6 +61,7 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD = 4096  # events that wait for a reader before its request is aborted
 MAX_AT_ONCE = 32  # of these, for a reader that is late
+SILENT_S = 600.0  # how long the process may write a trace
 LAST_WORDS_S = 0.2  # how long after the process's end its last message may still arrive
 KILLED_S = 10.0  # in which a process that was killed has ended, unless a driver holds it
 
@@ -137,6 +144,8 @@ class ProcessClient:
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stats = EngineStats()
         self._asked: deque[asyncio.Future[SpecReport]] = deque()  # answers that are still to come; cancelled where nobody waits
+        self._excused = 0.0  # until then silence means nothing; monotonic's
+        self._profiles: deque[asyncio.Future[ProfileReport]] = deque()  # the same
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -230,6 +239,14 @@ class ProcessClient:
         self._asked.append(asyncio.get_running_loop().create_future())
         return await self._asked[-1]
 
+    async def profile(self, change: ProfileChange) -> ProfileReport:
+        """Begins or ends a trace of what the engine computes, between two steps. Raises EngineDead."""
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        self._send(Profile(change))
+        self._profiles.append(asyncio.get_running_loop().create_future())
+        return await self._profiles[-1]
+
     def stats(self) -> EngineStats:
         return self._stats
 
@@ -246,7 +263,12 @@ class ProcessClient:
         except msgspec.MsgspecError as error:
             self._die(f"the engine process sent what is no message: {error}")
 
+    def _signs(self) -> int:
+        """Changes while the process gets on, and while it has announced that it cannot."""
+        return self._pulse.count if monotonic() > self._excused else monotonic_ns()
+
     def _receive(self, message: Up) -> None:
+        self._excused = monotonic() + SILENT_S if isinstance(message, Silent) else 0.0
         match message:
             case Events(events, stats):
                 self._stats = stats
@@ -255,6 +277,9 @@ class ProcessClient:
             case Spec(report):
                 if not (asked := self._asked.popleft()).done():
                     asked.set_result(report)
+            case Profiled(profile):
+                if not (waiting := self._profiles.popleft()).done():
+                    waiting.set_result(profile)
             case Rejected(id):
                 self._end(id, message.error())
             case Started():
@@ -298,7 +323,7 @@ class ProcessClient:
 
     async def _watch_pulse(self, process: Process) -> None:
         """Once the process gives no sign of life: have it say where it is, then declare it dead. Whoever owns this client ends it."""
-        await silence(lambda: self._pulse.count, process.pid, self._timeout)
+        await silence(self._signs, process.pid, self._timeout)
         reason = f"the engine process gave no sign of life for {self._timeout:g} s (--engine-timeout)"
         log.error("%s, and is ended", reason)
         await dump_stacks(process.pid)
@@ -313,7 +338,8 @@ class ProcessClient:
         elif kind is EngineDead and self._ready.exception() is None:  # else start() says it
             log.error("%s", reason)
         self._death.set_result(reason)
-        for asked in self._asked:
+        open_answers: list[asyncio.Future[Any]] = [*self._asked, *self._profiles]
+        for asked in open_answers:
             if not asked.done():
                 asked.set_exception(kind(reason))
         for request_id in list(self._open):

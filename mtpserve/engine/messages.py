@@ -12,6 +12,7 @@ import msgspec
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, MTPServeError, QueueFull
+from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 
 
@@ -51,6 +52,12 @@ class SetSpec(Message, frozen=True):
     change: SpecChange
 
 
+class Profile(Message, frozen=True):
+    """Answered by Profiled, in their order."""
+
+    change: ProfileChange
+
+
 class Shutdown(Message, frozen=True):
     """End now, whatever runs. Draining is the front end's business: it stops submitting and waits for its streams."""
 
@@ -72,6 +79,14 @@ class Events(Message, frozen=True):
 
 class Spec(Message, frozen=True):
     report: SpecReport
+
+
+class Silent(Message, frozen=True):
+    """Until the next message the process writes a trace, and gives no other sign of life: what writes it lets no thread go on."""
+
+
+class Profiled(Message, frozen=True):
+    report: ProfileReport
 
 
 class Rejected(Message, frozen=True):
@@ -96,8 +111,8 @@ class Fatal(Message, frozen=True):
         return {"config": ConfigError, "load": LoadError, "engine": EngineDead}[self.kind](self.message)
 
 
-Down = Start | Submit | Join | Abort | ResetCache | SetSpec | Shutdown
-Up = Started | Ready | Events | Spec | Rejected | Fatal
+Down = Start | Submit | Join | Abort | ResetCache | SetSpec | Profile | Shutdown
+Up = Started | Ready | Events | Spec | Silent | Profiled | Rejected | Fatal
 
 INBOX = "requests"  # names of the two sockets in the private directory
 OUTBOX = "events"

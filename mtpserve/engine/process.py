@@ -41,11 +41,14 @@ from mtpserve.engine.messages import (
     Events,
     Fatal,
     Join,
+    Profile,
+    Profiled,
     Ready,
     Rejected,
     ResetCache,
     SetSpec,
     Shutdown,
+    Silent,
     Spec,
     Start,
     Started,
@@ -53,6 +56,7 @@ from mtpserve.engine.messages import (
     Up,
     endpoint,
 )
+from mtpserve.engine.profiling import Profiling, profiling_of
 from mtpserve.engine.ticks import State, Ticks
 
 log = logging.getLogger(__name__)
@@ -137,8 +141,8 @@ class Pipe:
 class Inbox:
     """What becomes of messages. Grammars are compiled in a thread of their own, one after the other, and no step waits for them."""
 
-    def __init__(self, engine: EngineLike, pipe: Pipe) -> None:
-        self.engine, self.pipe = engine, pipe
+    def __init__(self, engine: EngineLike, pipe: Pipe, profiling: Profiling) -> None:
+        self.engine, self.pipe, self.profiling = engine, pipe, profiling
         self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.compiling: dict[str, tuple[Request, Future[None]]] = {}
 
@@ -159,6 +163,8 @@ class Inbox:
                 self.engine.reset_prefix_cache()
             case SetSpec(change):
                 self.pipe.send(Spec(self.engine.set_spec(change)))
+            case Profile(change):
+                self.pipe.send(Profiled(self.profiling.take(change)))
             case Join(number):
                 self.engine.ticks.heard = number
             case Shutdown():
@@ -194,9 +200,9 @@ def give_back() -> None:
         trim(0)
 
 
-def loop(engine: EngineLike, pipe: Pipe) -> None:
+def loop(engine: EngineLike, pipe: Pipe, profiling: Profiling) -> None:
     """Step while there is work, block in the socket while there is none, here or in an engine that has a part of the experts."""
-    inbox, ticks, trimmed, going = Inbox(engine, pipe), engine.ticks, perf_counter(), True
+    inbox, ticks, trimmed, going = Inbox(engine, pipe, profiling), engine.ticks, perf_counter(), True
     while True:
         PULSE.beat()
         if perf_counter() - trimmed > TRIM_S:
@@ -221,7 +227,9 @@ def loop(engine: EngineLike, pipe: Pipe) -> None:
         if ticks.begin(state) == State.ENDS:
             return
         if engine.has_work:
-            pipe.send(Events(engine.step(), engine.stats))
+            with profiling.step():
+                events = engine.step()
+            pipe.send(Events(events, engine.stats))
         ticks.finish()
 
 
@@ -243,7 +251,7 @@ def run(pipe: Pipe, factory: str) -> int:
         gc.collect()
         gc.freeze()  # the model's objects live as long as the process: keep them out of every later collection
         pipe.send(Ready(engine.card))
-        loop(engine, pipe)
+        loop(engine, pipe, profiling_of(engine, start.config.replica, lambda: pipe.send(Silent())))
     except MTPServeError as error:
         pipe.send(Fatal(kind_of(error), one_line(error)))
         return 1

@@ -20,7 +20,21 @@ from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.process import TRIM_S, begin, die_with_parent, give_back, kind_of, one_line
-from mtpserve.engine.rank_messages import ORDERS, Failed, LaunchStep, Order, Prepare, Reached, Read, Reshape, StartRank, Wire, digest
+from mtpserve.engine.profiling import Profiling
+from mtpserve.engine.rank_messages import (
+    ORDERS,
+    Failed,
+    LaunchStep,
+    Order,
+    Prepare,
+    ProfileRank,
+    Reached,
+    Read,
+    Reshape,
+    StartRank,
+    Wire,
+    digest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +42,8 @@ log = logging.getLogger(__name__)
 class Follower:
     """Does what rank 0's runner is asked to do."""
 
-    def __init__(self, runner: ModelRunner, grammars: PreparedGrammars | None) -> None:
-        self.runner, self.grammars = runner, grammars
+    def __init__(self, runner: ModelRunner, grammars: PreparedGrammars | None, profiling: Profiling) -> None:
+        self.runner, self.grammars, self.profiling = runner, grammars, profiling
         self.launched: deque[Launched] = deque()
         self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.compiling: list[tuple[GrammarSpec, Future[None]]] = []
@@ -38,12 +52,15 @@ class Follower:
         match order:
             case LaunchStep(plan):
                 self.wait_for([admission.sampling.grammar for admission in plan.admissions])
-                self.launched.append(self.runner.launch(plan))
+                with self.profiling.step():
+                    self.launched.append(self.runner.launch(plan))
             case Read(expected):
                 if digest(self.launched.popleft().result()) != expected:
                     raise EngineDead("it has chosen other tokens than rank 0")
             case Reshape(shape):
                 self.runner.reshape(shape)
+            case ProfileRank(change):
+                self.profiling.take(change)
             case Prepare(spec):
                 assert self.grammars is not None
                 self.compiling.append((spec, self.compiler.submit(self.grammars.prepare, spec)))
@@ -69,7 +86,7 @@ def compute(wire: Wire[Order], memory: int) -> None:
     made = build_rank(start.config, wire, memory)
     if made is None:
         return
-    follower, trimmed = Follower(*made), perf_counter()
+    follower, trimmed = Follower(*made, Profiling(start.config.replica, start.config.rank)), perf_counter()
     gc.collect()
     gc.freeze()
     wire.send(Reached("ready"))

@@ -19,6 +19,7 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead, LoadError, MTPServeError
 from mtpserve.core.plan import StepPlan, StepResult
+from mtpserve.core.profile import ProfileChange
 from mtpserve.core.sampling import GrammarSpec
 
 T = TypeVar("T")
@@ -63,6 +64,10 @@ class Prepare(RankMessage, frozen=True):
     spec: GrammarSpec
 
 
+class ProfileRank(RankMessage, frozen=True):
+    change: ProfileChange
+
+
 class Reached(RankMessage, frozen=True):
     stage: Literal["loaded", "ready"]
 
@@ -80,7 +85,7 @@ class Failed(RankMessage, frozen=True):
         return {"config": ConfigError, "load": LoadError}[self.kind](self.message)
 
 
-Order = StartRank | Room | LaunchStep | Read | Reshape | Prepare
+Order = StartRank | Room | LaunchStep | Read | Reshape | Prepare | ProfileRank
 Answer = Room | Reached | Failed
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

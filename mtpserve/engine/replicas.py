@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 from mtpserve.cache.keys import Key, extend, root
 from mtpserve.core.clients import RequestClient
 from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
+from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineState, EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.totals import counters, total
 
@@ -52,6 +53,10 @@ class LocalEngine(RequestClient, Protocol):
     async def wait_dead(self) -> str: ...
 
     async def set_spec(self, change: SpecChange) -> SpecReport:
+        """Raises EngineDead."""
+        ...
+
+    async def profile(self, change: ProfileChange) -> ProfileReport:
         """Raises EngineDead."""
         ...
 
@@ -372,6 +377,15 @@ class Replicas:
         up = [replica for replica in self._replicas if replica.state == "up"]
         reports = await asyncio.gather(*(replica.client.set_spec(change) for replica in up), return_exceptions=True)
         known = {replica.number: report for replica, report in zip(up, reports, strict=True) if isinstance(report, SpecReport)}
+        if not known:
+            raise EngineDead(self.dead or "no engine is up")
+        return known
+
+    async def profile(self, change: ProfileChange) -> list[ProfileReport]:
+        """Of all engines that are up. Raises EngineDead."""
+        up = [replica for replica in self._replicas if replica.state == "up"]
+        reports = await asyncio.gather(*(replica.client.profile(change) for replica in up), return_exceptions=True)
+        known = [report for report in reports if isinstance(report, ProfileReport)]
         if not known:
             raise EngineDead(self.dead or "no engine is up")
         return known

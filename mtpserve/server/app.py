@@ -32,6 +32,7 @@ from mtpserve.server.openai.responses import routes as responses
 from mtpserve.server.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ResponseObject
 from mtpserve.server.openai.responses.socket import responses_socket
 from mtpserve.server.openai.responses.store import ResponseStore
+from mtpserve.server.profile import ProfileStarted, ProfileStopped, start_profile, stop_profile
 from mtpserve.server.service import Served, Service
 from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
 from mtpserve.server.sglang.generate import Generated, generate
@@ -85,6 +86,8 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("POST", ("/flush_cache", "/reset_prefix_cache"), flush_cache, (Flushed,)),  # SGLang's name and vLLM's
     ("POST", ("/abort_request",), abort_request, (Aborted,)),
     ("GET", ("/tokenizer_info",), tokenizer_info, (dict,)),  # vLLM's
+    ("POST", ("/start_profile",), start_profile, (ProfileStarted,)),  # vLLM's and SGLang's
+    ("POST", ("/stop_profile",), stop_profile, (ProfileStopped,)),
     ("GET", ("/load",), about.load, (about.ServerLoad,)),  # vLLM's
     ("POST", ("/invocations",), invocations, (CompletionObject, ChatObject)),
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mtpserve.core.errors import EngineBusy, EngineDead, LoadError, QueueFull, RequestFailed
+from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineStats, Finish, ModelCard, Request, SpecChange, SpecReport, StepCosts, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine import replicas
@@ -87,6 +88,11 @@ class Local:
         if self.dead is not None:
             raise EngineDead(self.dead)
         return REPORT
+
+    async def profile(self, change: ProfileChange) -> ProfileReport:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        return ProfileReport(files=[change.name])
 
     def stats(self) -> EngineStats:
         return self.counted
@@ -349,14 +355,19 @@ def test_readers_that_leave_end_their_requests() -> None:
     run(work)
 
 
-def test_spec_goes_to_all_that_are_up() -> None:
+def test_what_is_set_goes_to_all_that_are_up() -> None:
     async def work(bench: Bench) -> None:
+        profiled = ProfileReport(files=["x"])
         assert await bench.replicas.set_spec(SpecChange()) == {0: REPORT, 1: REPORT}
+        assert await bench.replicas.profile(ProfileChange(name="x")) == [profiled, profiled]
         bench.now(0).die()
         assert await bench.replicas.set_spec(SpecChange()) == {1: REPORT}
+        assert await bench.replicas.profile(ProfileChange(name="x")) == [profiled]
         bench.now(1).die()
         with pytest.raises(EngineDead):
             await bench.replicas.set_spec(SpecChange())
+        with pytest.raises(EngineDead):
+            await bench.replicas.profile(ProfileChange())
 
     run(work)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from mtpserve.core.errors import EngineDead, RequestFailed
+from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineState, EngineStats, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.engine.messages import Submit
 from tests.server.fake_engine import FakeEngine
@@ -22,6 +23,7 @@ class FakeClient:
         self.dead: str | None = None
         self.submitted: list[Request] = []
         self.aborted: list[str] = []
+        self.profiles: list[ProfileChange] = []
 
     async def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
         msgspec.msgpack.encode(Submit(request))  # as it would travel: numbers of any size do not
@@ -59,6 +61,10 @@ class FakeClient:
         if self.dead is not None:
             raise EngineDead(self.dead)
         return {0: self.engine.set_spec(change)}
+
+    async def profile(self, change: ProfileChange) -> list[ProfileReport]:
+        self.profiles.append(change)
+        return [ProfileReport(files=[] if change.folder else ["trace"])]
 
     def stats(self) -> EngineStats:
         return self.engine.stats

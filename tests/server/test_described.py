@@ -71,6 +71,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/flush_cache", {}),
     ("/reset_prefix_cache", {}),
     ("/abort_request", {"rid": "a"}),
+    ("/start_profile", {}),
+    ("/stop_profile", {}),
 ]
 
 
@@ -136,7 +138,7 @@ def rendering(monkeypatch: pytest.MonkeyPatch) -> Rendering:
 @pytest.mark.parametrize("speaks", [False, True])
 def test_routes_answer_what_they_declare(tokenizer: Tokenizer, rendering: Rendering, speaks: bool) -> None:
     client = SpeakingClient(tokenizer, [SAID]) if speaks else FakeClient()
-    config = ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3", enable_tokenizer_info_endpoint=True)
+    config = ServerConfig(tool_call_parser="hermes", reasoning_parser="qwen3", enable_tokenizer_info_endpoint=True, profile_dir="profiles")
     app = create_app(client, tokenizer, server_config=config)
     asked = set()
     for path, body in ASKED:

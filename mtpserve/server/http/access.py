@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # for load balancers
 OPEN = PROBES | {"/"}  # the page asks for the key, and sends it with what it asks
-MANAGEMENT = frozenset({"/abort_request", "/flush_cache", "/reset_prefix_cache"})
+MANAGEMENT = frozenset({"/abort_request", "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
 CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read
 QUIET = PROBES | {"/metrics", "/stats", "/stats/history", "/stats/requests"} | CHANGED  # asked every few seconds: in the debug log alone
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
