@@ -127,7 +127,7 @@ def test_a_fixed_depth_is_not_drawn(server: Running, opened: Open) -> None:
 
 def test_views_by_key_and_by_address(server: Running, opened: Open) -> None:
     page = opened(server)
-    tabs = ["talk", "watch"]
+    tabs = ["talk", "race", "watch"]
 
     def chosen() -> list[str]:
         shown = [name for name in tabs if page.is_visible("#view-" + name)]
@@ -137,7 +137,14 @@ def test_views_by_key_and_by_address(server: Running, opened: Open) -> None:
 
     assert page.is_checked("#mode-text") and page.is_visible("#prompt") and page.is_hidden("#message")
     page.locator("#tab-talk").focus()
-    for key, name in (("ArrowRight", "watch"), ("ArrowRight", "talk"), ("End", "watch"), ("Home", "talk"), ("ArrowLeft", "watch")):
+    for key, name in (
+        ("ArrowRight", "race"),
+        ("End", "watch"),
+        ("ArrowRight", "talk"),
+        ("End", "watch"),
+        ("Home", "talk"),
+        ("ArrowLeft", "watch"),
+    ):
         page.keyboard.press(key)
         page.wait_for_selector("#view-" + name)
         assert chosen() == [name] and page.evaluate("document.activeElement.id") == "tab-" + name

@@ -1,0 +1,113 @@
+"""The page's race in a real browser: one prompt with speculation and without, measured, replayed and compared.
+
+MTPSERVE_SCREENSHOTS=1 also writes docs/page-race-*.png.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.browsing import PHONE, ROOT, WIDE, Open, Running, sound, wait_for
+
+VERDICT = r"^[\d.]+ × the speed with speculation\. "
+
+
+def race(page: Any, tokens: int = 48, verdict: str = VERDICT) -> list[dict[str, Any]]:
+    """The requests that were sent, in their order, once the replay has ended."""
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "/v1/" in request.url and request.post_data else None)
+    page.fill("#race-tokens", str(tokens))
+    page.click("#race-start")
+    wait_for(verdict, page, "#race-verdict")
+    return sent
+
+
+@pytest.mark.parametrize(("kind", "how"), [("completions", "turns"), ("chat", "both")])
+def test_the_same_request_with_and_without(demo: Running, opened: Open, kind: str, how: str) -> None:
+    page = opened(demo, view="race")
+    page.select_option("#race-kind", kind)
+    page.select_option("#race-how", how)
+    *before, one, other = race(page)
+    assert [body["max_tokens"] for body in before] == ([1] if how == "turns" else [])
+    plain, fast = (one, other) if "speculative" in one else (other, one)
+    assert plain.pop("speculative") == {"enabled": False}
+    assert plain.pop("cache_salt") != fast.pop("cache_salt")
+    assert plain == fast and fast["temperature"] == 0
+    wait_for(VERDICT + "The texts are equal: all 48 tokens\\.$", page, "#race-verdict")
+    texts = [page.text_content(f"#{lane}-text") for lane in ("fast", "plain")]
+    path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+    choice = httpx.post(demo.url + path, json={**fast, "stream": False}, timeout=60).json()["choices"][0]
+    assert texts == ["".join("".join(step["texts"]) for step in choice["spec_trace"])] * 2
+    facts = [page.inner_text(f"#{lane}-facts") for lane in ("fast", "plain")]
+    per_step = [float(re.fullmatch(r"48 tokens · ([\d.]+) per step · first after \d+ ms · [\d.]+ s", text)[1]) for text in facts]  # type: ignore[index]
+    assert per_step[0] > 1.5 and per_step[1] == 1
+    rates = [int(page.inner_text(f"#{lane}-rate").replace(",", "")) for lane in ("fast", "plain")]
+    ratio = float(page.inner_text("#race-verdict").split()[0])
+    assert ratio == pytest.approx(rates[0] / rates[1], rel=0.05, abs=0.02)
+
+
+@pytest.mark.parametrize(("gap", "end"), [(0.01, "a tie, which rounding decides."), (0.5, "no tie.")])
+def test_where_texts_differ_it_says_at_which_token_and_whether_that_was_a_tie(demo: Running, opened: Open, gap: float, end: str) -> None:
+    page = opened(demo, view="race")
+
+    def altered(route: Any) -> None:
+        """Without speculation the tenth token is another one."""
+        if "speculative" not in route.request.post_data_json or route.request.post_data_json["max_tokens"] == 1:
+            return route.continue_()
+        chunks = [json.loads(line.removeprefix("data: ")) for line in route.fetch().text().split("\n\n") if line.startswith("data: {")]
+        chunk = chunks[9]["choices"][0]
+        (step,), scores = chunk["spec_trace"], chunk["logprobs"]
+        was, step["tokens"], step["texts"] = step["tokens"][0], [7], ["other"]
+        scores["top_logprobs"] = [{"token_id:7": -0.5, f"token_id:{was}": -0.5 - gap}]
+        body = "".join(f"data: {json.dumps(each)}\n\n" for each in chunks) + "data: [DONE]\n\n"
+        return route.fulfill(status=200, body=body, content_type="text/event-stream")
+
+    page.route("**/v1/completions", altered)
+    race(page, tokens=16)
+    said = page.inner_text("#race-verdict")
+    assert "The texts differ from token 10 on: " in said and '"other" without' in said
+    assert f"Their log-probabilities were {-0.5 - gap:.4f} and -0.5000: {end}" in said
+    assert page.locator("#plain-text .differs").inner_text() == "other"
+    assert page.locator("#fast-text .differs").count() == 1
+
+
+def test_a_refused_race_says_why_and_one_can_be_stopped(demo: Running, opened: Open) -> None:
+    page = opened(demo, view="race")
+    race(page, tokens=100_000, verdict="must be below the context of 2048")
+    page.fill("#race-tokens", "1900")
+    page.click("#race-start")
+    wait_for("^Measuring .*: ", page, "#race-verdict")
+    page.keyboard.press("Escape")
+    wait_for(r"^Stopped\.$", page, "#race-verdict")
+    assert page.is_enabled("#race-start") and page.is_disabled("#race-stop")
+
+
+def test_a_replay_ends_where_the_race_did(demo: Running, opened: Open) -> None:
+    page = opened(demo, view="race")
+    race(page, tokens=24)
+    said, text = page.inner_text("#race-verdict"), page.text_content("#fast-text")
+    page.click("#race-again")
+    page.wait_for_function("(text) => document.getElementById('fast-text').textContent === text", arg=text)
+    assert page.inner_text("#race-verdict") == said
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str, int], scheme: str) -> None:
+    page = opened(demo, size, scheme, view="race")
+    sound(page)
+    race(page, tokens=192 if os.environ.get("MTPSERVE_SCREENSHOTS") else 32)
+    sound(page)
+    lanes = [page.locator(f"#{lane}-text").bounding_box() for lane in ("fast", "plain")]
+    assert lanes[0]["y"] == lanes[1]["y"] and lanes[0]["x"] < lanes[1]["x"]
+    tree = page.locator("#view-race").aria_snapshot()
+    for part in ('textbox "Prompt"', 'combobox "Run"', 'region "Text with speculation"', 'region "Text without speculation"', "status"):
+        assert part in tree
+    if os.environ.get("MTPSERVE_SCREENSHOTS"):
+        page.screenshot(path=ROOT / "docs" / f"page-race-{'wide' if size == WIDE else 'phone'}-{scheme}.png", full_page=True)
