@@ -13,12 +13,14 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help install serve test check format sanitize bench report snapshot clean
+.PHONY: help install serve test check docs dist format sanitize bench report snapshot clean
 
 help:
 	@echo "make serve     install, then serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
 	@echo "make test      install, then run the tests (PYTEST_ARGS adds options)"
 	@echo "make check     ruff, mypy, import-linter, clang-format, the house tests; compiles all kernels for all chips"
+	@echo "make docs      the documentation as a site, build/site/index.html"
+	@echo "make dist      wheel and sdist in dist/, checked, and the wheel tried in an empty environment"
 	@echo "make bench     the benchmarks (BENCH_ARGS adds options)"
 	@echo "make report    all results of the benchmarks on one page, build/report/index.html"
 	@echo "make format    let ruff and clang-format format and fix"
@@ -54,6 +56,16 @@ check: install
 	$(BIN)/pytest --quiet tests/house
 	$(BIN)/python -m tests.kernels.matrix
 	$(BIN)/python -m tests.kernels.cpu.check
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Without build isolation, which would ask the package index for setuptools: the extra `dev` has it.
+dist: install
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m tests.packaging.check dist
 
 format: install
 	$(BIN)/ruff check --fix .

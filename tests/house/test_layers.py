@@ -12,7 +12,7 @@ import pytest
 from tests.house.tree import ROOT, sources
 
 FOLDERS = {"mtpserve", "kernels", "configs", "tests", "benchmarks", "docker", "docs"}
-FILES = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt"}
+FILES = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "mkdocs.yml"}
 
 
 def top_level() -> set[str]:
