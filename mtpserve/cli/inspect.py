@@ -10,6 +10,8 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from mtpserve.cli.options import add_options, given, merge, settings
@@ -46,6 +48,7 @@ def parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
+    from mtpserve.weights.hf import read_config
     from mtpserve.weights.hub import fetched
 
     chosen = parser().parse(arguments)
@@ -59,15 +62,19 @@ def run(arguments: Sequence[str]) -> int:
     values = given(chosen)
     if draft is not None:
         merge(values, {"speculative_draft_model_path": draft})
-    engine = fetched(settings(values).engine, download=False)
-    if chosen.token_map is not None:
-        write_token_map(engine, chosen.token_map, chosen.token_map_size, texts, chosen.json)
-        return 0
-    if texts:
-        raise ConfigError(f"text files are counted with --token-map only, got {texts[0]!r}")
-    from mtpserve.engine.inspect import inspect_model
+    with TemporaryDirectory(prefix="mtpserve-") as headers:
+        # What counts tokens needs the tokenizer, and gets it from the hub's cache alone.
+        scratch = Path(headers) if chosen.token_map is None else None
+        engine = fetched(settings(values).engine, download=False, headers=scratch)
+        if chosen.token_map is not None:
+            write_token_map(engine, chosen.token_map, chosen.token_map_size, texts, chosen.json)
+            return 0
+        if texts:
+            raise ConfigError(f"text files are counted with --token-map only, got {texts[0]!r}")
+        read_config(engine.model.directory)  # before torch is imported, which takes seconds
+        from mtpserve.engine.inspect import inspect_model
 
-    report = inspect_model(engine)
+        report = inspect_model(engine)
     if chosen.json:
         print(json.dumps(report.as_json(), indent=2))
     else:

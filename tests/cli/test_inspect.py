@@ -53,6 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         configs.append(config)
         return REPORT
 
+    monkeypatch.setattr("mtpserve.weights.hf.read_config", lambda directory: None)
     monkeypatch.setitem(sys.modules, "mtpserve.engine.inspect", SimpleNamespace(inspect_model=inspect_model))  # type: ignore[arg-type]
     return configs
 

@@ -31,6 +31,7 @@ class Hub(ThreadingHTTPServer):
         self.files = {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
         self.wanted = {name for name in self.files if name.endswith((".json", ".safetensors", ".jinja")) and "/" not in name}
         self.sent: list[str] = []
+        self.bytes = 0
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -54,7 +55,11 @@ class Answer(BaseHTTPRequestHandler):
         elif (name := path.removeprefix(f"/{ID}/resolve/{COMMIT}/")) in files:
             if body:
                 self.server.sent.append(name)
-            self.send(files[name], body, 200, {"ETag": f'"{sha1(files[name]).hexdigest()}"', "X-Repo-Commit": COMMIT})
+            data, whole, status = files[name], len(files[name]), 200
+            if found := re.fullmatch(r"bytes=0-(\d+)", self.headers.get("Range", "")):
+                data, status = data[: int(found[1]) + 1], 206
+            ranges = {"Content-Range": f"bytes 0-{len(data) - 1}/{whole}"} if status == 206 else {}
+            self.send(data, body, status, ranges | {"ETag": f'"{sha1(files[name]).hexdigest()}"', "X-Repo-Commit": COMMIT})
         else:
             self.send(b"{}", body, 404, {"X-Error-Code": "RepoNotFound"})
 
@@ -64,6 +69,7 @@ class Answer(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if body:
+            self.server.bytes += len(data)
             self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
@@ -125,7 +131,7 @@ def test_an_id_becomes_a_directory_once(hub: Hub, tmp_path: Path) -> None:
     [
         (("launch", "some-org/none"), "no such model on the hub; a private one needs HF_TOKEN"),
         (("serve", ID, "--revision", "v9"), f"{ID}: the hub has no revision 'v9' of it"),
-        (("inspect", ID), f"it is not downloaded: `hf download {ID}`"),
+        (("inspect", "some-org/none"), "no such model on the hub; a private one needs HF_TOKEN"),
     ],
 )
 def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -137,6 +143,25 @@ def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, arguments: t
 def test_no_hub_is_one_line(tmp_path: Path) -> None:
     done = run(tmp_path, "http://127.0.0.1:9", "-m", "mtpserve", "launch", "--model", ID, "--port", "0")
     assert done.returncode == 1 and "no such directory, and the hub cannot be reached" in done.stderr.splitlines()[-1]
+
+
+def test_inspecting_an_id_reads_headers_alone(hub: Hub, tmp_path: Path) -> None:
+    before, sent = hub.bytes, len(hub.sent)
+    there = run(tmp_path, f"http://127.0.0.1:{hub.server_port}", "-m", "mtpserve", "inspect", ID, "--json", "--max-total-tokens", "4096")
+    assert there.returncode == 0, there.stderr
+    weights = sum(len(data) for name, data in hub.files.items() if name.endswith(".safetensors"))
+    assert 0 < hub.bytes - before < 400_000 < weights and "tokenizer.json" not in hub.sent[sent:]
+    here = run(tmp_path, "http://127.0.0.1:9", "-m", "mtpserve", "inspect", "demo", "--json", "--max-total-tokens", "4096")
+    assert json.loads(there.stdout) == json.loads(here.stdout)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    offline = run(tmp_path, f"http://127.0.0.1:{hub.server_port}", "-m", "mtpserve", "inspect", ID, offline=True)
+    assert offline.returncode == 1 and f"it is not downloaded: `hf download {ID}`" in offline.stderr
+
+
+def test_a_path_that_is_not_there_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    code = "import sys; from mtpserve.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    done = run(tmp_path, "http://127.0.0.1:9", "-c", code, "inspect", str(tmp_path / "nowhere"))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and f"{tmp_path / 'nowhere'}: no such directory" in done.stderr
 
 
 def test_what_is_said_while_offline(hub: Hub, tmp_path: Path) -> None:
