@@ -13,11 +13,51 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 1024
 MAX_BIASED = 1024
+MAX_BIAS = 100
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20  # OpenAI's limit
 MAX_GRAMMAR_BYTES = 1 << 20
 MIN_PENALTY = 1e-6  # a smaller one makes logits overflow
 MAX_COUNT = 2**31 - 1  # of tokens: more than any vocabulary or context has, and fits into the engine's tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which numbers a parameter may be: what is checked, and what the HTTP server's OpenAPI document says. `allowed` where a message says
+    it in other words; `open`: `low` itself is not one of them. No infinity and no NaN is in one."""
+
+    low: float
+    high: float
+    allowed: str = ""
+    open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.open else self.low <= value) and value <= self.high
+
+    @property
+    def words(self) -> str:
+        return self.allowed or (
+            f"at least {self.low}" if self.high == math.inf else f"in {'(' if self.open else '['}{self.low}, {self.high}]"
+        )
+
+
+# Of fields of SamplingParams.
+RANGES = {
+    "max_tokens": Range(1, math.inf),
+    "temperature": Range(0, 100),
+    "top_k": Range(-1, MAX_COUNT, f"-1 or 0 (off) or at most {MAX_COUNT}"),
+    "top_p": Range(0, 1, open=True),
+    "min_p": Range(0, 1),
+    "seed": Range(-(2**63), 2**63 - 1, "a 64-bit signed integer"),
+    "repetition_penalty": Range(MIN_PENALTY, 2),
+    "frequency_penalty": Range(-2, 2),
+    "presence_penalty": Range(-2, 2),
+    "min_tokens": Range(0, MAX_COUNT),
+    "priority": Range(-(2**31), 2**31 - 1, "a 32-bit signed integer"),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+}
+MAX_STEPS = 63  # that a request may ask for
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag", "tool_calls"]
 
@@ -59,8 +99,8 @@ class Speculation:
     trace: bool = False  # report for each step the proposed tokens, their source, and which were accepted
 
     def __post_init__(self) -> None:
-        if self.num_steps is not None and not 0 <= self.num_steps <= 63:
-            raise InvalidRequest(f"speculative.num_steps must be in [0, 63], got {self.num_steps!r}", "speculative")
+        if self.num_steps is not None and not 0 <= self.num_steps <= MAX_STEPS:
+            raise InvalidRequest(f"speculative.num_steps must be in [0, {MAX_STEPS}], got {self.num_steps!r}", "speculative")
 
     @property
     def depth(self) -> int | None:
@@ -107,29 +147,21 @@ class SamplingParams:
             if not good:
                 raise InvalidRequest(f"{field} must be {allowed}, got {getattr(self, field)!r}", param=field)
 
-        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        require(math.isfinite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "in [0, 100]")
-        require(-1 <= self.top_k <= MAX_COUNT, "top_k", f"-1 or 0 (off) or at most {MAX_COUNT}")
-        require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit signed integer")
+        for name, range in RANGES.items():
+            value = getattr(self, name)
+            require(value is None or value in range, name, range.words)
         require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         require(all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop), "stop", f"strings of 1 to {MAX_STOP_LENGTH} characters")
         require(len(self.stop_token_ids) <= MAX_STOP_IDS, "stop_token_ids", f"at most {MAX_STOP_IDS} ids")
-        require(MIN_PENALTY <= self.repetition_penalty <= 2, "repetition_penalty", f"in [{MIN_PENALTY}, 2]")
-        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
-        require(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         require(len(self.logit_bias) <= MAX_BIASED, "logit_bias", f"at most {MAX_BIASED} entries")
-        require(all(-100 <= bias <= 100 for bias in self.logit_bias.values()), "logit_bias", "numbers in [-100, 100]")
+        require(
+            all(-MAX_BIAS <= bias <= MAX_BIAS for bias in self.logit_bias.values()), "logit_bias", f"numbers in [-{MAX_BIAS}, {MAX_BIAS}]"
+        )
         require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"at most {MAX_BAD_WORDS} strings")
         require(
             all(0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words), "bad_words", f"strings of 1 to {MAX_STOP_LENGTH} characters"
         )
-        require(0 <= self.min_tokens <= MAX_COUNT, "min_tokens", f"in [0, {MAX_COUNT}]")
         require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens = {self.max_tokens}")
-        require(-(2**31) <= self.priority < 2**31, "priority", "a 32-bit signed integer")
-        for name in ("logprobs", "prompt_logprobs"):
-            require(getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, name, f"in [0, {MAX_LOGPROBS}]")
 
     def texts(self) -> list[tuple[str, str]]:
         """(field, text) of each parameter that is tokenised."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import time
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,11 +16,12 @@ from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.core.clients import EngineClient
 from mtpserve.server import about
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
+from mtpserve.server.document.made import Server
 from mtpserve.server.formats import formats_of
 from mtpserve.server.http.access import Keys, RequestLog, RootPath, SocketOrigins
 from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers, no_socket
 from mtpserve.server.http.limits import BodyLimit
-from mtpserve.server.http.rendering import JSON, described
+from mtpserve.server.http.rendering import JSON, REFERENCE, described
 from mtpserve.server.observe.history import HistoryObject, history
 from mtpserve.server.observe.metrics import Metrics
 from mtpserve.server.observe.page import LiveRequests, Stats, page, requests, stats
@@ -94,18 +95,21 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
 # Of models that give vectors; they are not described.
 VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling")
 
+TAKEN = [get_type_hints(endpoint)["body"] for _, _, endpoint, _ in ROUTES if "body" in endpoint.__annotations__]
+BODIES = [(get_args(body) or (body,))[0] for body in TAKEN]  # of one that may be left out the class
 JSON_ANSWERS = [answer if isinstance(answer, tuple) else () for *_, answer in ROUTES]
 (*SCHEMAS, ERROR, ANTHROPIC_ERROR), COMPONENTS = described([*JSON_ANSWERS, (ErrorAnswer,), (AnthropicError,)])
 STREAMING = (completions, chat, generate, messages, responses.create, invocations)
 
 
-class Server(FastAPI):
-    """FastAPI, whose document takes the answers' schemas from their Structs."""
-
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            super().openapi()["components"]["schemas"] |= COMPONENTS
-        return self.openapi_schema or {}
+# What a body is that no class describes.
+EITHER = {
+    "anyOf": [
+        {"$ref": REFERENCE.format(name="ChatRequest")},
+        {"allOf": [{"$ref": REFERENCE.format(name="CompletionRequest")}, {"not": {"required": ["messages"]}}]},
+    ]
+}
+EXTRA = {invocations: {"requestBody": {"content": {"application/json": {"schema": EITHER}}}}}
 
 
 def responses_of(endpoint: Callable[..., Any], path: str, schema: dict[str, Any] | None) -> dict[int | str, dict[str, Any]]:
@@ -124,6 +128,7 @@ def create_app(
     fit the tokenizer."""
     # FastAPI's own pages load scripts from elsewhere.
     app = Server(title="mtpserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.answers, app.bodies = COMPONENTS, BODIES
     config = server_config or ServerConfig()
     app.servers = [{"url": config.root_path}] if config.root_path else []
     metrics = Metrics(client, config.dialects)
@@ -153,7 +158,8 @@ def create_app(
         for path in paths:
             kind = JSON if isinstance(answer, tuple) else answer
             documented = responses_of(endpoint, path, schema if kind is JSON else None)
-            app.add_api_route(path, endpoint, methods=[method], response_model=None, response_class=kind, responses=documented)
+            more: dict[str, Any] = {"response_class": kind, "responses": documented, "openapi_extra": EXTRA.get(endpoint)}
+            app.add_api_route(path, endpoint, methods=[method], response_model=None, **more)
             if method == "GET":
                 app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)
     return app

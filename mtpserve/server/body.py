@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
+from mtpserve.server.document.shapes import Schema, described
 from mtpserve.server.unsupported import Column, refuse
 
 log = logging.getLogger(__name__)
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 MAX_PROMPTS = 128
 MAX_CHOICES = 128
 MAX_SEQUENCES = 1024  # prompts times choices
+MAX_DEPTH = 8  # to where numbers are looked for
 MAX_SAID = 256  # clients choose the words
 
 Tokens = Annotated[list[int], Field(fail_fast=True)]
@@ -26,11 +28,37 @@ Timeout = Annotated[float, Field(gt=0, le=86400)]  # seconds; the server's own l
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
+def whole(value: Any, depth: int = 0) -> Any:
+    """With integers in place of floats that are ones; the same object where there are none."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if depth > MAX_DEPTH or not isinstance(value, dict | list):
+        return value
+    keys = value.keys() if isinstance(value, dict) else range(len(value))
+    changed = {key: made for key in keys if (made := whole(value[key], depth + 1)) is not value[key]}
+    if not changed:
+        return value
+    return value | changed if isinstance(value, dict) else [changed.get(index, each) for index, each in enumerate(value)]
+
+
 class Strict(BaseModel):
     """Types as given: no text that looks like a number. Unknown fields are left out, with a line in the debug log."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, json_schema_extra=described)
     column: ClassVar[Column | None] = None  # of the table of unsupported fields
+    shapes: ClassVar[dict[str, Schema]] = {}  # what fields may be beyond their types, for the OpenAPI document
+    rules: ClassVar[tuple[Schema, ...]] = ()  # how they depend on each other
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def whole_numbers(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """To JSON 7.0 is an integer as 7 is, and some clients have one type of number."""
+        try:
+            return handler(body)
+        except ValidationError:
+            if (made := whole(body)) is body:
+                raise
+            return handler(made)
 
     @model_validator(mode="before")
     @classmethod

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Strict
+from mtpserve.server.document.shapes import NULL, Schema, described
 from mtpserve.server.fields import either, refuse_constant
 from mtpserve.server.http.errors import Unsupported
 
@@ -18,6 +19,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 CONTENT = "a string or a list of parts like {'type': 'text', 'text': ...}"
 # What other servers make something of; they are refused unless they are empty.
 KNOWN = frozenset({"audio", "function_call", "partial", "prefix"})
+
+
+NO_CALLS: Schema = {"enum": [None, []]}
+NOTHING: list[Any] = [None, False, 0, "", [], {}]
+TEXT_PART: Schema = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]}
 
 
 class TextPart(Strict):
@@ -36,6 +42,8 @@ class CalledFunction(Strict):
 class MessageToolCall(Strict):
     """A call that the model made before. `index` and the like, which clients keep from streams, say nothing here."""
 
+    shapes: ClassVar[dict[str, Schema]] = {"type": {"enum": ["function"]}}
+
     id: str | None = None
     type: str = "function"
     function: CalledFunction
@@ -44,7 +52,21 @@ class MessageToolCall(Strict):
 class ChatMessage(BaseModel):
     """Other keys than these are left out, since clients send back whole messages that they were given, but for those of KNOWN."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=described)
+    shapes: ClassVar[dict[str, Schema]] = {"role": {"enum": list(ROLES)}, "content": {"items": TEXT_PART}}
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {"properties": {name: {"enum": NOTHING} for name in sorted(KNOWN)}},
+        {
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}, "tool_call_id": NULL}},
+                {"properties": {"role": {"enum": [*ROLES[:3]]}, "tool_call_id": NULL, "tool_calls": NO_CALLS}},
+                {
+                    "properties": {"role": {"const": "tool"}, "tool_call_id": {"type": "string"}, "tool_calls": NO_CALLS},
+                    "required": ["tool_call_id"],
+                },
+            ]
+        },
+    )
 
     role: str
     content: Annotated[str | TextParts | None, either(CONTENT)] = None

@@ -10,10 +10,9 @@ from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidato
 from pydantic_core import PydanticCustomError
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import MAX_BIASED
+from mtpserve.core.sampling import MAX_BIAS, MAX_BIASED
 from mtpserve.text.requests import check_text
 
-MAX_BIAS = 100
 MAX_ID_DIGITS = 20  # longer ones are not token ids, and Python refuses to read some thousands of digits
 
 

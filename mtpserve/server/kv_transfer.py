@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.request import Request
 from mtpserve.server.body import Strict
+from mtpserve.server.document.shapes import SERVER, Schema
 from mtpserve.server.fields import either
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.http.rendering import Rendered
@@ -51,6 +52,8 @@ class KVTransferAnswer(Rendered):
 
 class TransferFields(Strict):
     """The fields of a generating route. Of lists, which routers send for several prompts, the first counts: it names the request."""
+
+    rules: ClassVar[tuple[Schema, ...]] = ({SERVER: "role"},)
 
     kv_transfer_params: KVTransferParams | None = None
     bootstrap_host: Annotated[Name | list[Name] | None, either("a host, or a list of hosts")] = None

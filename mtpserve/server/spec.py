@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 from pydantic import ConfigDict
 from starlette.responses import Response
@@ -10,6 +11,7 @@ from starlette.responses import Response
 from mtpserve.core.errors import EngineBusy, InvalidRequest
 from mtpserve.core.request import SpecChange, SpecReport, StepTime
 from mtpserve.server.body import Strict
+from mtpserve.server.document.shapes import SERVER, Schema, present
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Served, Service
 
@@ -50,6 +52,9 @@ class SpecBody(Strict):
     """What is left out stays as it is. No other field is ignored: a wrong name would seem to have been set."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    shapes: ClassVar[dict[str, Schema]] = {"num_steps": {"minimum": 0, SERVER: "steps"}}
+    rules: ClassVar[tuple[Schema, ...]] = ({"anyOf": [present("adaptive"), present("num_steps"), present("reset")]},)
 
     adaptive: bool | None = None
     num_steps: int | None = None

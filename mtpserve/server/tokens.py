@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
@@ -13,14 +13,33 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import MAX_PROMPTS, Effort, Strict, Texts, Tokens
 from mtpserve.server.conversation import Messages
 from mtpserve.server.dialogue import asked_tools, rendered
+from mtpserve.server.document import forms
+from mtpserve.server.document.shapes import TOKEN, Schema, one_of, present
 from mtpserve.server.fields import either
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.openai.body import ChatRequest
+from mtpserve.server.openai.body import NOT_BOTH_ENDS, ChatRequest
 from mtpserve.server.service import Served
+
+OF_MESSAGES = ("continue_final_message", "chat_template_kwargs", "tools", "tool_choice", "reasoning_effort")
+TOKENS: Schema = {"type": "array", "items": TOKEN}
 
 
 class TokenizeRequest(Strict):
     """A text, several texts, or a conversation as the chat template writes it, with tools or without."""
+
+    shapes: ClassVar[dict[str, Schema]] = {
+        "prompt": {"maxItems": MAX_PROMPTS},
+        "messages": {"minItems": 1},
+        "tools": forms.TOOLS,
+        "tool_choice": forms.TOOL_CHOICE,
+        "chat_template_kwargs": forms.VARIABLES,
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (
+        one_of("prompt", "messages"),
+        NOT_BOTH_ENDS,
+        forms.DEMANDED,
+        {"anyOf": [present("messages"), {"properties": {name: {"enum": [None, False, "", [], {}]} for name in OF_MESSAGES}}]},
+    )
 
     model: str | None = None
     prompt: Annotated[str | Texts | None, either("a string or a list of strings")] = None
@@ -37,6 +56,10 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
+    shapes: ClassVar[dict[str, Schema]] = {
+        "tokens": {"anyOf": [TOKENS, {"type": "array", "items": TOKENS, "maxItems": MAX_PROMPTS}]},
+    }
+
     model: str | None = None
     tokens: Annotated[Tokens | list[Tokens], either("a list of token ids, or a list of such lists")]
     skip_special_tokens: bool | None = None
@@ -72,16 +95,13 @@ async def tokenize(service: Served, body: TokenizeRequest) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
-    fields = (
-        "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "tool_choice", "reasoning_effort",
-    )  # fmt: skip
     if body.messages is not None:
-        chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in fields})
+        chat = ChatRequest.model_construct(**{name: getattr(body, name) for name in ("messages", "add_generation_prompt", *OF_MESSAGES)})
         chat.check()
         written = await rendered(service, chat, asked_tools(service, chat, prompt_only=True))
         lists = [await service.encode_chat(written, special=bool(body.add_special_tokens))]
     else:
-        for name in fields[2:]:
+        for name in OF_MESSAGES:
             if getattr(body, name):
                 raise InvalidRequest(f"{name} needs messages: a prompt has no template", name)
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []

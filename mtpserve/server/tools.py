@@ -29,6 +29,7 @@ from mtpserve.text.tokenizer import Tokenizer
 MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}\Z")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+CHOICES = ("none", "auto", "required")
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 
 
@@ -96,8 +97,7 @@ def tool(function: dict[str, Any], place: str) -> Tool:
     for unknown in sorted(function.keys() - FUNCTION_FIELDS):
         raise InvalidRequest(f"{place}.{unknown[:50]}: unknown field", f"{place}.{unknown[:50]}")
     name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
-    if not isinstance(name, str) or not NAME.match(name):
-        raise InvalidRequest(f"{place}.name must be 1 to 128 letters, digits and _ - . : /, got {SHORT.repr(name)}", f"{place}.name")
+    name = checked_name(name, f"{place}.name")
     if description is not None and not isinstance(description, str):
         raise InvalidRequest(f"{place}.description must be a string, got {type(description).__name__}", f"{place}.description")
     if strict is not None and not isinstance(strict, bool):
@@ -114,10 +114,16 @@ def tool(function: dict[str, Any], place: str) -> Tool:
     return Tool(name, parameters)
 
 
+def checked_name(name: Any, place: str) -> str:
+    if not isinstance(name, str) or not NAME.match(name):
+        raise InvalidRequest(f"{place} must be 1 to 128 letters, digits and _ - . : /, got {SHORT.repr(name)}", place)
+    return name
+
+
 def chosen(choice: Any, offered: bool) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
     if choice is None:
         return "auto" if offered else "none", None
-    if isinstance(choice, str) and choice in ("none", "auto", "required"):
+    if isinstance(choice, str) and choice in CHOICES:
         return cast(Literal["none", "auto", "required"], choice), None
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from mtpserve.core.errors import InvalidRequest
+from mtpserve.core.sampling import RANGES
 from mtpserve.server.body import Label, RequestId, Strict, Texts, Timeout
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, TextPart, TextParts
+from mtpserve.server.document import forms
+from mtpserve.server.document.shapes import NULL, SAMPLING, Schema, bounds, present
 from mtpserve.server.fields import either
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.offers import Offer
@@ -32,7 +35,31 @@ class ContentBlock(TextPart):
     is_error: bool | None = None
 
 
+CALL = {"id": forms.STRING, "name": forms.STRING, "input": forms.OBJECT}
+RESULT = {"tool_use_id": forms.STRING, "content": forms.or_null(forms.CONTENT)}
+OF_USER = (forms.TEXT_PART, forms.kind("tool_result", RESULT, ["tool_use_id"]))
+OF_ASSISTANT = (forms.TEXT_PART, forms.kind("tool_use", CALL, CALL), forms.kind("thinking"), forms.kind("redacted_thinking"))
+
+
+DEMANDED: Schema = {  # what is demanded has to be there
+    "anyOf": [
+        {"properties": {"tool_choice": {"anyOf": [NULL, {"type": "object", "properties": {"type": {"enum": ["auto", "none"]}}}]}}},
+        {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
+    ]
+}
+
+
+def blocks(role: str, kinds: tuple[Schema, ...]) -> Schema:
+    return {
+        "properties": {"role": {"const": role}, "content": {"anyOf": [forms.STRING, {"type": "array", "items": {"anyOf": list(kinds)}}]}}
+    }
+
+
 class InputMessage(Strict):
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {"anyOf": [blocks("user", OF_USER), blocks("assistant", OF_ASSISTANT), blocks("system", (forms.TEXT_PART,))]},
+    )
+
     role: Literal["user", "assistant", "system"]
     content: Annotated[str | Annotated[list[ContentBlock], Field(fail_fast=True)], either(CONTENT)]
 
@@ -61,6 +88,21 @@ class OutputConfig(Strict):
 
 
 class ToolDefinition(Strict):
+    """One with another type than these is of those that only Anthropic's own models know."""
+
+    shapes: ClassVar[dict[str, Schema]] = {"input_schema": forms.PARAMETERS}
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {
+            "anyOf": [
+                {
+                    "required": ["input_schema"],
+                    "properties": {"type": {"enum": [None, "custom"]}, "name": forms.FIELDS["name"], "input_schema": forms.OBJECT},
+                },
+                {"required": ["type"], "properties": {"type": {"type": "string", "not": {"const": "custom"}}}},
+            ]
+        },
+    )
+
     type: str | None = None
     name: str
     description: str | None = None
@@ -76,6 +118,8 @@ class ToolDefinition(Strict):
 
 
 class ToolChoice(Strict):
+    rules: ClassVar[tuple[Schema, ...]] = ({"anyOf": [{"properties": {"type": {"enum": [*CHOICES]}}}, present("name")]},)
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -91,6 +135,12 @@ class ToolChoice(Strict):
 
 class CountRequest(Strict):
     column = "messages"
+    shapes: ClassVar[dict[str, Schema]] = {
+        "messages": {"minItems": 1},
+        "system": forms.CONTENT,
+        "chat_template_kwargs": forms.VARIABLES,
+    }
+    rules: ClassVar[tuple[Schema, ...]] = ({"properties": {"thread": NULL}}, DEMANDED)
 
     model: str | None = None
     messages: Annotated[list[InputMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -155,6 +205,11 @@ class CountRequest(Strict):
 
 
 class MessagesRequest(CountRequest, SamplingFields):
+    shapes: ClassVar[dict[str, Schema]] = {
+        "max_tokens": bounds(RANGES["max_tokens"]),  # it may be more than there is room for
+        "stop_sequences": SAMPLING["stop"],
+    }
+
     max_tokens: int
     stop_sequences: Texts | None = None
     stream: bool | None = None

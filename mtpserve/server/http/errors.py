@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, QueueFull, RequestFailed, ShuttingDown
@@ -237,9 +238,14 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        status = error.status_code
+        status, headers = error.status_code, error.headers
+        if status == 405:  # Starlette's own names the methods of one route, and a path may have several
+            routes = [route for route in app.routes if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE]
+            # Not those that have an id where this one has a name.
+            routes = [route for route in routes if route.path == request.scope["path"]] or routes
+            headers = {"Allow": ", ".join(sorted({method for route in routes for method in route.methods or ()}))}
         message = f"{request.method} {request.url.path}: {error.detail}" if status in (404, 405) else str(error.detail)
-        return Refusal(status, error_body(status, message, code=STATUS_CODES.get(status, "invalid_request")), error.headers)
+        return Refusal(status, error_body(status, message, code=STATUS_CODES.get(status, "invalid_request")), headers)
 
     app.add_exception_handler(MTPServeError, failed)
     app.add_exception_handler(ClientGone, gone)

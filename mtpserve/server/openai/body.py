@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import MAX_LOGPROBS, SamplingParams, Speculation
+from mtpserve.core.sampling import MAX_LOGPROBS, MAX_STEPS, RANGES, SamplingParams, Speculation
 from mtpserve.server.body import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -25,9 +25,19 @@ from mtpserve.server.body import (
 )
 from mtpserve.server.constraints import NATIVE, constraint
 from mtpserve.server.conversation import Messages
+from mtpserve.server.document import forms
+from mtpserve.server.document.shapes import NULL, PROMPT, SAMPLING, Schema, bounds, needs, not_both
 from mtpserve.server.fields import biases, custom, either, predicted, texts
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.kv_transfer import TransferFields
+
+CHOICES: Schema = {"minimum": 1, "maximum": MAX_CHOICES}
+TEXTS: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS}
+
+
+NOT_BOTH_ENDS: Schema = {
+    "anyOf": [{"properties": {name: {"enum": [None, False]}}} for name in ("continue_final_message", "add_generation_prompt")]
+}
 
 
 class StreamOptions(Strict):
@@ -40,6 +50,7 @@ class SpeculativeOptions(Strict):
     """Ours: whether and how deep to draft for this request. The law of the output does not depend on it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    shapes: ClassVar[dict[str, Schema]] = {"num_steps": {"minimum": 0, "maximum": MAX_STEPS}}
 
     enabled: bool | None = None
     num_steps: int | None = None
@@ -47,6 +58,8 @@ class SpeculativeOptions(Strict):
 
 class SamplingFields(Salted):
     """What every conversation may ask of sampling and of the prefix cache, in the words of both peers. None: not given."""
+
+    shapes: ClassVar[dict[str, Schema]] = {"prediction": {"anyOf": [forms.PREDICTION]}}
 
     temperature: float | None = None
     top_p: float | None = None
@@ -74,6 +87,16 @@ class SamplingFields(Salted):
 
 class GenerationRequest(SamplingFields, TransferFields):
     """What both endpoints share. None: not given."""
+
+    shapes: ClassVar[dict[str, Schema]] = {
+        "n": CHOICES,
+        "best_of": CHOICES,
+        "response_format": forms.RESPONSE_FORMAT,
+        "structured_outputs": forms.STRUCTURED_OUTPUTS,
+        "truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}},
+        **forms.GRAMMARS,
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (needs("stream_options", "stream"), not_both("rid", "request_id"))
 
     model: str | None = None
     max_tokens: int | None = None
@@ -190,6 +213,14 @@ GIVEN = (
 
 class CompletionRequest(GenerationRequest):
     column = "completions"
+    shapes: ClassVar[dict[str, Schema]] = {
+        "prompt": {
+            "anyOf": [{"type": "string"}, TEXTS, PROMPT, {"type": "array", "items": PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}]
+        },
+        "max_tokens": SAMPLING["max_tokens"] | {"minimum": 0},
+        "suffix": {"maxLength": 0},
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (needs("max_tokens", "echo", unless={"anyOf": [NULL, {"type": "integer", "minimum": 1}]}),)
 
     prompt: Annotated[
         str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)],
@@ -264,6 +295,19 @@ class ThinkingSwitch(Strict):
 
 class ChatRequest(GenerationRequest):
     column = "chat"
+    shapes: ClassVar[dict[str, Schema]] = {
+        "messages": {"minItems": 1},
+        "max_completion_tokens": SAMPLING["max_tokens"],
+        "top_logprobs": bounds(RANGES["logprobs"]),
+        "tools": forms.TOOLS,
+        "tool_choice": forms.TOOL_CHOICE,
+        "chat_template_kwargs": forms.VARIABLES,
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (
+        needs("top_logprobs", "logprobs", unless={"enum": [None, 0]}),
+        NOT_BOTH_ENDS,
+        forms.DEMANDED,
+    )
 
     messages: Messages
     max_completion_tokens: int | None = None

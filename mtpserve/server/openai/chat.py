@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
+from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.generation import Added, continued
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.openai import objects
@@ -71,6 +72,8 @@ async def chat(request: Request, service: Served, body: ChatRequest) -> Response
     """Continue a conversation, as OpenAI's chat completions."""
     arrival = perf_counter()
     id = id_of(body, ChatWriter)
+    if body.max_completion_tokens is not None:  # then `max_tokens` does not count, and must be one all the same
+        service.check_sampling(SamplingParams(max_tokens=body.max_tokens))
     with renamed({} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}):
         generation = await continued(service, body, id, arrival)
     return await Answer(id, body, generation, ChatWriter).respond(request)

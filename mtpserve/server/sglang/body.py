@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sampling import RANGES, SamplingParams
 from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Salted, Strict, Texts, Timeout, Tokens
 from mtpserve.server.constraints import constraint
+from mtpserve.server.document.forms import GRAMMAR
+from mtpserve.server.document.shapes import PROMPT, SAMPLING, Schema, bounds, one_of
 from mtpserve.server.fields import biases, custom, either, texts
 from mtpserve.server.kv_transfer import TransferFields
 
 DEFAULT_MAX_TOKENS = 128  # SGLang's
+TOP = bounds(RANGES["logprobs"])
 
 
 class NativeSampling(Strict):
@@ -22,6 +25,13 @@ class NativeSampling(Strict):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     column = "sampling_params"
+    shapes: ClassVar[dict[str, Schema]] = {
+        "max_new_tokens": SAMPLING["max_tokens"] | {"minimum": 0},
+        "min_new_tokens": SAMPLING["min_tokens"],
+        "sampling_seed": SAMPLING["seed"],
+        "n": {"minimum": 1, "maximum": MAX_CHOICES},
+        **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), GRAMMAR),
+    }
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -100,6 +110,13 @@ class NativeRequest(Salted, TransferFields):
     """Exactly one of `text` and `input_ids`; a list of either is answered by a list, and may have a list of what is asked for with each."""
 
     column = "generate"
+    shapes: ClassVar[dict[str, Schema]] = {
+        "text": {"minLength": 1, "minItems": 1, "maxItems": MAX_PROMPTS},
+        "input_ids": {"anyOf": [PROMPT, {"type": "array", "items": PROMPT, "minItems": 1, "maxItems": MAX_PROMPTS}]},
+        "logprob_start_len": {"minimum": -1, "items": {"type": "integer", "minimum": -1}},
+        "top_logprobs_num": TOP | {"items": {"type": "integer"} | TOP},
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (one_of("text", "input_ids"),)
 
     text: Annotated[str | Texts | None, either("a string or a list of strings")] = None
     input_ids: Annotated[

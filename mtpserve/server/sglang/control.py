@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from time import perf_counter
+from typing import ClassVar
 
 from starlette.responses import Response
 
@@ -14,6 +15,7 @@ from mtpserve.core.request import Request as EngineRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.about import Healthy
 from mtpserve.server.body import RequestId, Strict
+from mtpserve.server.document.shapes import NULL, Schema, being, present
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Served
 
@@ -31,6 +33,15 @@ class Aborted(Rendered):
 
 class AbortRequest(Strict):
     """`rid` is the id that the client gave its request, or the one in the answer."""
+
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {
+            "anyOf": [
+                present("rid") | {"properties": {"rid": {"type": "string"}, "abort_all": {"enum": [None, False]}}},
+                being("abort_all", True) | {"properties": {"rid": NULL, "abort_all": {"const": True}}},
+            ]
+        },
+    )
 
     rid: RequestId | None = None
     abort_all: bool | None = None

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from time import time
+from typing import Annotated
 
+from pydantic import Field
 from starlette.responses import Response
 
 from mtpserve import __version__
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import EngineState, EngineStats, ModelCard
+from mtpserve.server.document.shapes import SERVER
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Served
+
+Rank = Annotated[int, Field(json_schema_extra={"minimum": 0, SERVER: "rank"})]  # among the engines of this server
 
 
 class EngineLoad(Rendered):
@@ -74,7 +79,7 @@ def load_of(engine: EngineState, card: ModelCard) -> EngineLoad:
     )
 
 
-async def loads(service: Served, dp_rank: int | None = None) -> Response:
+async def loads(service: Served, dp_rank: Rank | None = None) -> Response:
     """The engines that are up; with `dp_rank` one of them. 503 from SIGTERM on, and once the engines are dead: a router then sends
     its requests elsewhere."""
     service.check_ready()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Strict
+from mtpserve.server.document import forms
+from mtpserve.server.document.shapes import SERVER, Schema
 from mtpserve.server.formats import Formats
 from mtpserve.server.http.errors import ContextLengthExceeded
 from mtpserve.server.http.rendering import JSON, Rendered
@@ -20,9 +22,17 @@ from mtpserve.text.parsers.reasoning import Opening
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
 from mtpserve.text.requests import check_text
 
+TEXT: Schema = {SERVER: "text"}
+
 
 class ParseFunctionCall(Strict):
     """`tool_call_parser`: by default the server's own."""
+
+    shapes: ClassVar[dict[str, Schema]] = {
+        "text": TEXT,
+        "tools": forms.TOOLS,
+        "tool_call_parser": {"enum": TOOL_CALLS.names()},
+    }
 
     text: str
     tools: list[Any]
@@ -31,6 +41,8 @@ class ParseFunctionCall(Strict):
 
 class SeparateReasoning(Strict):
     """`reasoning_parser`: by default the server's own."""
+
+    shapes: ClassVar[dict[str, Schema]] = {"text": TEXT, "reasoning_parser": {"enum": REASONINGS.names()}}
 
     text: str
     reasoning_parser: str | None = None
@@ -54,7 +66,9 @@ class SeparatedReasoning(Rendered):
 
 async def parse_function_call(service: Served, body: ParseFunctionCall) -> Response:
     """The calls in a text, and the text without them."""
-    name = known(body.tool_call_parser or service.formats.tool_calls, TOOL_CALLS.names(), "tool_call_parser")
+    name = known(
+        service.formats.tool_calls if body.tool_call_parser is None else body.tool_call_parser, TOOL_CALLS.names(), "tool_call_parser"
+    )
     formats = Formats(name, None)
     use = tool_use(body.tools, None, None, formats)
     events = await taken_apart(service, body.text, OutputParser(calls=call_format(use, formats)))
@@ -71,7 +85,9 @@ async def parse_function_call(service: Served, body: ParseFunctionCall) -> Respo
 
 async def separate_reasoning(service: Served, body: SeparateReasoning) -> Response:
     """The reasoning in front of an answer, and the answer."""
-    name = known(body.reasoning_parser or service.formats.reasoning, REASONINGS.names(), "reasoning_parser")
+    name = known(
+        service.formats.reasoning if body.reasoning_parser is None else body.reasoning_parser, REASONINGS.names(), "reasoning_parser"
+    )
     thinking = REASONINGS.get(name)
     events = await taken_apart(service, body.text, OutputParser(thinking, Opening.INSIDE if thinking.always else Opening.MAYBE))
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))

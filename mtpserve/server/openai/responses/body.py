@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.server.body import Effort, Label, Metadata, Strict, Timeout, say_once
 from mtpserve.server.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, TextPart, TextParts, called
+from mtpserve.server.document import forms
+from mtpserve.server.document.shapes import SAMPLING, TEXT, Schema, needs
 from mtpserve.server.fields import either
 from mtpserve.server.http.errors import SHORT, Unsupported
 from mtpserve.server.offers import Offer
 from mtpserve.server.openai.body import ChatRequest, SamplingFields
+from mtpserve.server.tools import CHOICES, checked_name
 from mtpserve.text.requests import check_text
 
 # Accepted, and never included: reasoning is not encrypted here, and the others are of tools that other servers run.
@@ -26,8 +29,43 @@ CONTENT = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
 TEXTS = ("input_text", "output_text", "text")
 
 
+THOUGHTS = ("reasoning_text", "text")
+CALL = ("call_id", "name", "arguments")
+
+
+def parts(kinds: tuple[str, ...]) -> Schema:
+    """What a text may be given as."""
+    part = {"type": "object", "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}}, "required": ["type", "text"]}
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
+
+MEMBER = forms.closed({"type": {"const": "function"}, "defer_loading": {}} | forms.FIELDS, ["type", "name"])
+TOOL: Schema = {
+    "anyOf": [
+        MEMBER,
+        forms.kind("namespace", {"name": forms.FIELDS["name"], "tools": {"type": "array", "items": MEMBER}}, ["name", "tools"]),
+        {"type": "object", "properties": {"type": {"type": "string", "not": {"enum": ["function", "namespace"]}}}, "required": ["type"]},
+    ]
+}
+
+
 class InputItem(Strict):
     """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what came of it."""
+
+    shapes: ClassVar[dict[str, Schema]] = {"output": parts(TEXTS)}
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {
+            "anyOf": [
+                {
+                    "properties": {"type": {"const": "message"}, "role": {"type": "string"}, "content": parts(TEXTS)},
+                    "required": ["role", "content"],
+                },
+                forms.kind("reasoning", {"content": forms.or_null(parts(THOUGHTS))}),
+                forms.kind("function_call", dict.fromkeys(CALL, forms.STRING), CALL),
+                forms.kind("function_call_output", {"call_id": forms.STRING, "output": parts(TEXTS)}, ("call_id", "output")),
+            ]
+        },
+    )
 
     type: str = "message"
     id: Label | None = None
@@ -50,6 +88,8 @@ class EffortOptions(Strict):
 class TextOptions(Strict):
     """`format` as in chat completions, but with the schema's fields beside its type. No template is told of `verbosity`."""
 
+    shapes: ClassVar[dict[str, Schema]] = {"format": forms.TEXT_FORMAT}
+
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
@@ -60,10 +100,24 @@ Input = Annotated[
 ]
 
 
+SOMETHING: Schema = {
+    "anyOf": [
+        {"required": ["input"], "properties": {"input": {"anyOf": [TEXT, {"type": "array", "minItems": 1}]}}},
+        *({"required": [name], "properties": {name: TEXT}} for name in ("instructions", "previous_response_id")),
+    ]
+}
+
+
 class InputTokensRequest(Strict):
     """What of a request its prompt depends on."""
 
     column = "responses"
+    shapes: ClassVar[dict[str, Schema]] = {
+        "tools": {"items": TOOL},
+        "tool_choice": {"anyOf": [{"enum": list(CHOICES)}, forms.kind("function", {"name": forms.STRING}, ["name"])]},
+        "chat_template_kwargs": forms.VARIABLES,
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (SOMETHING, forms.DEMANDED)
 
     input: Input | None = None
     model: str | None = None
@@ -112,6 +166,14 @@ class InputTokensRequest(Strict):
 
 
 class ResponsesRequest(InputTokensRequest, SamplingFields):
+    shapes: ClassVar[dict[str, Schema]] = {
+        "input": {"minLength": 1, "minItems": 1},
+        "max_output_tokens": SAMPLING["max_tokens"],
+        "include": {"items": {"enum": sorted(NOTHING_TO_INCLUDE)}},
+        "structured_outputs": forms.STRUCTURED_OUTPUTS,
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (needs("stream_options", "stream"),)
+
     input: Input
     max_output_tokens: int | None = None
     stream: bool | None = None
@@ -160,14 +222,14 @@ def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
         case "function":
             offer.add({name: value for name, value in tool.items() if name not in ("type", "defer_loading")}, place)
         case "namespace":
-            around, inside = tool.get("name"), tool.get("tools")
-            if not isinstance(around, str) or not isinstance(inside, list):
+            around, inside = checked_name(tool.get("name"), f"{place}.name"), tool.get("tools")
+            if not isinstance(inside, list):
                 raise InvalidRequest(f"{place}: a namespace needs a name, and a list of tools", f"{place}")
             for index, member in enumerate(inside):
                 if not isinstance(member, dict) or member.get("type") != "function" or not isinstance(member.get("name"), str):
                     where = f"{place}.tools[{index}]"
                     raise Unsupported(f"{where} must be a function with a name: only they are supported in a namespace", where)
-                whole = f"{around}.{member['name']}"
+                whole = f"{around}.{checked_name(member['name'], f'{place}.tools[{index}].name')}"
                 offer.members[whole] = (around, member["name"])
                 add_tool(offer, member | {"name": whole}, f"{place}.tools[{index}]")
         case kind:
@@ -181,7 +243,7 @@ def messages_of(given: str | list[InputItem]) -> list[ChatMessage]:
     reasoning = ""
     for index, item in enumerate(given):
         if item.type == "reasoning":
-            reasoning += text_of(item.content, ("reasoning_text", "text"))
+            reasoning += text_of(item.content, THOUGHTS)
             continue
         message = message_of(item, f"input[{index}]")
         if item.type == "function_call" and messages and messages[-1].role == "assistant" and not reasoning:
