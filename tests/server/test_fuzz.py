@@ -40,6 +40,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5]},
     "/v1/spec": {"num_steps": 1},
     "/abort_request": {"abort_all": True},
+    "/start_profile": {},
     "/parse_function_call": {"text": "a", "tools": []},
     "/separate_reasoning": {"text": "a"},
 }
@@ -98,7 +99,8 @@ def typed(schema: dict[str, Any], schemas: dict[str, Any]) -> st.SearchStrategy[
 def bodies(app: FastAPI, path: str) -> dict[str, st.SearchStrategy[Any]]:
     document = app.openapi()
     schemas = document["components"]["schemas"]
-    reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    taken = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    reference = taken.get("anyOf", [taken])[0]["$ref"]  # a body may be left out
     return {name: typed(schema, schemas) for name, schema in schemas[reference.rsplit("/", 1)[1]]["properties"].items()}
 
 
