@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mtpserve.config.options import check, option
+from mtpserve.core.sampling import MAX_COUNT, MAX_LOGPROBS
 
 ROOT_PATH = re.compile(r"(/[\w.~%-]+)+", re.ASCII)
 DIALECTS = ("sglang", "vllm")  # whose names for metrics can be offered too
@@ -49,6 +50,9 @@ class ServerConfig:
     read_timeout: float = option(60.0, "seconds in which a client must have sent its whole request")
     write_timeout: float = option(60.0, "seconds for which a client may leave its response unread before the connection is closed")
     sse_keep_alive_interval: float = option(0.0, "seconds without an event after which a stream gets a comment; 0: never")
+    max_logprobs: int = option(
+        MAX_LOGPROBS, "alternatives whose log-probabilities a request may ask for with each token; -1: the whole vocabulary"
+    )
     enable_force_include_usage: bool = option(
         False, "end every stream of completions and chats with its usage", "stream-response-default-include-usage"
     )
@@ -81,6 +85,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(0 <= self.port < 65536, "port", self.port, "in [0, 65535]")
+        check(-1 <= self.max_logprobs <= MAX_COUNT, "max_logprobs", self.max_logprobs, "at least 0, or -1 for the whole vocabulary")
         check(not self.root_path or bool(ROOT_PATH.fullmatch(self.root_path)), "root_path", self.root_path, "a path like /api")
         check(self.log_interval >= 0, "log_interval", self.log_interval, "at least 0")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")

@@ -15,7 +15,7 @@ MAX_STOP_IDS = 1024
 MAX_BIASED = 1024
 MAX_BIAS = 100
 MAX_BAD_WORDS = 256
-MAX_LOGPROBS = 20  # OpenAI's limit
+MAX_LOGPROBS = 20  # OpenAI's limit, where --max-logprobs does not say
 MAX_GRAMMAR_BYTES = 1 << 20
 MIN_PENALTY = 1e-6  # a smaller one makes logits overflow
 MAX_COUNT = 2**31 - 1  # of tokens: more than any vocabulary or context has, and fits into the engine's tensors
@@ -54,8 +54,8 @@ RANGES = {
     "presence_penalty": Range(-2, 2),
     "min_tokens": Range(0, MAX_COUNT),
     "priority": Range(-(2**31), 2**31 - 1, "a 32-bit signed integer"),
-    "logprobs": Range(0, MAX_LOGPROBS),
-    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+    "logprobs": Range(0, MAX_COUNT, "at least 0"),  # see check_logprobs
+    "prompt_logprobs": Range(0, MAX_COUNT, "at least 0"),
 }
 MAX_STEPS = 63  # that a request may ask for
 
@@ -176,6 +176,12 @@ class SamplingParams:
         """Raises InvalidRequest for a priority where the scheduling policy ignores priorities."""
         if self.priority and policy != "priority":
             raise InvalidRequest(f"priority must be 0 unless --scheduling-policy is priority, got {self.priority}", "priority")
+
+    def check_logprobs(self, most: int) -> None:
+        """Raises InvalidRequest for more alternatives than the server's `most`; -1: any number."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if most >= 0 and (getattr(self, name) or 0) > most:
+                raise InvalidRequest(f"{name} must be in [0, {most}], got {getattr(self, name)}: see --max-logprobs", name)
 
     @property
     def greedy(self) -> bool:

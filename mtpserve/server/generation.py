@@ -19,6 +19,7 @@ from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.dialogue import asked_tools, rendered
 from mtpserve.server.fields import refuse_constant
+from mtpserve.server.http.errors import renamed
 from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.service import Service, StepOutput
 from mtpserve.server.tools import OutputPlan, output_plan, planned
@@ -218,7 +219,8 @@ async def continued(service: Service, body: ChatRequest, id: str, arrival: float
     service.admit(body.model)
     body.check()
     sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
-    service.check_sampling(sampling)
+    with renamed({"logprobs": "top_logprobs"}):
+        service.check_sampling(sampling)
     use = asked_tools(service, body)
     chat = await rendered(service, body, use)
     begun = body.messages[-1].text() if body.continue_final_message else None

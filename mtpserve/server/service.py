@@ -170,6 +170,7 @@ class Service:
         """Before anything is tokenized: what cannot fit, and token ids that are not the model's. The engine checks them too, but a
         stream would have begun by then."""
         sampling.check_policy(self.engine_config.scheduler.scheduling_policy)
+        sampling.check_logprobs(self.server_config.max_logprobs)
         context = self.client.card.context_length
         if (sampling.max_tokens or 0) >= context:
             given = str(sampling.max_tokens)[:50]

@@ -111,3 +111,22 @@ def test_sglangs_name_for_any_model(tokenizer: Tokenizer) -> None:
 def test_what_the_kv_pool_holds(tokenizer: Tokenizer) -> None:
     info = send(served(tokenizer), "GET", "/get_server_info").json()
     assert info["max_total_num_tokens"] == info["internal_states"][0]["max_total_num_tokens"] == 64 * 16
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "good"), [(20, 20, True), (20, 21, False), (3, 4, False), (0, 0, True), (40, 40, True), (-1, 500, True)]
+)
+def test_how_many_alternatives(tokenizer: Tokenizer, most: int, asked: int, good: bool) -> None:
+    http = served(tokenizer, max_logprobs=most)
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    for route, body, name in (
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "logprobs": asked}, "logprobs"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "prompt_logprobs": asked}, "prompt_logprobs"),
+        ("/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": asked}, "top_logprobs"),
+        ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": asked}, "top_logprobs_num"),
+    ):
+        answer = send(http, "POST", route, json=body)
+        assert answer.status_code == (200 if good else 400), (route, answer.text)
+        if not good:
+            error = answer.json()["error"]
+            assert error["param"] == name and error["message"].startswith(f"{name} must be in [0, {most}], got {asked}")

@@ -35,8 +35,9 @@ def schemas_of(bodies: list[type[BaseModel]]) -> dict[str, Schema]:
 
 def limits(service: Service) -> dict[str, Schema]:
     """What takes the place of each SERVER."""
-    card, config = service.client.card, service.engine_config
+    card, config, most = service.client.card, service.engine_config, service.server_config.max_logprobs
     return {
+        "alternatives": {} if most < 0 else {"maximum": most},
         "token": {"maximum": card.vocab - 1},
         "length": {"maximum": card.context_length - 1},
         "text": {"maxLength": MAX_BYTES_PER_TOKEN * card.context_length},

@@ -37,6 +37,7 @@ def bounds(range: Range) -> Schema:
 # Of fields that mean the same in every body.
 SAMPLING: dict[str, Schema] = {name: bounds(range) for name, range in RANGES.items()} | {
     "priority": bounds(RANGES["priority"]) | {SERVER: "priority"},
+    **{name: bounds(RANGES[name]) | {SERVER: "alternatives"} for name in ("logprobs", "prompt_logprobs")},
     "max_tokens": bounds(RANGES["max_tokens"]) | {SERVER: "length"},
     "stop": {
         "minLength": 1,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import MAX_LOGPROBS, MAX_STEPS, RANGES, SamplingParams, Speculation
+from mtpserve.core.sampling import MAX_STEPS, SamplingParams, Speculation
 from mtpserve.server.body import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -26,7 +26,7 @@ from mtpserve.server.body import (
 from mtpserve.server.constraints import NATIVE, constraint
 from mtpserve.server.conversation import Messages
 from mtpserve.server.document import forms
-from mtpserve.server.document.shapes import NULL, PROMPT, SAMPLING, Schema, bounds, needs, not_both
+from mtpserve.server.document.shapes import NULL, PROMPT, SAMPLING, Schema, needs, not_both
 from mtpserve.server.fields import biases, custom, either, predicted, texts
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.kv_transfer import TransferFields
@@ -298,7 +298,7 @@ class ChatRequest(GenerationRequest):
     shapes: ClassVar[dict[str, Schema]] = {
         "messages": {"minItems": 1},
         "max_completion_tokens": SAMPLING["max_tokens"],
-        "top_logprobs": bounds(RANGES["logprobs"]),
+        "top_logprobs": SAMPLING["logprobs"],
         "tools": forms.TOOLS,
         "tool_choice": forms.TOOL_CHOICE,
         "chat_template_kwargs": forms.VARIABLES,
@@ -336,8 +336,8 @@ class ChatRequest(GenerationRequest):
                 raise InvalidRequest("continue_final_message needs a last message of role assistant", "continue_final_message")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
-            raise InvalidRequest(f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {self.top_logprobs}", "top_logprobs")
+        if (self.top_logprobs or 0) < 0:
+            raise InvalidRequest(f"top_logprobs must be at least 0, got {self.top_logprobs}", "top_logprobs")
 
     @property
     def effort(self) -> Effort | None:

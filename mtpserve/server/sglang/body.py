@@ -8,16 +8,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.sampling import RANGES, SamplingParams
+from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.body import MAX_CHOICES, MAX_PROMPTS, MAX_SEQUENCES, RequestId, Salted, Strict, Texts, Timeout, Tokens
 from mtpserve.server.constraints import constraint
 from mtpserve.server.document.forms import GRAMMAR
-from mtpserve.server.document.shapes import PROMPT, SAMPLING, Schema, bounds, one_of
+from mtpserve.server.document.shapes import PROMPT, SAMPLING, Schema, one_of
 from mtpserve.server.fields import biases, custom, either, texts
 from mtpserve.server.kv_transfer import TransferFields
 
 DEFAULT_MAX_TOKENS = 128  # SGLang's
-TOP = bounds(RANGES["logprobs"])
+TOP = SAMPLING["logprobs"]
 
 
 class NativeSampling(Strict):
