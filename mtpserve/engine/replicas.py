@@ -306,7 +306,7 @@ class Replicas:
                             progress.take(events)
                             yield events
                     return
-                except EngineDead:
+                except (EngineDead, ShuttingDown):  # the latter where it is put away because another one has died
                     if left == 0 or self.dead is not None:
                         raise
                 request = replace(request, said=list(progress.said), scored=progress.scored, moved=True)

@@ -112,7 +112,7 @@ def test_the_readmes_table_has_every_engine_and_what_was_lost(tmp_path: Path, mo
         "| 6.4 M, three drafts | mistral.rs, plain | 1.6 × |",
         "| 258 M, plain | vLLM | **0.50 ×** |",
     ]
-    assert "`python x.py` (2 cores of a chip, abc; vLLM 0.3; [file](benchmarks/results/peers_new.json))" in notes
+    assert "`python x.py` (2 cores of a chip, abc; vLLM 0.3; [file](../benchmarks/results/peers_new.json))" in notes
     assert "- At 4 requests with 258 M parameters, vLLM without drafts gives 2.00 ×" in notes
     assert notes.endswith("Not measured:\n\n- it has no drafts\n")
 
