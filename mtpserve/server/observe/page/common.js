@@ -1,7 +1,7 @@
 "use strict";
 // What comes from the server or a model is written as text, never as markup.
 const $ = (id) => document.getElementById(id);
-const WINDOW_S = 10, KEEP = 120, TIMEOUT_MS = 5000, RANKS = 8, STEPS = 16;
+const WINDOW_S = 10, TIMEOUT_MS = 5000, RANKS = 8, STEPS = 16;
 // The draft model's drafts have the colour of class mtp, whatever it is called.
 const SOURCES = { mtp: "MTP layer", ngram: "n-gram", prediction: "prediction", grammar: "grammar" };
 const DRAFTERS = { mtp: "MTP layer", eagle: "EAGLE", eagle3: "EAGLE-3", medusa: "Medusa", dflash: "DFlash", standalone: "draft model" };

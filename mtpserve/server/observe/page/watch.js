@@ -1,17 +1,7 @@
 
 // ----------------------------------------------------------------------------------------------------------- watch
 
-let past = [];                                           // {at, stats}: one a second, the youngest last
-let lines = { length: [], rate: [], queue: [] };         // what the small charts show
-
-function chart(id, values, least) {
-  const top = Math.max(least, ...values.filter((v) => v !== null));
-  const points = values.flatMap((v, i) => v === null ? [] : [`${(KEEP - values.length + i + 1).toFixed(0)},${(28 - 26 * v / top).toFixed(1)}`]);
-  const line = drawn("line", { x1: 0, x2: 120, y1: 29.5, y2: 29.5 });
-  $(id).replaceChildren(line, ...(points.length > 1 ? [drawn("polyline", { points: points.join(" ") })] : []));
-}
-
-function push(list, value) { list.push(value); if (list.length > KEEP) list.shift(); }
+let past = [];  // {at, stats}: one a second, the youngest last
 
 function row(head, cells, key) {
   const made = make("tr"), first = make("th");
@@ -31,7 +21,7 @@ function bar(share) {
 
 function show(state, at) {
   const now = state.stats, last = past.at(-1);
-  if (last && now.steps_total < last.stats.steps_total) { past = []; lines = { length: [], rate: [], queue: [] }; }  // it was restarted
+  if (last && now.steps_total < last.stats.steps_total) past = [];  // it was restarted
   past.push({ at, stats: now });
   while (past.length > 1 && past[1].at <= at - 1000 * WINDOW_S) past.shift();
   const then = past[0].stats, seconds = (at - past[0].at) / 1000;
@@ -51,34 +41,37 @@ function show(state, at) {
   say("pages", (100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %");
   say("pages-note", `${whole(now.pages_used)} of ${whole(now.pages_total)}, ${whole(state.page_size)} tokens each` + (now.pages_cached ? ` · ${whole(now.pages_cached)} free ones cached` : ""));
   $("pages-bar").value = share;
-  push(lines.length, recent ? length : null); push(lines.rate, rate); push(lines.queue, now.waiting);
-  chart("length-line", lines.length, state.speculative_steps + 1); chart("rate-line", lines.rate, 1); chart("queue-line", lines.queue, 1);
   positions(state, now, recent ? then : null);
-  depth(now.depths);
+  depth(now, state.speculative_steps);
   sources(now);
+  latency(state);
+  cache(state, now, then);
   tiers(state.tiers);
   engines(state.engines);
-  const totals = [["Prompt tokens", whole(now.prompt_tokens_total)], ["From the prefix cache", percent(now.cached_prompt_tokens_total, now.prompt_tokens_total)],
-    ["Generated tokens", whole(now.generation_tokens_total)], ["Steps", whole(now.steps_total)],
+  const totals = [["Prompt tokens", whole(now.prompt_tokens_total)], ["Generated tokens", whole(now.generation_tokens_total)], ["Steps", whole(now.steps_total)],
     ["Verifications", whole(now.drafts_total)], ["Preemptions", whole(now.preemptions_total)], ["Failed requests", whole(now.failed_requests_total)]];
   $("totals").tBodies[0].replaceChildren(...totals.map(([head, cell]) => row(head, [cell])));
 }
 
-// Of all verifications, those whose draft at this depth was accepted.
+// Of the drafts at a position, those that were accepted; a tree has several drafts at one.
 function positions(state, now, then) {
   $("positions").hidden = now.drafts_total === 0;
   $("positions-empty").hidden = now.drafts_total > 0;
   if (state.speculative_steps === 0) say("positions-empty", "Plain decoding: this server drafts nothing. --speculative-algorithm turns it on.");
   const reached = Math.max(state.speculative_steps, now.draft_tokens_per_position.findLastIndex((count) => count > 0) + 1);
+  const since = (list, i) => then ? (now[list][i] || 0) - (then[list][i] || 0) : 0;
   const rows = now.accepted_tokens_per_position.slice(0, reached).map((count, i) => {
-    const drafts = then ? now.drafts_total - then.drafts_total : 0, taken = then ? count - (then.accepted_tokens_per_position[i] || 0) : 0;
-    return row(String(i + 1), [bar(then ? taken / drafts : count / Math.max(1, now.drafts_total)), percent(taken, drafts), percent(count, now.drafts_total)]);
+    const drafts = now.draft_tokens_per_position[i] || 0, accepted = since("accepted_tokens_per_position", i), lately = since("draft_tokens_per_position", i);
+    const many = make("td", `${whole(count)} of ${whole(drafts)}`, "wraps");
+    return row(String(i + 1), [bar(count / Math.max(1, drafts)), percent(accepted, lately), many, percent(count, drafts)]);
   });
   $("positions").tBodies[0].replaceChildren(...rows);
+  say("positions-note", now.drafts_total ? `${whole(now.drafts_total)} verifications. Position 1 is the first token after the model's own.` : "");
 }
 
 // Where the engine chooses how deep to draft; null: it does not.
-function depth(chosen) {
+function depth(now, deepest) {
+  const chosen = now.depths;
   $("depth-panel").hidden = chosen === null;
   if (chosen === null) return;
   const expected = chosen.tokens_per_second === null ? "" : ` · ${whole(chosen.tokens_per_second)} tokens/s expected`;
@@ -86,11 +79,51 @@ function depth(chosen) {
   say("depth-most", `of at most ${whole(chosen.num_steps)}`);
   say("depth-note", chosen.adaptive ? `${whole(chosen.changes_total)} changes · ${whole(chosen.trials_total)} trials${expected}` : "fixed until it is adaptive again");
   $("learned").tBodies[0].replaceChildren(...chosen.acceptance.slice(0, RANKS).map((rate, i) => row(String(i + 1), [bar(rate), percent(rate, 1)])));
+  const steps = sum(now.steps_per_depth);
+  $("depths").tBodies[0].replaceChildren(...now.steps_per_depth.slice(0, deepest + 1).map((count, i) => row(String(i), [bar(count / Math.max(1, steps)), whole(count), percent(count, steps)])));
+}
+
+// 38 ms, 1.2 s.
+function lasting(seconds) {
+  const [value, unit] = seconds < 1 ? [1000 * seconds, "ms"] : [seconds, "s"];
+  return `${value.toFixed(value < 10 ? 1 : 0).replace(/\.0$/, "")} ${unit}`;
+}
+
+// A histogram knows a value only to its bucket: the bounds are said below it.
+const LATENCIES = { first_token: "First token", between_tokens: "Between tokens", whole_request: "Whole request" };
+function latency(state) {
+  const span = $("latency-span").value;
+  const cell = (one) => {
+    const made = make("td", one === null ? "–" : one.high === null ? `> ${lasting(one.low)}` : lasting(one.seconds));
+    if (one !== null && one.high !== null) made.append(make("span", `${lasting(one.low).replace(one.low < 1 === one.high < 1 ? / .*/ : "", "")} – ${lasting(one.high)}`, "bounds"));
+    return made;
+  };
+  $("latency").tBodies[0].replaceChildren(...Object.entries(LATENCIES).map(([name, called]) => {
+    const found = state.latency[name][span];
+    const made = row(called, [cell(found.p50), cell(found.p90), cell(found.p99)]);
+    made.firstChild.append(make("span", `of ${whole(found.count)}`, "bounds"));
+    return made;
+  }));
+}
+
+// Where prompt tokens came from. What a tier gave came to the device first: the rest of what was found was there.
+function cache(state, now, then) {
+  const all = now.prompt_tokens_total, found = now.cached_prompt_tokens_total;
+  const from = Object.entries(now.loaded_pages).map(([tier, pages]) => [TIERS[tier] || tier, pages * state.page_size]).filter(([, tokens]) => tokens > 0);
+  const rows = [["Device", Math.max(0, found - sum(from.map(([, tokens]) => tokens)))], ...from, ["Computed", all - found]];
+  const lately = then ? now.prompt_tokens_total - then.prompt_tokens_total : 0;
+  say("cache-share", percent(found, all));
+  say("cache-unit", `of ${whole(all)} prompt tokens were found`);
+  say("cache-note", lately > 0 ? `last 10 s: ${percent(now.cached_prompt_tokens_total - then.cached_prompt_tokens_total, lately)} of ${whole(lately)}` : "no prompts in the last 10 s");
+  $("cache").tBodies[0].replaceChildren(...rows.map(([head, tokens]) => row(head, [bar(tokens / Math.max(1, all)), whole(tokens), percent(tokens, all)])));
 }
 
 // With each answer of /stats; `at` in milliseconds.
 async function watch(state, at) {
   show(state, at);
+  if ($("view-watch").hidden) return;
+  if (!state.dead) await Promise.all([remember(), live(state.engines.length)]);
+  drawCharts(state);
   if ($("costs-details").open && !state.dead) await costs();
 }
 
@@ -127,11 +160,9 @@ function tiers(found) {
   $("tiers").tBodies[0].replaceChildren(...Object.entries(facts).map(([head, fact]) => row(head, Object.values(found).map(fact))));
 }
 
-// Of several; why one is gone is said below them.
+// Why one was lost is said below them.
 function engines(all) {
-  const down = all.filter((each) => each.state !== "up");
-  $("engines-panel").hidden = all.length === 1 && down.length === 0 && all[0].restarts === 0;
   $("engines").tBodies[0].replaceChildren(...all.map(({ engine, state, restarts, stats }) =>
-    row(state === "up" ? String(engine) : `${engine}, ${state}`, [whole(stats.running), whole(stats.waiting), percent(stats.pages_used, stats.pages_total), whole(stats.generation_tokens_total), whole(restarts)])));
-  say("engines-note", all.filter((each) => each.reason).map((each) => `engine ${each.engine}: ${each.reason}`).join("; "));
+    row(`${engine}, ${state}`, [whole(stats.running), whole(stats.waiting), percent(stats.pages_used, stats.pages_total), whole(stats.generation_tokens_total), whole(restarts)])));
+  say("engines-note", all.filter((each) => each.reason).map((each) => `engine ${each.engine} was lost: ${each.reason}`).join("; ") || "none was lost");
 }
