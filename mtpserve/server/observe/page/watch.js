@@ -57,7 +57,7 @@ function show(state, at) {
 function positions(state, now, then) {
   $("positions").hidden = now.drafts_total === 0;
   $("positions-empty").hidden = now.drafts_total > 0;
-  if (state.speculative_steps === 0) say("positions-empty", "Plain decoding: this server drafts nothing. --speculative-algorithm turns it on.");
+  if (state.speculative_steps === 0) say("positions-empty", "Plain decoding: this server drafts nothing. See --speculative-algorithm.");
   const reached = Math.max(state.speculative_steps, now.draft_tokens_per_position.findLastIndex((count) => count > 0) + 1);
   const since = (list, i) => then ? (now[list][i] || 0) - (then[list][i] || 0) : 0;
   const rows = now.accepted_tokens_per_position.slice(0, reached).map((count, i) => {
