@@ -15,14 +15,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ TYPES = {
     torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64",
 }  # fmt: skip
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+T = TypeVar("T")
 
 
 def ints(*shape: int) -> torch.Tensor:
@@ -222,14 +223,15 @@ GROUPS = {
 
 
 @contextmanager
-def writing_down(hip: bool) -> Iterator[list[Launch]]:
+def writing_down(hip: bool, seen: Callable[[Launch], T]) -> Iterator[list[T]]:
+    """What `seen` gives for each launch. Launches themselves would hold their tensors, gigabytes of a group's."""
     from triton.runtime.jit import JITFunction
 
-    launches: list[Launch] = []
+    launches: list[T] = []
     run, version = JITFunction.run, torch.version.hip
 
     def write(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches.append((self, args, kwargs))
+        launches.append(seen((self, args, kwargs)))
 
     JITFunction.run, torch.version.hip = write, "6" if hip else None
     try:
@@ -299,10 +301,10 @@ def compile_group(target: str, group: str) -> list[str]:
 
     kind, arch, warp = TARGETS[target]
     hip = kind == "hip"
-    with writing_down(hip) as launches:
+    with writing_down(hip, Source.of) as sources:
         GROUPS[group](target != "sm_80")
     wrong, seen = [], set()
-    for source in map(Source.of, launches):
+    for source in sources:
         if (key := (source.name, str(source.signature), str(source.options))) in seen:
             continue
         seen.add(key)

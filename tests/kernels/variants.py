@@ -102,11 +102,10 @@ def variant(launch: Launch) -> tuple[str, str]:
 def main() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     variants: defaultdict[str, set[str]] = defaultdict(set)
-    with writing_down(hip=False) as launches:
+    with writing_down(False, variant) as found:
         for count in COUNTS:
             step(count)
-    for launch in launches:
-        kernel, key = variant(launch)
+    for kernel, key in found:
         variants[kernel].add(key)
     print(json.dumps({kernel: len(keys) for kernel, keys in variants.items()}, indent=1))
 
