@@ -17,6 +17,7 @@ from mtpserve.core.request import EngineStats, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine.messages import Abort, Down, Join, ResetCache, Shutdown, Submit
 from mtpserve.engine.process import IDLE_MS, EngineLike, Pipe, loop
+from mtpserve.engine.profiling import Profiling
 from mtpserve.engine.ticks import Ticks
 from tests.engine.peers import Table, ThreadPeers, together
 
@@ -123,7 +124,7 @@ def run(size: int, front: Any, patience: float = 10.0, random: Random | None = N
         if rank == size:
             front(group)
         else:
-            loop(cast(EngineLike, group.engines[rank]), cast(Pipe, group.pipes[rank]))
+            loop(cast(EngineLike, group.engines[rank]), cast(Pipe, group.pipes[rank]), Profiling(rank))
 
     together(size + 1, work)
     return group

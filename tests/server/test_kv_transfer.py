@@ -303,4 +303,5 @@ def test_a_prefill_node_that_dies(split: list[Node]) -> None:
         prefill.process.wait()
     given = decode.post("/v1/completions", body | {"kv_transfer_params": answer["kv_transfer_params"]})
     assert texts(given) == texts(decode.post("/v1/completions", body | {"cache_salt": "own"}))
-    assert decode.metric('kv_transfer_failures_total{reason="unreachable"}') > 0
+    # A connection that the system has already taken for the dead process is cut instead of refused.
+    assert sum(decode.metric(f'kv_transfer_failures_total{{reason="{reason}"}}') for reason in ("unreachable", "broken")) > 0

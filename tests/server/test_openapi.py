@@ -29,6 +29,7 @@ BEYOND = {
     r"tool_choice names .*none of the tools|is there twice": "names in one field that have to stand in another, or once in one",
     r"each constrain the output": "the form of the output is said in one of ten fields",
     r"tool_choice and another constraint": "or by a demanded call",
+    r"are the same thing: give one of them": "a field inside of one, and another one beside it",
     r"cannot be enforced": "words of JSON Schema that no grammar can follow",
     r"cannot be handed on": "integers of any size",
     r"names token .* twice|is not in the vocabulary": "token ids as keys",
