@@ -24,7 +24,7 @@ from mtpserve.server.http.limits import BodyLimit
 from mtpserve.server.http.rendering import JSON, REFERENCE, described
 from mtpserve.server.observe.history import HistoryObject, history
 from mtpserve.server.observe.metrics import Metrics
-from mtpserve.server.observe.page import LiveRequests, Stats, page, requests, stats
+from mtpserve.server.observe.page import LiveRequests, Stats, docs, page, requests, stats
 from mtpserve.server.openai.chat import chat
 from mtpserve.server.openai.completions import completions
 from mtpserve.server.openai.objects import ChatObject, CompletionObject
@@ -53,6 +53,7 @@ async def metrics_text(service: Served) -> Response:
 # What each answers: one of these, which is also what the OpenAPI document says; or a class of response where that is not JSON.
 ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | type[Response]], ...] = (
     ("GET", ("/",), page, HTMLResponse),
+    ("GET", ("/docs",), docs, HTMLResponse),
     ("GET", ("/stats",), stats, (Stats,)),
     ("GET", ("/stats/history",), history, (HistoryObject,)),
     ("GET", ("/stats/requests",), requests, (LiveRequests,)),
@@ -102,6 +103,11 @@ JSON_ANSWERS = [answer if isinstance(answer, tuple) else () for *_, answer in RO
 STREAMING = (completions, chat, generate, messages, responses.create, invocations)
 
 
+# Whose form a route has, by the package of its function: the document's tags.
+TAGS = {"openai": "OpenAI", "anthropic": "Anthropic", "sglang": "SGLang"}
+OWN = "Server"
+
+
 # What a body is that no class describes.
 EITHER = {
     "anyOf": [
@@ -126,8 +132,9 @@ def create_app(
 ) -> FastAPI:
     """`app.state.service.draining` may be set later: new requests and /health then get 503. Raises ConfigError for options that do not
     fit the tokenizer."""
-    # FastAPI's own pages load scripts from elsewhere.
+    # FastAPI's own pages load scripts from elsewhere; the one at /docs does not.
     app = Server(title="mtpserve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.openapi_tags = [{"name": tag} for tag in (*TAGS.values(), OWN)]
     app.answers, app.bodies = COMPONENTS, BODIES
     config = server_config or ServerConfig()
     app.servers = [{"url": config.root_path}] if config.root_path else []
@@ -158,7 +165,8 @@ def create_app(
         for path in paths:
             kind = JSON if isinstance(answer, tuple) else answer
             documented = responses_of(endpoint, path, schema if kind is JSON else None)
-            more: dict[str, Any] = {"response_class": kind, "responses": documented, "openapi_extra": EXTRA.get(endpoint)}
+            tag = TAGS.get(endpoint.__module__.split(".")[2], OWN)
+            more: dict[str, Any] = {"tags": [tag], "response_class": kind, "responses": documented, "openapi_extra": EXTRA.get(endpoint)}
             app.add_api_route(path, endpoint, methods=[method], response_model=None, **more)
             if method == "GET":
                 app.add_api_route(path, endpoint, methods=["HEAD"], response_model=None, include_in_schema=False)

@@ -115,14 +115,21 @@ def opened(browser: Any) -> Iterator[Open]:
     complaints: list[str] = []
     pages = []
 
-    def open(running: Running, size: dict[str, int] = WIDE, scheme: str = "light", view: str = "text", ready: bool = True) -> Any:
+    def open(
+        running: Running,
+        size: dict[str, int] = WIDE,
+        scheme: str = "light",
+        view: str = "text",
+        path: str = "/",
+        ready: str = "#status.ready",
+    ) -> Any:
         page = browser.new_page(viewport=size, color_scheme=scheme)
         page.set_default_timeout(60_000)
         pages.append(page)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if said.type == "error" and "load resource" not in said.text else None)
-        page.goto(f"{running.url}/#{view}")
-        page.wait_for_selector("#status.ready" if ready else "#status:not(.loading)")
+        page.goto(f"{running.url}{path}#{view}")
+        page.wait_for_selector(ready)
         return page
 
     yield open

@@ -9,7 +9,7 @@ import pytest
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import create_app
-from mtpserve.server.observe.page import HTML
+from mtpserve.server.observe.page import PAGE
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
@@ -26,14 +26,14 @@ def test_below_a_path(tokenizer: Tokenizer, prefix: str) -> None:
     http = served(tokenizer, root_path="/x/api")
     assert send(http, "GET", f"{prefix}/health").status_code == 200
     assert send(http, "POST", f"{prefix}/v1/completions", json={"prompt": [5], "max_tokens": 2}).status_code == 200
-    assert send(http, "GET", f"{prefix}/").content == HTML
+    assert send(http, "GET", f"{prefix}/").content == PAGE.html
     document = send(http, "GET", f"{prefix}/openapi.json").json()
     assert [server["url"] for server in document["servers"]] == ["/x/api"]
     assert "/v1/completions" in document["paths"]
 
 
 def test_the_page_asks_for_nothing_by_an_absolute_path() -> None:
-    assert b'ask("/' not in HTML and b'fetch("/' not in HTML and b'href="/' not in HTML and b'src="/' not in HTML
+    assert b'ask("/' not in PAGE.html and b'fetch("/' not in PAGE.html and b'href="/' not in PAGE.html and b'src="/' not in PAGE.html
 
 
 @pytest.mark.parametrize(("path", "status"), [

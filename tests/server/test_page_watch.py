@@ -234,7 +234,7 @@ def test_live_requests_are_ended_with_the_admins_key(guarded: Running, opened: O
 
 
 def opened_with_key(running: Running, opened: Open) -> Any:
-    page = opened(running, view="watch", ready=False)
+    page = opened(running, view="watch", ready="#status:not(.loading)")
     page.fill("#key", "user")
     page.keyboard.press("Enter")
     page.wait_for_selector("#status.ready")

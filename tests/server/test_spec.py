@@ -15,14 +15,14 @@ from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecRepor
 from mtpserve.engine.step_times import StepWork, bucket, middle
 from mtpserve.server import spec
 from mtpserve.server.app import create_app
-from mtpserve.server.observe.page import HTML
+from mtpserve.server.observe.page import PAGE
 from mtpserve.server.observe.report import line
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_errors import error
 
-TEXT = HTML.decode()
+TEXT = PAGE.html.decode()
 
 
 def ask(http: httpx.AsyncClient, method: str, body: Any = None, **given: Any) -> httpx.Response:

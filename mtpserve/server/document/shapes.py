@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mtpserve.core.sampling import MAX_BAD_WORDS, MAX_BIAS, MAX_BIASED, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, RANGES, Range
-from mtpserve.server.document.texts import NOT_SUPPORTED, TEXTS
+from mtpserve.server.document.texts import EXAMPLES, NOT_SUPPORTED, TEXTS
 from mtpserve.server.unsupported import REFUSED
 
 Schema = dict[str, Any]
@@ -109,6 +109,8 @@ def described(schema: Schema, cls: type[Any]) -> None:
             properties[name] = {"enum": list(values), "description": NOT_SUPPORTED}
     if rules := [rule for each in inherited(cls, "rules") for rule in each]:
         schema["allOf"] = rules
+    if cls.__name__ in EXAMPLES:
+        schema["examples"] = [EXAMPLES[cls.__name__]]
 
 
 def inherited(cls: type[Any], name: str) -> Iterator[Any]:

@@ -1,6 +1,8 @@
-"""What the fields of bodies mean, by name: a name means the same in every body. For the OpenAPI document."""
+"""What the fields of bodies mean, by name: a name means the same in every body; and an example of each body. For the OpenAPI document."""
 
 from __future__ import annotations
+
+from typing import Any
 
 NOT_SUPPORTED = "Known to other servers, and not supported here: leave it out."
 TEXTS: dict[str, str] = {
@@ -119,4 +121,25 @@ TEXTS: dict[str, str] = {
     "store": "False: the response is not kept.",
     "text": "A text, or several; of a response, its form.",
     "sampling_params": "SGLang's sampling parameters, or a list with those of each prompt.",
+}
+
+ASKED = "What is speculative decoding?"
+CONVERSATION = [{"role": "user", "content": ASKED}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+# By the body's class: small, and answered whatever the model is called; the depth can be set where drafting adapts.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "CompletionRequest": {"prompt": "import os", "max_tokens": 32, "temperature": 0},
+    "ChatRequest": {"messages": CONVERSATION, "max_tokens": 32},
+    "ResponsesRequest": {"input": ASKED, "max_output_tokens": 32},
+    "InputTokensRequest": {"input": ASKED},
+    "MessagesRequest": {"messages": CONVERSATION, "max_tokens": 32},
+    "CountRequest": {"messages": CONVERSATION},
+    "NativeRequest": {"text": "import os", "sampling_params": {"max_new_tokens": 32, "temperature": 0}},
+    "TokenizeRequest": {"prompt": "import os"},
+    "DetokenizeRequest": {"tokens": [1, 2, 3]},
+    "ParseFunctionCall": {"text": CALL, "tools": [{"type": "function", "function": WEATHER}], "tool_call_parser": "hermes"},
+    "SeparateReasoning": {"text": "<think>Two and two.</think>Four.", "reasoning_parser": "qwen3"},
+    "AbortRequest": {"rid": "the-request-id"},
+    "SpecBody": {"adaptive": True},
 }

@@ -26,7 +26,7 @@ from mtpserve.server.http.errors import Refusal, error_body, printable
 log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # for load balancers
-OPEN = PROBES | {"/"}  # the page asks for the key, and sends it with what it asks
+OPEN = PROBES | {"/", "/docs"}  # pages ask for the key, and send it with what they ask
 MANAGEMENT = frozenset({"/abort_request", "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
 CHANGED = frozenset({"/v1/spec"})  # these too, where they are not only read
 QUIET = PROBES | {"/metrics", "/stats", "/stats/history", "/stats/requests"} | CHANGED  # asked every few seconds: in the debug log alone

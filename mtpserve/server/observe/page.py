@@ -1,17 +1,10 @@
-"""The page at `/`: a place to talk to the model, and what the server does now. Its files, in page/, become one answer that loads nothing
-from elsewhere; here it is served, with the numbers that it asks for every second, and the requests that run or wait: numbers only, nothing
-of what they say.
-
-Its own script and style are the only ones that a browser may run on it: the policy names them by their hashes.
+"""The page at `/`: a place to talk to the model, and what the server does now; here it is served, with the numbers that it asks for every
+second, and the requests that run or wait: numbers only, nothing of what they say. And the page at `/docs`, of the OpenAPI document.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Collection
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +14,7 @@ from starlette.responses import Response
 from mtpserve import __version__
 from mtpserve.core.request import EngineStats, ModelCard
 from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.observe.assembled import Page
 from mtpserve.server.observe.history import RECENT_S
 from mtpserve.server.observe.observed import RequestClock
 from mtpserve.server.observe.percentiles import Latency
@@ -86,45 +80,24 @@ class LiveRequests(Rendered):
     requests: list[LiveRequest]
 
 
-FILES = Path(__file__).parent / "page"
-
-
-def assembled() -> bytes:
-    """index.html, with the content of each file that it, or such a file, names as {{name}}."""
-
-    def content(name: str) -> str:
-        return re.sub(r"\{\{([\w.]+)\}\}", lambda named: content(named[1]), (FILES / name).read_text("utf-8"))
-
-    return content("index.html").encode()
-
-
-HTML = assembled()
+PAGE, DOCS = Page("index.html"), Page("docs.html")
 SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts are accepted by lot. The output means nothing."
 LOSSY = "LOSSY: acceptance thresholds below 1. The output is not what the model alone would give."
 
 
-def hashes(tag: str) -> str:
-    tags = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), HTML, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(inside).digest()).decode()}'" for inside in tags)
-
-
-HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
-
-
 def page_response(status: int = 200) -> Response:
     """503 while the model loads: a browser shows the page all the same, and a probe is not misled."""
-    return Response(HTML, status, HEADERS, "text/html; charset=utf-8")
+    return PAGE.response(status)
 
 
 async def page() -> Response:
     """The page, for browsers."""
     return page_response()
+
+
+async def docs() -> Response:
+    """What this server's OpenAPI document says, for browsers."""
+    return DOCS.response()
 
 
 def warnings(card: ModelCard) -> list[str]:

@@ -1,6 +1,3 @@
-"use strict";
-// What comes from the server or a model is written as text, never as markup.
-const $ = (id) => document.getElementById(id);
 const WINDOW_S = 10, TIMEOUT_MS = 5000, RANKS = 8, STEPS = 16;
 // The draft model's drafts have the colour of class mtp, whatever it is called.
 const SOURCES = { mtp: "MTP layer", ngram: "n-gram", prediction: "prediction", grammar: "grammar" };
@@ -13,34 +10,11 @@ const percent = (part, all) => all > 0 ? (100 * part / all).toFixed(0) + " %" : 
 let served = null;  // the last answer of /stats
 const sum = (list) => list.reduce((a, b) => a + b, 0);
 
-function make(tag, text, name) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (name) made.className = name;
-  return made;
-}
 function drawn(tag, attributes) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   return made;
 }
-function say(id, text) { if ($(id).textContent !== text) $(id).textContent = text; }
-// Browsers have a clipboard where the page came by HTTPS or from this machine; elsewhere what is selected can be copied.
-async function copy(text, button) {
-  try { await navigator.clipboard.writeText(text); } catch {
-    const field = make("textarea"), dialog = button.closest("dialog") || document.body;
-    field.value = text;
-    dialog.append(field);
-    field.select();
-    document.execCommand("copy");
-    field.remove();
-    button.focus();
-  }
-  const name = button.dataset.name ??= button.textContent;
-  button.textContent = "Copied";
-  setTimeout(() => { button.textContent = name; }, 1500);
-}
-
 // ------------------------------------------------------------------------------------------------------------ views
 
 // Each tab is a view and a fragment of the address, so that links and the browser's buttons lead to it. No element has that id: focus would go there.
@@ -78,28 +52,7 @@ route();
 
 // -------------------------------------------------------------------------------------------------------- requests
 
-// The server, or a gateway before it, may ask for a key: the form appears when it does.
-const KEY = "mtpserve-key";
-const key = () => sessionStorage.getItem(KEY) || "";
-async function ask(path, options) {
-  const used = key(), headers = { ...options.headers, ...(used ? { Authorization: `Bearer ${used}` } : {}) };
-  const answer = await fetch(path, { ...options, headers });
-  if (answer.status === 401 && used === key()) {
-    if ($("key-form").hidden) { $("key-form").hidden = false; $("key").focus(); }
-    say("key-note", used ? "The server refuses this key." : "");
-  }
-  return answer;
-}
-async function reason(answer) {
-  try { return (await answer.json()).error.message; } catch { return `HTTP ${answer.status}`; }
-}
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, $("key").value.trim());
-  $("key-form").hidden = true;
-  $("key").value = "";
-  poll();
-});
+withKey(() => poll());
 
 // Server-sent events, until [DONE].
 async function* events(answer) {
