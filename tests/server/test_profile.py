@@ -97,6 +97,7 @@ def test_a_profile_ends_by_itself(server: Running, folder: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_harms_nothing(server: Running, folder: Path) -> None:
+    (folder / "new").mkdir(parents=True, exist_ok=True)
     (folder / "new" / "file").write_text("")
     failed = post(server, "/start_profile", output_dir="file")
     assert failed.status_code == 500 and "the profile failed" in failed.json()["error"]["message"]
