@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -24,6 +22,7 @@ from mtpserve.llm import LLM
 from tests.server.conftest import events
 from tests.server.test_launch import LONG, ROOT, launched, opened
 from tests.server.test_replicas import SPOKEN, engines, health, run, text
+from tests.server.test_tensor_parallel import running
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what other processes do is read in /proc")
 REASON = "the engine process gave no sign of life for 1 s (--engine-timeout)"
@@ -115,18 +114,8 @@ def test_a_process_under_a_debugger_does_not_count() -> None:
     assert not is_traced(os.getpid()) and children(traced.pid) == []
 
 
-@contextmanager
-def real(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    command = [sys.executable, "-m", "mtpserve", "launch", "--model", "demo", "--port", "0", "--max-total-tokens", "2048", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://\S+", process.stdout.readline())
-            assert found, process.communicate(timeout=5)
-            yield process, found[0]
-        finally:
-            process.kill()
+def real(*options: str) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
+    return running("launch", "--model", "demo", "--port", "0", "--max-total-tokens", "2048", *options)
 
 
 @linux

@@ -34,9 +34,9 @@ def children(pid: int) -> list[int]:
 
 
 @contextmanager
-def launched() -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    command = [sys.executable, "-m", "mtpserve", *SOURCE.split()]
+    command = [sys.executable, "-m", "mtpserve", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
@@ -68,7 +68,7 @@ def test_a_rank_is_killed_and_the_text_is_that_of_one_process() -> None:
             assert about["internal_states"][0]["avg_spec_accept_length"] > 1.5
             assert (about["tp_size"], about["dp_size"]) == (2, 2) and ", 2 ranks by " in about["kernels"]
 
-    with launched() as (process, url):
+    with running(*SOURCE.split()) as (process, url):
         engines = children(process.pid)
         ranks = [rank for engine in engines for rank in children(engine)]
         assert (len(engines), len(ranks)) == (2, 2)
