@@ -106,7 +106,7 @@ def test_the_demo_model(shape: SpecConfig) -> None:
         model = ModelConfig(dtype="float32", attention_backend=backend)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=1024), spec=shape), poison=True)
         texts.append(run(engine, [[40, 41]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)))
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] and engine.stats.draft_tokens_total > 0
 
 
 @pytest.mark.parametrize(("part", "size"), [(True, 128), ("trunk", 96)], ids=["shared expert beside", "trunk alone, shared expert apart"])
@@ -127,9 +127,9 @@ def test_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: b
     for backend, quantization, spec in (("reference", "none", SpecConfig(speculative_algorithm="none")), ("triton", "fp8", CHAIN)):
         model = ModelConfig(model=str(tmp_path), dtype="float32", attention_backend=backend, quantization=quantization, context_length=40)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=256), spec=spec), poison=True)
-        texts.append(run(engine, [[4, 11, 7], [20]], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)))
+        texts.append(run(engine, [[4, 11, 7], [20]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)))
     assert kept == [False, True]
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] and engine.stats.draft_tokens_total > 0
 
 
 @pytest.mark.parametrize("layout", ["float8 per channel", "AWQ"])
@@ -149,9 +149,9 @@ def test_weights_with_scales_by_row(tmp_path: Path, layout: str) -> None:
     for backend, quantization, spec in (("reference", "none", SpecConfig(speculative_algorithm="none")), ("triton", kept, CHAIN)):
         model = ModelConfig(model=directory, dtype="float32", attention_backend=backend, quantization=quantization, context_length=90)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec), poison=True)
-        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)  # with 2 no draft would be verified
         texts.append(run(engine, [[4, 11, 7], [i % 24 for i in range(70)]], params))
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] and engine.stats.draft_tokens_total > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])

@@ -30,7 +30,7 @@ def test_logits_are_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_tokens_are_those_of_plain_torch(shape: SpecConfig) -> None:
     """Replayed steps, padding rows and all."""
-    asked, greedy = [prompts(1, longest=8)[0], list(range(25))], SamplingParams(max_tokens=3, temperature=0)
+    asked, greedy = [prompts(1, longest=8)[0], list(range(25))], SamplingParams(max_tokens=4, temperature=0)
     wanted = run(tiny_engine(tiny_model("sparse"), 0), asked, greedy)
     model, recorder = tiny_model("sparse", kernels="triton"), Again()
     engine = tiny_engine(model, shape, page_size=16, backend="triton", overlap=1, recorder=recorder, seats=4)
