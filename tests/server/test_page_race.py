@@ -1,6 +1,6 @@
 """The page's race in a real browser: one prompt with speculation and without, measured, replayed and compared.
 
-MTPSERVE_SCREENSHOTS=1 also writes docs/page-race-*.png.
+MTPSERVE_SCREENSHOTS=1 also writes docs/page-race-*.png and, of a replay in its own time, docs/page-race-*.gif.
 """
 
 from __future__ import annotations
@@ -8,6 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from base64 import b64decode
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -93,8 +97,9 @@ def test_a_replay_ends_where_the_race_did(demo: Running, opened: Open) -> None:
     race(page, tokens=24)
     said, text = page.inner_text("#race-verdict"), page.text_content("#fast-text")
     page.click("#race-again")
-    page.wait_for_function("(text) => document.getElementById('fast-text').textContent === text", arg=text)
-    assert page.inner_text("#race-verdict") == said
+    wait_for("^Replaying ", page, "#race-verdict")  # what came of it is not told before it is seen
+    wait_for(VERDICT, page, "#race-verdict")
+    assert page.inner_text("#race-verdict") == said and page.text_content("#fast-text") == text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -102,7 +107,7 @@ def test_a_replay_ends_where_the_race_did(demo: Running, opened: Open) -> None:
 def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str, int], scheme: str) -> None:
     page = opened(demo, size, scheme, view="race")
     sound(page)
-    race(page, tokens=192 if os.environ.get("MTPSERVE_SCREENSHOTS") else 32)
+    race(page, tokens=768 if os.environ.get("MTPSERVE_SCREENSHOTS") else 32)
     sound(page)
     lanes = [page.locator(f"#{lane}-text").bounding_box() for lane in ("fast", "plain")]
     assert lanes[0]["y"] == lanes[1]["y"] and lanes[0]["x"] < lanes[1]["x"]
@@ -111,3 +116,35 @@ def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str,
         assert part in tree
     if os.environ.get("MTPSERVE_SCREENSHOTS"):
         page.screenshot(path=ROOT / "docs" / f"page-race-{'wide' if size == WIDE else 'phone'}-{scheme}.png", full_page=True)
+        if size == WIDE:
+            recorded(page, ROOT / "docs" / f"page-race-{scheme}.gif")
+
+
+def recorded(page: Any, path: Path) -> None:
+    """A replay from below the buttons on, each frame for as long as it was seen; the last one for three seconds."""
+    image = pytest.importorskip("PIL.Image")
+    box = page.locator("#view-race").bounding_box()
+    top = page.locator("#race-verdict").bounding_box()["y"] - 8
+    area = (box["x"], top, box["x"] + box["width"], box["y"] + box["height"])
+    session, frames = page.context.new_cdp_session(page), list[tuple[float, Any]]()
+
+    def shown(frame: dict[str, Any]) -> None:
+        frames.append((frame["metadata"]["timestamp"], image.open(BytesIO(b64decode(frame["data"]))).convert("RGB").crop(area)))
+        session.send("Page.screencastFrameAck", {"sessionId": frame["sessionId"]})
+
+    session.on("Page.screencastFrame", shown)
+    session.send("Page.startScreencast", {"format": "png"})
+    page.click("#race-again")
+    wait_for("^Replaying ", page, "#race-verdict")
+    wait_for(VERDICT, page, "#race-verdict")
+    page.wait_for_timeout(300)
+    session.send("Page.stopScreencast")
+    # They need not come in their order, and may come faster than a GIF shows them.
+    seen = list[tuple[float, Any]]()
+    for at, frame in sorted(frames, key=lambda frame: frame[0]):
+        if not seen or at >= seen[-1][0] + 0.04 or frame is max(frames, key=lambda frame: frame[0])[1]:
+            seen.append((at, frame))
+    lasting = [max(20, round(1000 * (after - at))) for (at, _), (after, _) in pairwise(seen)]
+    colours = seen[-1][1].quantize(64)  # one palette, so that what does not change is not stored again
+    first, *others = (frame.quantize(palette=colours, dither=0) for _, frame in seen)
+    first.save(path, save_all=True, append_images=others, duration=[*lasting, 3000], loop=0, optimize=True)

@@ -60,6 +60,7 @@
   function replay() {
     empty();
     cancelAnimationFrame(replaying);
+    say("race-verdict", "Replaying both in their own time …");
     const began = performance.now(), end = Math.max(...LANES.map((lane) => runs[lane].total));
     const frame = (now) => {
       const at = matchMedia("(prefers-reduced-motion: reduce)").matches ? end : now - began;
