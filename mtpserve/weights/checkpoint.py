@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mtpserve.core.errors import LoadError
@@ -100,7 +102,7 @@ def _indexed(index: Path) -> dict[str, TensorEntry]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{index}: is not an index of safetensors files{_looks_like(index)}") from error
     first_of = {shard: name for name, shard in reversed(files.items())}
-    shards: dict[str, dict[str, TensorEntry]] = {}
+    shards: dict[str, Mapping[str, TensorEntry]] = {}
     for shard, tensor in sorted(first_of.items()):
         path = index.parent / shard
         if Path(shard).name != shard:
@@ -132,24 +134,31 @@ def _all_files(directory: Path) -> dict[str, TensorEntry]:
     raise LoadError(f"{directory}: no *.safetensors file in this directory")
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
+def read_header(path: Path) -> Mapping[str, TensorEntry]:
     """Names, dtypes and offsets of a file's tensors, checked against its length. Raises LoadError."""
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        return _header(path, found.st_size, found.st_mtime_ns, found.st_ino)
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@lru_cache(maxsize=1024)  # a plan is made several times, and large models' headers, of 90,000 tensors, take seconds to read
+def _header(path: Path, size: int, changed: int, inode: int) -> Mapping[str, TensorEntry]:
+    """`changed`, `inode`: so that a file that was written anew is read anew."""
+    try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise LoadError(f"{path}: is not a safetensors file, or a truncated one ({size} bytes){_looks_like(path)}")
             header = json.loads(file.read(length))
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise LoadError(f"{path}: is not a safetensors file: its header is not valid JSON{_looks_like(path)}") from error
     if not isinstance(header, dict):
         raise LoadError(f"{path}: is not a safetensors file: its header is not a JSON object")
     entries = {name: _entry(path, name, value) for name, value in header.items() if name != "__metadata__"}
     _check_layout(path, entries.items(), size - 8 - length)
-    return {name: replace(entry, start=8 + length + entry.start) for name, entry in entries.items()}
+    return MappingProxyType({name: replace(entry, start=8 + length + entry.start) for name, entry in entries.items()})
 
 
 def _entry(path: Path, name: str, value: Any) -> TensorEntry:
