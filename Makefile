@@ -53,7 +53,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest --quiet tests/house
+	$(BIN)/pytest --quiet --numprocesses 2 tests/house
 	$(BIN)/python -m tests.kernels.matrix
 	$(BIN)/python -m tests.kernels.cpu.check
 
