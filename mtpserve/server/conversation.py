@@ -50,7 +50,8 @@ class MessageToolCall(Strict):
 
 
 class ChatMessage(BaseModel):
-    """Other keys than these are left out, since clients send back whole messages that they were given, but for those of KNOWN."""
+    """Other keys than these are left out, since clients send back whole messages that they were given. Those that would change the answer
+    elsewhere (audio, function_call, partial, prefix) are refused where they are set."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=described)
     shapes: ClassVar[dict[str, Schema]] = {"role": {"enum": list(ROLES)}, "content": {"items": TEXT_PART}}

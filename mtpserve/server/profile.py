@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from time import strftime
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from mtpserve.config import ServerConfig
 from mtpserve.core.errors import EngineBusy, InvalidRequest, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.server.body import Strict
+from mtpserve.server.document.shapes import Schema
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.service import Served, Service
@@ -38,6 +39,11 @@ class ProfileStopped(Rendered):
 
 
 class ProfileRequest(Strict):
+    shapes: ClassVar[dict[str, Schema]] = {
+        "activities": {"contains": {"enum": ["CPU", "GPU"]}},
+        "start_step": {"enum": [0]}, "profile_by_stage": {"enum": [False]}, "merge_profiles": {"enum": [False]},
+    }  # fmt: skip
+
     output_dir: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     num_steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] | None = None
     activities: list[Literal["CPU", "GPU", "MEM"]] | None = None

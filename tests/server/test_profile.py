@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from jsonschema import Draft202012Validator
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import create_app
@@ -120,6 +121,21 @@ def test_what_is_refused(tokenizer: Tokenizer, client: FakeClient, tmp_path: Pat
     http = app_of(tokenizer, client, profile_dir=str(tmp_path / "profiles"))
     assert error(send(http, "POST", "/start_profile", json=fields), 400)["param"] == param
     assert not client.profiles
+    if param != "output_dir" or not fields[param]:  # which folders there are is the operator's to say
+        assert not valid(http, fields), "the OpenAPI document says so too"
+
+
+def valid(http: httpx.AsyncClient, fields: dict[str, Any]) -> bool:
+    """Whether the OpenAPI document allows this body."""
+    schemas = send(http, "GET", "/openapi.json").json()["components"]["schemas"]
+    return bool(Draft202012Validator(schemas["ProfileRequest"]).is_valid(fields))
+
+
+def test_the_document_allows_what_is_taken(tokenizer: Tokenizer, client: FakeClient) -> None:
+    http = app_of(tokenizer, client)
+    taken = {"start_step": 0, "merge_profiles": False, "profile_by_stage": None, "activities": ["MEM", "GPU"]}
+    for fields in (*({name: value} for name, value in taken.items()), {"activities": None, "start_step": None}, taken):
+        assert valid(http, fields)
 
 
 def test_the_folder_is_the_operators(tokenizer: Tokenizer, client: FakeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

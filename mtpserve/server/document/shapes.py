@@ -20,7 +20,8 @@ KEYWORDS = {
     "string": ("minLength", "maxLength", "pattern", "enum", SERVER),
     "integer": ("minimum", "maximum", "exclusiveMinimum", "not", "enum", SERVER),
     "number": ("minimum", "maximum", "exclusiveMinimum"),
-    "array": ("minItems", "maxItems", "items"),
+    "boolean": ("enum",),
+    "array": ("minItems", "maxItems", "items", "contains"),
     "object": ("properties", "required", "additionalProperties", "propertyNames", "minProperties", "maxProperties"),
 }
 NULL: Schema = {"type": "null"}
