@@ -36,7 +36,7 @@ from mtpserve.engine.engine import Engine
 from mtpserve.weights.hub import fetched
 
 DEPTH, TOKENS, PROMPT = 3, 128, 128
-SLICE_S = 0.25  # an arm's turn: what slows the machine down for seconds slows all arms down
+SLICE_S = 0.25  # an arm's turn: what slows the machine down for seconds slows all arms down. Slow steps need longer ones
 RESAMPLED = 1000  # times, for the spread of a ratio
 # As many layers as MiMo-7B has, the smallest of the published models with a draft layer: what drafting costs, it costs relative to them.
 LARGE = {"layers": 36, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 32, "experts_per_token": 4}
@@ -121,10 +121,10 @@ class Load:
         params = SamplingParams(max_tokens=tokens, temperature=self.temperature, ignore_eos=True)
         self.engine.add(Request(str(number), self.prompts[number % len(self.prompts)], params))
 
-    def run(self) -> tuple[int, float]:
-        """A turn → tokens, and seconds."""
+    def run(self, seconds: float) -> tuple[int, float]:
+        """A turn of at least `seconds` → tokens, and seconds."""
         began, tokens, took = time.perf_counter(), 0, 0.0
-        while took < SLICE_S:
+        while took < seconds:
             while self.started - self.ended < self.requests:
                 self.start()
             for event in self.engine.step():
@@ -157,7 +157,9 @@ class Row:
     depths: list[int]  # the adaptive arm's steps by depth
 
 
-def measured(model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int, texts: str = "demo") -> Row:
+def measured(
+    model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int, *, seconds: float = SLICE_S, texts: str = "demo"
+) -> Row:
     """All arms have their requests open, always as many, and step in short turns. Each arm's first tenth of the turns warms up."""
     loads = {name: Load(engine, requests, temperature, texts) for name, engine in engines.items()}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in engines}
@@ -165,7 +167,7 @@ def measured(model: str, engines: dict[str, Engine], requests: int, temperature:
     before, steps = list(deepest.stats.accept_lengths), list(adaptive.stats.steps_per_depth)
     for number in range(turns + turns // 10):
         for name in list(loads) if number % 2 else reversed(loads):
-            turn = loads[name].run()
+            turn = loads[name].run(seconds)
             if number >= turns // 10:
                 found[name].append(turn)
     for load in loads.values():
@@ -198,7 +200,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(INFLATED))
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--turns", type=int, default=60, help=f"of each arm, for each cell, {SLICE_S} seconds each")
+    parser.add_argument("--turns", type=int, default=60, help="of each arm, for each cell")
+    parser.add_argument("--turn-seconds", type=float, default=SLICE_S)
     parser.add_argument("--json")
     args = parser.parse_args()
     table, rows = Table("model", "requests", "T", "accept length", *ARMS, "adaptive / plain", "adaptive / best k"), list[Row]()
@@ -214,7 +217,7 @@ def main() -> None:
             path = untrained(path, folder) if model == "untrained" else path
             engines = {arm: engine_of(path, spec, max(args.requests)) for arm, spec in arms_of(base, algorithm).items()}
             for requests, temperature in product(args.requests, args.temperatures):
-                row = measured(model, engines, requests, temperature, args.turns, str(named.directory))
+                row = measured(model, engines, requests, temperature, args.turns, seconds=args.turn_seconds, texts=str(named.directory))
                 rows.append(row)
                 found = f"{row.against_plain:.2f} x plain, {row.against_best:.2f} x {row.best}; steps by depth {row.depths}"
                 print(f"{model}, {requests} requests, T = {temperature}: {found}", file=sys.stderr, flush=True)
@@ -223,7 +226,7 @@ def main() -> None:
         ratios = f"{row.against_plain:.2f} ({row.least:.2f} to {row.most:.2f})", f"{row.against_best:.2f}"
         table.add_row(row.model, str(row.requests), str(row.temperature), f"{row.accept_length:.2f}", *speeds, *ratios)
     Console().print(table)
-    save(args.json, {"tokens": TOKENS, "turns": args.turns, "rows": [asdict(row) for row in rows]})
+    save(args.json, {"tokens": TOKENS, "turns": args.turns, "turn_seconds": args.turn_seconds, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":
