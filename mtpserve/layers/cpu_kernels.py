@@ -26,7 +26,9 @@ from mtpserve.core.protocols import Context
 from mtpserve.core.pulse import PULSE
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
+from mtpserve.layers.fusion import Fusion
 from mtpserve.layers.kernels import (
+    Fuse,
     Gate,
     HeadNorms,
     HeadProducts,
@@ -36,8 +38,10 @@ from mtpserve.layers.kernels import (
     MixExperts,
     Route,
     RoutedExperts,
+    RunDraftLayer,
     RunLayers,
     SharedExpert,
+    StoringLayer,
 )
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.mla import MLA
@@ -45,7 +49,7 @@ from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rotation
-from mtpserve.layers.torch_kernels import activated, beside, pack_layers as one_by_one, torch_kernels
+from mtpserve.layers.torch_kernels import FusedApart, activated, beside, pack_layers as one_by_one, torch_kernels
 
 MANY_ROWS = 64  # of which a layer takes so long that a call from Python is nothing
 
@@ -61,6 +65,7 @@ def cpu_kernels() -> Kernels:
         pack_experts=pack_experts,
         pack_heads=pack_heads,
         pack_layers=pack_layers,
+        pack_draft_layer=pack_draft_layer,
         pack=pack,
         pack_int8=pack_int8,
     )
@@ -217,12 +222,8 @@ class LayerStack:
     def __call__(
         self, x: Tensor, rotation: Rotation, contexts: Sequence[Context], taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        given = cast("Contexts[CPUSpans]", contexts)
-        if self.stores() is not given.stores:
-            self.stores, self.contexts = ref(given.stores), contexts_of(given.stores)
-        self.contexts.plan([(planned.spans, planned.slots) for planned in given.planned])
-        angles = fused.rotation_of(rotation.positions, rotation.cos, rotation.sin, rotation.interleaved)
-        residual, kept, first = None, [], 0
+        self.plan(contexts)
+        angles, residual, kept, first = angles_of(rotation), None, [], 0
         # Many rows are computed layer by layer, so that it is seen that the engine gets on; the numbers are the same.
         stops = range(1, len(self.described)) if len(x) >= MANY_ROWS else [tap + 1 for tap in taps]
         for end in sorted({*stops, len(self.described)}):
@@ -234,6 +235,52 @@ class LayerStack:
             first = end
         assert residual is not None
         return x, residual, kept
+
+    def plan(self, contexts: Sequence[Context]) -> None:
+        """What `contexts` say is in `self.contexts` then."""
+        given = cast("Contexts[CPUSpans]", contexts)
+        if self.stores() is not given.stores:
+            self.stores, self.contexts = ref(given.stores), contexts_of(given.stores)
+        self.contexts.plan([(planned.spans, planned.slots) for planned in given.planned])
+
+
+def angles_of(rotation: Rotation) -> fused.Rotation:
+    return fused.rotation_of(rotation.positions, rotation.cos, rotation.sin, rotation.interleaved)
+
+
+def pack_draft_layer(fuse: Fuse, layer: StoringLayer, norm: LastNorm) -> RunDraftLayer:
+    """Layer and fusion in one call."""
+    run = pack_layers([layer], norm)
+    if not isinstance(run, LayerStack) or type(fuse) is not Fusion or not isinstance(fuse.project.packed, PanelMatrix):
+        return FusedApart(fuse, layer, run)
+    norms = norm_of(fuse.embedding_norm), norm_of(fuse.hidden_norm)
+    return FusedStack(run, fuse, stacks.Fusion(*norms, matrix_of(fuse.project), fuse.embedding_first))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStack:
+    """layers.kernels.RunDraftLayer. `described` points to what is in `fuse`."""
+
+    stack: LayerStack
+    fuse: Fusion
+    described: stacks.Fusion
+
+    def __call__(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> tuple[Tensor, Tensor]:
+        out = self.run(embedding, features, rotation, contexts, self.stack.last)
+        assert out is not None
+        return out
+
+    def store(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> None:
+        self.run(embedding, features, rotation, contexts, None)
+
+    def run(
+        self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], last: fused.Norm | None
+    ) -> tuple[Tensor, Tensor] | None:
+        stack = self.stack
+        stack.plan(contexts)
+        PULSE.beat()
+        inputs = embedding, features, angles_of(rotation)
+        return stacks.run_fused(stack.described, stack.contexts, self.described, *inputs, last, stack.ranks)
 
 
 def contexts_of(stores: Stores) -> stacks.Contexts:

@@ -16,7 +16,7 @@ from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.embedding import Embedding, TiedHead, VocabularyHead
 from mtpserve.layers.fusion import Fusion, StreamFusion
-from mtpserve.layers.kernels import Kernels, Residual, RunLayers
+from mtpserve.layers.kernels import Kernels, Residual, RunDraftLayer, RunLayers
 from mtpserve.layers.moe import TokenMoE
 from mtpserve.layers.rope import Rope, Rotation
 from mtpserve.layers.streams import norm_after, norm_before
@@ -125,25 +125,27 @@ class MTPHead(nn.Module):
         self.layer = DecoderLayer(arch, *blocks, kernels)
         self.norm = norm_after(arch, kernels) if arch.mtp.norm == "own" else None
         self.kernels, self.methods = kernels, methods
-        self.run_layers: RunLayers
+        self.run_layer: RunDraftLayer
         has_head = arch.mtp.head == "own"
         self.head = VocabularyHead(arch.hidden, arch.vocab, methods.draft_head or methods.head, kernels.ranks) if has_head else None
         self.trunk_head = None if has_head else shared_head(trunk, methods)
 
     def finish_loading(self) -> None:
-        self.run_layers = self.kernels.pack_layers([self.layer], self.norm or self.borrowed[0].norm)
+        self.run_layer = self.kernels.pack_draft_layer(self.fusion, self.layer, self.norm or self.borrowed[0].norm)
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
+        assert features is not None
         trunk = self.borrowed[0]
-        normed, x, _ = self.run_layers(self.fusion(trunk.embed(ids), features), trunk.rope(positions), contexts, ())
+        normed, x = self.run_layer(trunk.embed(ids), features, trunk.rope(positions), contexts)
         return Hidden(normed, x if self.arch.recycle == "pre" else normed)
 
     step = absorb
 
     def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
+        assert features is not None
         trunk = self.borrowed[0]
-        self.layer.store(self.fusion(trunk.embed(ids), features), trunk.rope(positions), contexts[0])
+        self.run_layer.store(trunk.embed(ids), features, trunk.rope(positions), contexts)
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
         if self.trunk_head is not None:

@@ -201,6 +201,36 @@ class PackLayers(Protocol):
         ...
 
 
+class StoringLayer(Layer, Protocol):
+    def store(self, x: Tensor, rotation: Rotation, context: Context, /) -> None:
+        """x [T, H]: what other rows need of these, keys and values, and no output."""
+        ...
+
+
+class Fuse(Protocol):
+    """layers.fusion.Fusion, or StreamFusion"""
+
+    def __call__(self, embedding: Tensor, hidden: Tensor, /) -> Tensor: ...
+
+
+class RunDraftLayer(Protocol):
+    """The layer of a draft model, with what its input is made of: embedding and features [T, H], of several streams [T, streams * H]."""
+
+    def __call__(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> tuple[Tensor, Tensor]:
+        """→ the norm of the layer's output [T, H], and that output; `contexts` has one."""
+        ...
+
+    def store(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> None:
+        """As StoringLayer.store."""
+        ...
+
+
+class PackDraftLayer(Protocol):
+    def __call__(self, fuse: Fuse, layer: StoringLayer, norm: LastNorm, /) -> RunDraftLayer:
+        """As PackLayers, of one layer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     add_rms_norm: AddRMSNorm
@@ -211,6 +241,7 @@ class Kernels:
     pack_experts: PackExperts
     pack_heads: PackHeads
     pack_layers: PackLayers
+    pack_draft_layer: PackDraftLayer
     pack: Pack
     pack_int8: PackInt8
     linear_stored: LinearStored

@@ -17,7 +17,19 @@ from mtpserve.core.arch import ClampedGate, MoEArch, Ungated
 from mtpserve.core.protocols import Context
 from mtpserve.core.pulse import PULSE
 from mtpserve.layers import onednn
-from mtpserve.layers.kernels import Gate, HeadNorms, HeadProducts, Kernels, LastNorm, Layer, RoutedExperts, RunLayers, SharedExpert
+from mtpserve.layers.kernels import (
+    Fuse,
+    Gate,
+    HeadNorms,
+    HeadProducts,
+    Kernels,
+    LastNorm,
+    Layer,
+    RoutedExperts,
+    RunLayers,
+    SharedExpert,
+    StoringLayer,
+)
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK, dequantize_block, scale_shape
 from mtpserve.quant.stored import QuantisedMatrix, widen
@@ -37,6 +49,7 @@ def torch_kernels() -> Kernels:
         partial(partial, experts),
         pack_heads,
         pack_layers,
+        lambda fuse, layer, norm: FusedApart(fuse, layer, pack_layers([layer], norm)),
         onednn.pack,
         Int8Matrix,
         linear_stored,
@@ -147,6 +160,21 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
         return *norm.add(x, residual), kept
 
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class FusedApart:
+    """layers.kernels.RunDraftLayer: the layer's input is made by calls of its own."""
+
+    fuse: Fuse
+    layer: StoringLayer
+    run: RunLayers
+
+    def __call__(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> tuple[Tensor, Tensor]:
+        return self.run(self.fuse(embedding, features), rotation, contexts, ())[:2]
+
+    def store(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> None:
+        self.layer.store(self.fuse(embedding, features), rotation, contexts[0])
 
 
 def experts(

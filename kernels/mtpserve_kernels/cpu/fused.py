@@ -22,7 +22,7 @@ class Norm(Structure):
 class AddRmsNorm(Structure):
     _fields_ = [
         ("x", c_void_p), ("residual", c_void_p), ("stride", c_int64), ("residual_stride", c_int64), ("norm", Norm), ("normed", c_void_p),
-        ("total", c_void_p), ("rows", c_int64), ("size", c_int64), ("type", c_int32),
+        ("normed_stride", c_int64), ("total", c_void_p), ("rows", c_int64), ("size", c_int64), ("type", c_int32),
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     step = 0 if residual is None else residual.stride(0)
     op = AddRmsNorm(
         x.data_ptr(), None if residual is None else residual.data_ptr(), x.stride(0), step, norm_of(weight, eps), normed.data_ptr(),
-        total.data_ptr(), rows, size, TYPES[x.dtype],
+        size, total.data_ptr(), rows, size, TYPES[x.dtype],
     )  # fmt: skip
     _add_rms_norm(byref(op))
     return normed, total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import POINTER, Array, Structure, addressof, byref, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Array, Structure, addressof, byref, c_bool, c_int32, c_int64, c_void_p, sizeof
 from typing import Any
 
 import torch
@@ -38,10 +38,15 @@ class Context(Structure):
     _fields_ = [("keys", c_void_p), ("values", c_void_p), ("spans", c_void_p), ("slots", c_void_p)]
 
 
+class Fusion(Structure):
+    _fields_ = [("embedding_norm", Norm), ("hidden_norm", Norm), ("project", Matrix), ("embedding_first", c_bool)]
+
+
 class Pass(Structure):
     _fields_ = [
         ("x", c_void_p), ("residual", c_void_p), ("out", c_void_p), ("total", c_void_p), ("normed", c_void_p), ("last", Norm),
         ("rows", c_int64), ("hidden", c_int64), ("type", c_int32), ("rotation", Rotation), ("ranks", c_void_p),
+        ("fusion", c_void_p), ("embedding", c_void_p), ("features", c_void_p), ("features_stride", c_int64), ("stores", c_bool),
     ]  # fmt: skip
 
 
@@ -88,3 +93,32 @@ def run(
     if ranks is not None:
         ranks.check()
     return out if normed is None else normed, total
+
+
+def run_fused(
+    layers: Array[Any],
+    contexts: Contexts,
+    fusion: Fusion,
+    embedding: Tensor,
+    features: Tensor,
+    rotation: Rotation,
+    last: Norm | None,
+    ranks: Exchange | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """`run` of one layer, whose input `fusion` makes of embedding [T, H], contiguous, and features [T, H]. `last` None: its keys and values
+    are stored, and there is no output."""
+    assert embedding.is_contiguous() and features.stride(1) == 1 and features.shape == embedding.shape and features.dtype == embedding.dtype
+    step = Pass(
+        rows=embedding.shape[0], hidden=embedding.shape[1], type=TYPES[embedding.dtype], rotation=rotation, fusion=addressof(fusion),
+        embedding=embedding.data_ptr(), features=features.data_ptr(), features_stride=features.stride(0), stores=last is None,
+    )  # fmt: skip
+    if last is None:
+        _layers(byref(layers), byref(contexts.array), 1, byref(step))
+        return None
+    out, total, normed = torch.empty_like(embedding), torch.empty_like(embedding), torch.empty_like(embedding)
+    step.out, step.total, step.normed, step.last = out.data_ptr(), total.data_ptr(), normed.data_ptr(), last
+    step.ranks = None if ranks is None else ranks.address
+    _layers(byref(layers), byref(contexts.array), 1, byref(step))
+    if ranks is not None:
+        ranks.check()
+    return normed, total

@@ -77,7 +77,7 @@ void add_rms_norm(const Member& member, const AddRmsNorm& op) {
           store_some(total + k, load_some(x + k, op.size - k) + load_some(residual + k, op.size - k), op.size - k);
         x = total;  // rounded, as it is when sum and norm are separate operations
       }
-      rms_norm((T*)op.normed + row * op.size, x, op.norm, op.size);
+      rms_norm((T*)op.normed + row * op.normed_stride, x, op.norm, op.size);
     }
   });
 }

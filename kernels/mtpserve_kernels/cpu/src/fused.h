@@ -9,12 +9,15 @@ struct Norm {
   float eps;
 };
 
-// x, residual (or null), normed and total [rows, size], all of one type: total = x + residual, normed = rms_norm(total) * weight.
+// x, residual (or null), normed and total [rows, size], all of one type: total = x + residual, normed = rms_norm(total) * weight. A stride
+// is the numbers from one row to the next.
 struct AddRmsNorm {
   const void *x, *residual;
   int64_t stride, residual_stride;
   Norm norm;
-  void *normed, *total;  // without gaps; total is not written where there is no residual
+  void* normed;
+  int64_t normed_stride;
+  void* total;  // without gaps; not written where there is no residual
   int64_t rows, size;
   Type type;
 };

@@ -34,6 +34,13 @@ struct Context {
   const int64_t* slots;  // [rows]
 };
 
+// layers/fusion.py: what a draft model's layer gets. project: from both norms side by side.
+struct Fusion {
+  Norm embedding_norm, hidden_norm;
+  Matrix project;
+  bool embedding_first;
+};
+
 // x and residual (or null) [rows, hidden], of `type` → out and total [rows, hidden], whose sum is the last layer's output; with a norm
 // after the last layer total is that sum, and normed [rows, hidden] its norm.
 struct Pass {
@@ -44,18 +51,24 @@ struct Pass {
   Type type;
   Rotation rotation;
   Rank* ranks;  // of which each has a part of every layer, or null
+  // Not null: instead of x there are embedding and features [rows, hidden], which it makes x of.
+  const Fusion* fusion;
+  const void *embedding, *features;
+  int64_t features_stride;
+  bool stores;  // of the first layer keys and values alone; nothing is written but these
 };
 
 namespace {
 // The arrays between the ops, for the widest of the layers. All members share them, so they are made before there are any.
 struct Arrays {
-  enum Name { NORMED, IN, Q_NORMED, LIFTED, QUERY, ATTENDED, JOINED, BRANCH, INNER, SCORES, WEIGHTS, CHOSEN, COUNT };
+  enum Name { HALVES, FUSED, NORMED, IN, Q_NORMED, LIFTED, QUERY, ATTENDED, JOINED, BRANCH, INNER, SCORES, WEIGHTS, CHOSEN, COUNT };
   int64_t bytes[COUNT] = {};
   char* at[COUNT];
 
   Arrays(const Layer* layers, int64_t count, const Pass& pass, std::vector<char>& numbers) {
     const int64_t row = pass.rows * size_of(pass.type);
     const auto widen = [&](Name name, int64_t size) { bytes[name] = std::max(bytes[name], ceil_div(size, 64) * 64); };
+    if (pass.fusion) widen(HALVES, row * 2 * pass.hidden), widen(FUSED, row * pass.hidden);
     for (const Layer* layer = layers; layer < layers + count; layer++) {
       const AttentionLayer& a = layer->attention;
       widen(NORMED, row * pass.hidden), widen(BRANCH, row * pass.hidden), widen(IN, row * a.in.outputs);
@@ -91,8 +104,23 @@ struct Walk {
   }
 
   void norm(const Norm& norm, const void* x, int64_t stride, const void* residual, int64_t size, void* normed) const {
-    add_rms_norm(member, {x, residual, stride, size, norm, normed, pass.total, pass.rows, size, pass.type});
+    add_rms_norm(member, {x, residual, stride, size, norm, normed, size, pass.total, pass.rows, size, pass.type});
     member.wait();
+  }
+
+  // → x
+  const void* fused(const Fusion& fusion) const {
+    const int64_t size = pass.hidden, first = size * size_of(pass.type);
+    char *halves = arrays.at[Arrays::HALVES], *embedding = halves + (fusion.embedding_first ? 0 : first);
+    char* features = halves + (fusion.embedding_first ? first : 0);
+    const auto half = [&](const Norm& norm, const void* from, int64_t stride, char* to) {
+      add_rms_norm(member, {from, nullptr, stride, 0, norm, to, 2 * size, nullptr, pass.rows, size, pass.type});
+    };
+    half(fusion.embedding_norm, pass.embedding, size, embedding);
+    half(fusion.hidden_norm, pass.features, pass.features_stride, features);
+    member.wait();
+    product(fusion.project, halves, 2 * size, arrays.at[Arrays::FUSED]);
+    return arrays.at[Arrays::FUSED];
   }
 
   // x [rows, hidden], of which each rank has a part of the sum.
@@ -152,6 +180,28 @@ struct Walk {
     member.wait();
   }
 
+  // Of `layer`, what other rows need. Of the product with `in` no panel of the query alone is computed.
+  void store(const Layer& layer, const Context& context, const void* x) const {
+    const AttentionLayer& a = layer.attention;
+    const Spans& spans = *context.spans;
+    norm(layer.attention_norm, x, pass.hidden, nullptr, pass.hidden, arrays.at[Arrays::NORMED]);
+    const int64_t query = a.kv_rank ? a.in.outputs - a.kv_rank - a.rope : a.heads * a.dim, first = query / PANEL * PANEL;
+    const Matrix needed = a.in.part(first, a.in.outputs - first);
+    product(needed, arrays.at[Arrays::NORMED], pass.hidden, arrays.at[Arrays::IN]);
+    char* row = arrays.at[Arrays::IN] + (query - first) * size_of(pass.type);
+    const Pool keys{context.keys, spans.key_stride, spans.type}, values{context.values, spans.value_stride, spans.type};
+    if (a.kv_rank) {
+      const Heads none{nullptr, 0, 0, pass.type};
+      latent_store(member, {none, none, row, needed.outputs, pass.rows, 0, a.nope, a.kv_rank, context.slots, keys, a.kv_norm},
+                   pass.rotation);
+    } else {
+      rope_store(
+          member,
+          {row, needed.outputs, nullptr, pass.type, pass.rows, 0, a.kv_heads, a.dim, context.slots, keys, values, a.q_norm, a.kv_norm},
+          pass.rotation);
+    }
+  }
+
   // x + residual is the layer's input; its output is `out` + pass.total.
   void layer(const Layer& layer, const Context& context, const void* x, const void* residual, void* out, std::atomic<int64_t>& next) const {
     char *normed = arrays.at[Arrays::NORMED], *branch = arrays.at[Arrays::BRANCH];
@@ -180,8 +230,10 @@ extern "C" void mtp_layers(const Layer* layers, const Context* contexts, int64_t
   std::vector<std::atomic<int64_t>> next(count);
   parallel(threads, [&](const Member& member) {
     const Walk walk{member, *pass, arrays};
+    const void* first = pass->fusion ? walk.fused(*pass->fusion) : pass->x;
+    if (pass->stores) return walk.store(layers[0], contexts[0], first);
     for (int64_t i = 0; i < count; i++) {
-      const void* x = i ? pass->out : pass->x;
+      const void* x = i ? pass->out : first;
       walk.layer(layers[i], contexts[i], x, i ? pass->total : pass->residual, pass->out, next[i]);
     }
     if (pass->normed) walk.norm(pass->last, pass->out, pass->hidden, pass->total, pass->hidden, pass->normed);
