@@ -5,24 +5,28 @@ They are kept by their places in the request, modulo how many are kept. Neither 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from mtpserve_kernels.cache import reference
 from torch import Tensor
+
+Keep = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
 
 
 class DeferredRows:
     """rows [seats * room, width]"""
 
-    def __init__(self, seats: int, room: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.room = room
+    def __init__(
+        self, seats: int, room: int, width: int, dtype: torch.dtype, device: torch.device, keep: Keep = reference.keep
+    ) -> None:  # fmt: skip
+        self.room, self._keep = room, keep
         self.rows = torch.zeros(seats * room, width, dtype=dtype, device=device)
 
     def keep(self, seat_ids: Tensor, index: Tensor, rows: Tensor) -> None:
         """seat_ids [n], index [n] places in their requests, rows [n, width]."""
-        self.rows.index_copy_(0, self.places(seat_ids, index), rows)
+        self._keep(self.rows, self.room, seat_ids, index, rows.contiguous())
 
     def of(self, seat_ids: Tensor, index: Tensor) -> Tensor:
         """[n], [n] → [n, width]"""
-        return self.rows[self.places(seat_ids, index)]
-
-    def places(self, seat_ids: Tensor, index: Tensor) -> Tensor:
-        return torch.add(index % self.room, seat_ids, alpha=self.room)
+        return self.rows[reference.kept_at(self.room, seat_ids, index)]

@@ -15,7 +15,7 @@ from mtpserve_kernels.recurrent.reference import recur as reference_recur
 from mtpserve.attention.recurrent import MixedLayers, Recur, Recurrence
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.cache.boundary import BoundaryRows, StoreBoundary
-from mtpserve.cache.deferred import DeferredRows
+from mtpserve.cache.deferred import DeferredRows, Keep
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
@@ -64,9 +64,11 @@ KERNELS: dict[str, dict[str, str]] = {
     "cpu": {
         "compact": "mtpserve_kernels.cpu.cache",
         "store_boundary": "mtpserve_kernels.cpu.cache",
+        "keep": "mtpserve_kernels.cpu.cache",
         "slots": "mtpserve_kernels.cpu.seats",
         "place": "mtpserve_kernels.cpu.seats",
         "advance": "mtpserve_kernels.cpu.seats",
+        "hold": "mtpserve_kernels.cpu.seats",
         "decide": "mtpserve.spec.cpu",
         "propose": "mtpserve.spec.cpu",
     },
@@ -175,7 +177,8 @@ def draft_passes(
     if (rows := draft_model.features.rows) > 1:
         history = FeatureHistory(sizes.seats + 1, rows, width // rows, options.dtype, options.device)
     if width and drafts.deferred:
-        deferred = DeferredRows(sizes.seats + 1, drafts.deferred, width, options.dtype, options.device)
+        keep: Keep = kernels.get("keep", reference.keep)
+        deferred = DeferredRows(sizes.seats + 1, drafts.deferred, width, options.dtype, options.device, keep)
     own = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
     scale = arch.scale if arch.draft is None else arch.draft.scale
     attention = BACKENDS.get(options.backend)(own, arch.heads, scale)

@@ -21,7 +21,7 @@ drafts that are coupled to the target's noise (spec/accept), by which its text i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence as Seq
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 RISK = 0.98  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
-EVERY, PAUSE = 8, 0.04  # steps, and seconds of steps, between two choices, which take 0.1 to 0.4 ms each
+EVERY, PAUSE = 8, 0.08  # steps, and seconds of steps, between two choices, which take 0.05 to 0.3 ms each
 SURE = 12  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
 CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
@@ -64,8 +64,10 @@ class DepthChoice(NamedTuple):
 
 
 def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> StepWork:
-    drafted = sum(span.drafts_next for span in plan.spans)
-    return StepWork(drafted, sum(span.width for span in plan.spans), plan.want if drafted else 0, is_sampled(seqs))
+    drafted = rows = 0
+    for span in plan.spans:
+        drafted, rows = drafted + span.drafts_next, rows + span.length + span.drafts
+    return StepWork(drafted, rows, plan.want if drafted else 0, is_sampled(seqs))
 
 
 def is_sampled(seqs: Iterable[Sequence]) -> bool:
@@ -111,16 +113,17 @@ class DepthPolicy:
             if self._count != len(seqs):
                 self._take(seqs, self._best(seqs, self.depth))
             return self.depth
-        self._decide(seqs)
-        tried = self._tried(seqs)
-        return self.depth if tried is None else tried
-
-    def _decide(self, seqs: Seq[Sequence]) -> None:
         for seq in seqs:
             if not seq.most:
                 seq.factor = self.survival.unseen(seq.factor)
-        best = max((self._best(seqs, depth) for depth in self.depths), key=lambda choice: choice.value)
-        kept = best if best.depth == self.depth else self._best(seqs, min(self.depth, self.deepest))
+        choices = {depth: self._best(seqs, depth) for depth in {*self.depths, min(self.depth, self.deepest)}}
+        self._decide(seqs, choices)
+        tried = self._tried(seqs, {depth: choice.value for depth, choice in choices.items()})
+        return self.depth if tried is None else tried
+
+    def _decide(self, seqs: Seq[Sequence], choices: Mapping[int, DepthChoice]) -> None:
+        best = max((choices[depth] for depth in self.depths), key=lambda choice: choice.value)
+        kept = choices[min(self.depth, self.deepest)]
         if best.value <= kept.value * (1 + GAIN * (best.depth > self.depth)):
             best, self._settled = kept, self._steps
         elif self._steps - self._settled < SURE and best.value < CLEAR * kept.value:
@@ -176,13 +179,13 @@ class DepthPolicy:
 
     # ------------------------------------------------------------------------------------------------- trials
 
-    def _tried(self, seqs: Seq[Sequence]) -> int | None:
-        """The depth of a trial, where one is due."""
-        depth, steps = self._candidate(seqs) if self._rest <= 0 else (None, 0)
+    def _tried(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> int | None:
+        """The depth of a trial, where one is due. `values`: tokens per second by depth."""
+        depth, steps = self._candidate(seqs, values) if self._rest <= 0 else (None, 0)
         if depth is None:
             return None
         tried = seqs if depth < self.depth else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
-        cost = steps * self._cost(seqs, depth, tried) + CHANGE
+        cost = steps * self._cost(seqs, depth, tried, values[depth]) + CHANGE
         if cost > self._saved:
             return None
         self._saved -= max(cost, 0.0)
@@ -195,16 +198,16 @@ class DepthPolicy:
         self._held, self._trial, self._seen = steps - 1, depth, 0
         return depth
 
-    def _candidate(self, seqs: Seq[Sequence]) -> tuple[int | None, int]:
+    def _candidate(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> tuple[int | None, int]:
         """In every other trial a depth whose time was not measured lately, else the best of the deeper ones, to learn what is accepted. And
         for how many steps."""
-        values = {depth: self._best(seqs, depth).value for depth in self.depths if depth != self.depth}
-        deeper = [depth for depth in values if depth > self.depth]
+        others = [depth for depth in self.depths if depth != self.depth]
+        deeper = [depth for depth in others if depth > self.depth]
         if self.trials % 2 or not deeper:
             count, old, fresh = len(seqs), [], max(FRESH, FRESH_S / (self._usual(seqs) or FRESH_S))
-            for depth, value in values.items():
+            for depth in others:
                 age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, is_sampled(seqs)))
-                if (age is None or age > fresh) and value > CLOSE * self.value * (depth > 0):
+                if (age is None or age > fresh) and values[depth] > CLOSE * self.value * (depth > 0):
                     old.append((age is None, age or 0, -depth))
             if old:
                 return -max(old)[2], self._long(seqs)
@@ -217,11 +220,11 @@ class DepthPolicy:
         """Steps of a trial that measures a time."""
         return HELD + min(int(SETTLING / (self._usual(seqs) or SETTLING)), 2 * HELD)
 
-    def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence]) -> float:
-        """Seconds that a trial is expected to lose against the step in its place."""
+    def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence], expected: float) -> float:
+        """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per second with all requests."""
         count, usual, value = len(seqs), self._usual(seqs), max(self.value, 1e-9)
         if depth < self.depth:
-            return usual * (1 - self._best(seqs, depth).value / value)
+            return usual * (1 - expected / value)
         ranks = self._ranks(depth)
         drafts = sum(ranks - (seq.most or 0) for seq in tried) + sum(seq.most or 0 for seq in seqs)
         gained = sum(self._expected(seq, ranks) - self._expected(seq, seq.most or 0) for seq in tried)

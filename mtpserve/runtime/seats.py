@@ -33,6 +33,7 @@ class SeatKernels(NamedTuple):
     slots: reference.SlotsOf = cache.slots
     place: Callable[..., reference.Placed] | None = None  # None: the reference with these slots
     advance: Callable[..., None] = reference.advance
+    hold: Callable[[reference.Seats, Tensor, Tensor, Tensor], None] = reference.hold
 
 
 TORCH = SeatKernels()
@@ -52,6 +53,7 @@ class SeatTensors:
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
         self.spare_slots, self._slots_of = [page * page_size for page in spare_pages], kernels.slots
         self._place, self._advance = kernels.place or partial(reference.place, slots_of=kernels.slots), kernels.advance
+        self._hold = kernels.hold
         whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
@@ -135,10 +137,8 @@ class SeatTensors:
         if drafts is None:
             self.waiting.index_fill_(0, seat_ids, 0)
             return
-        self.waiting[seat_ids] = drafts.count
         number = drafts.tokens.shape[1]
-        place = self.length[seat_ids].unsqueeze(1) + torch.arange(number, device=self.device)
-        self.tokens[seat_ids.unsqueeze(1), place] = drafts.tokens
+        self._hold(self._rows, seat_ids, drafts.tokens, drafts.count)
         if drafts.probs is not None:
             self.draft_probs[seat_ids, : drafts.probs.shape[1]] = drafts.probs
         if drafts.sources is not None:

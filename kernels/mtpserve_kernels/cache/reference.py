@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +19,17 @@ def slots(page_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> T
     """page_table [seats, columns]; seats and index [n], token `index` of a request → [n], its slot in the pool."""
     page: Tensor = page_table[seats, index // page_size]
     return page * page_size + index % page_size
+
+
+def kept_at(room: int, seats: Tensor, index: Tensor) -> Tensor:
+    """Where `keep` has a row. seats and index [n] → [n]"""
+    return torch.add(index % room, seats, alpha=room)
+
+
+def keep(rows: Tensor, room: int, seats: Tensor, index: Tensor, hidden: Tensor) -> None:
+    """rows [seats * room, width], seats and index [n], hidden [n, width]: each seat has the last `room` of the rows that come for it, by
+    their index modulo `room`."""
+    rows.index_copy_(0, kept_at(room, seats, index), hidden)
 
 
 def store_boundary(rows: Tensor, slots: Tensor, hidden: Tensor, page_size: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from mtpserve_kernels.cpu.library import Op
 
 _compact = Op("mtp_compact", c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
+_keep = Op("mtp_keep", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64)
 _store_boundary = Op("mtp_store_boundary", c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64)
 
 
@@ -21,6 +22,12 @@ def compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
         pool, layers, pool.stride(0) * size, pool.stride(1) * size, heads * dim * size, source.contiguous(), target.contiguous(),
         *source.shape,
     )  # fmt: skip
+
+
+def keep(rows: Tensor, room: int, seats: Tensor, index: Tensor, hidden: Tensor) -> None:
+    """rows [seats * room, width] and hidden [n, width] of one type, contiguous; seats and index [n] int64, at least 0."""
+    assert rows.is_contiguous() and hidden.is_contiguous() and hidden.shape == (len(index), rows.shape[1]) and hidden.dtype == rows.dtype
+    _keep(rows, room, rows.shape[1] * rows.element_size(), seats.contiguous(), index.contiguous(), hidden, len(index))
 
 
 def store_boundary(rows: Tensor, slots: Tensor, hidden: Tensor, page_size: int) -> None:

@@ -22,6 +22,7 @@ class Addresses(Structure):
 
 _slots = Op("mtp_slots", POINTER(Addresses), c_void_p, c_void_p, c_int64, c_void_p)
 _place = Op("mtp_place", POINTER(Addresses), *[c_void_p] * 5, c_int64, c_int64, c_void_p)
+_hold = Op("mtp_hold", POINTER(Addresses), *[c_void_p] * 3, c_int64, c_int64)
 _advance = Op("mtp_advance", POINTER(Addresses), *[c_void_p] * 6, c_int64, c_int64)
 
 
@@ -59,6 +60,11 @@ def place(
     out = torch.empty(4 * rows + 3 * requests, dtype=torch.int64)
     _place(addresses(seats), seat_ids, cu_q, start, drafts, samples, requests, rows, out)
     return Placed(*out.split([rows] * 4 + [requests] * 3))
+
+
+def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor) -> None:
+    """seat_ids is contiguous; all are int64."""
+    _hold(addresses(seats), seat_ids, tokens.contiguous(), count.contiguous(), *tokens.shape)
 
 
 def advance(seats: Seats, seat_ids: Tensor, cu_q: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor) -> None:

@@ -62,6 +62,13 @@ def place(
     )
 
 
+def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor) -> None:
+    """tokens [D, K], count [D]: the first `count` of each row wait as drafts, after what is committed; what follows them is void."""
+    length = seats.counts[0, seat_ids].unsqueeze(1)
+    seats.counts[4].index_copy_(0, seat_ids, count)
+    seats.tokens.index_put_((seat_ids.unsqueeze(1), length + torch.arange(tokens.shape[1], device=tokens.device)), tokens)
+
+
 def advance(seats: Seats, seat_ids: Tensor, cu_q: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor) -> None:
     """Commit the first `accepted` + 1 of tokens [R, D + 1] where `samples` is 1; the rest is written after them, where nothing counts. All
     rows up to last_row [R], which is the request's last committed token, are computed now, and those of accepted drafts."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mtpserve_kernels.cache import reference
-from mtpserve_kernels.cpu.cache import compact, store_boundary
+from mtpserve_kernels.cpu.cache import compact, keep, store_boundary
 from torch import Tensor
 
 from tests.kernels.cases import boundary, paths
@@ -51,6 +51,20 @@ def test_nothing_moves(requests: int) -> None:
     compact(pool, torch.full((requests, 3), -1), torch.full((requests, 3), -1))
     compact(pool, torch.zeros(requests, 0, dtype=torch.int64), torch.zeros(requests, 0, dtype=torch.int64))
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("number", "width", "room"), [(0, 8, 4), (1, 512, 32), (5, 33, 1), (300, 1500, 7)])
+def test_the_last_rows_of_each_seat(number: int, width: int, room: int, dtype: torch.dtype, with_threads: WithThreads) -> None:
+    dice = torch.Generator().manual_seed(number)
+    rows, hidden = torch.randn(320 * room, width, generator=dice).to(dtype), torch.randn(number, width, generator=dice).to(dtype)
+    seats, index = torch.randperm(320, generator=dice)[:number], torch.randint(5000, (number,), generator=dice)
+    wanted = rows.clone()
+    reference.keep(wanted, room, seats, index, hidden)
+    for threads in (1, 2):
+        made = rows.clone()
+        with_threads(threads, lambda made=made: keep(made, room, seats, index, hidden))
+        assert torch.equal(made, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from mtpserve_kernels.cache import reference as cache
-from mtpserve_kernels.cpu.seats import advance, place, slots
+from mtpserve_kernels.cpu.seats import advance, hold, place, slots
 from mtpserve_kernels.seats import reference
 from mtpserve_kernels.seats.reference import Placed, Seats
 from torch import Tensor
@@ -85,3 +85,15 @@ def test_verdicts(requests: int, depth: int) -> None:
     for name in ("tokens", "counts", "done"):
         assert torch.equal(getattr(made, name), getattr(wanted, name)), name
     assert requests < 17 or not torch.equal(before.done, made.done)
+
+
+@pytest.mark.parametrize(("requests", "drafts"), [(0, 3), (1, 0), (1, 7), (17, 3), (23, 8)])
+def test_drafts_that_wait(requests: int, drafts: int) -> None:
+    before, dice = seats_of(requests + 2), torch.Generator().manual_seed(drafts)
+    seat_ids, count = torch.randperm(SEATS, generator=dice)[:requests], torch.randint(drafts + 1, (requests,), generator=dice)
+    tokens = torch.randint(40, (requests, 2 * drafts), generator=dice)[:, ::2]  # not contiguous
+    wanted, made = copied(before), copied(before)
+    reference.hold(wanted, seat_ids, tokens, count)
+    hold(made, seat_ids, tokens, count)
+    assert torch.equal(made.tokens, wanted.tokens) and torch.equal(made.counts, wanted.counts)
+    assert requests < 17 or not (torch.equal(made.tokens, before.tokens) or torch.equal(made.counts, before.counts))

@@ -32,6 +32,14 @@ void mtp_compact(char* data, int64_t layers, int64_t layer_stride, int64_t slot_
   });
 }
 
+// rows [seats * room, row_bytes], seats and index [count], hidden [count, row_bytes]: row seats[i] * room + index[i] modulo room becomes
+// hidden[i].
+void mtp_keep(char* rows, int64_t room, int64_t row_bytes, const int64_t* seats, const int64_t* index, const char* hidden, int64_t count,
+              int32_t threads) {
+  each(threads, count * row_bytes, count,
+       [&](int64_t i) { std::memcpy(rows + (seats[i] * room + index[i] % room) * row_bytes, hidden + i * row_bytes, row_bytes); });
+}
+
 // rows [pages, row_bytes], slots [count], hidden [count, row_bytes]: rows[page] becomes the hidden row whose slot is the page's last. The
 // last page pads batches, and its row stays as it is.
 void mtp_store_boundary(char* rows, int64_t pages, int64_t row_bytes, const int64_t* slots, const char* hidden, int64_t count,

@@ -6,7 +6,9 @@ namespace mtp {
 // One row of each per seat.
 struct Seats {
   int64_t *tokens, *length, *computed;
-  const int64_t *limit, *waiting, *stops, *page_table;
+  const int64_t* limit;
+  int64_t* waiting;
+  const int64_t *stops, *page_table;
   bool* done;
   int64_t width, most_stops, page_table_stride, columns, page_size;  // of a row of tokens, of stops, of the page table
 
@@ -40,6 +42,15 @@ void mtp_place(const Seats* s, const int64_t* seats, const int64_t* cu_q, const 
       index[t] = first + t - cu_q[r], row_seats[t] = seat;
       ids[t] = s->tokens[seat * s->width + index[t]], slots[t] = s->slot(seat, index[t]);
     }
+  }
+}
+
+// tokens [requests, drafts]: after what is committed count[r] of them wait.
+void mtp_hold(const Seats* s, const int64_t* seats, const int64_t* tokens, const int64_t* count, int64_t requests, int64_t drafts,
+              int32_t) {
+  for (int64_t r = 0; r < requests; r++) {
+    s->waiting[seats[r]] = count[r];
+    std::copy_n(tokens + r * drafts, drafts, s->tokens + seats[r] * s->width + s->length[seats[r]]);
   }
 }
 
