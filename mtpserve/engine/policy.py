@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from itertools import accumulate
+from math import ceil
 from typing import NamedTuple
 
 from mtpserve.core.draft_sizes import DraftSizes
@@ -50,7 +51,7 @@ ALONE = 64  # steps after which the times of steps with prompts are learned, too
 HELD, SEEN = 8, 3  # steps of a trial that measures a time, at most, and times after which it ends: its first step verifies older drafts
 # Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
 # cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 … ms at first, and trials would consist of such steps.
-SETTLING = 0.01
+SETTLING, MOST_SETTLING = 0.01, 40  # and steps of a trial, at most
 LEARNED = 0.004  # seconds of steps of which one is learned, where nothing changes: learning takes 12 µs
 CHANGE = 0.001  # seconds that the first steps after a trial's beginning and end take longer
 NEAR = 0.9  # a depth that is expected to give this share of the best is tried for as long
@@ -210,15 +211,19 @@ class DepthPolicy:
                 if (age is None or age > fresh) and values[depth] > CLOSE * self.value * (depth > 0):
                     old.append((age is None, age or 0, -depth))
             if old:
-                return -max(old)[2], self._long(seqs)
+                oldest = -max(old)[2]
+                return oldest, self._long(seqs, oldest)
         if not deeper:
             return None, 0
         best = max(deeper, key=values.__getitem__)
-        return best, self._long(seqs) if values[best] > NEAR * self.value else 1
+        return best, self._long(seqs, best) if values[best] > NEAR * self.value else 1
 
-    def _long(self, seqs: Seq[Sequence]) -> int:
-        """Steps of a trial that measures a time."""
-        return HELD + min(int(SETTLING / (self._usual(seqs) or SETTLING)), 2 * HELD)
+    def _long(self, seqs: Seq[Sequence], depth: int) -> int:
+        """Steps of a trial that measures this depth's time: those in which it settles, and some more."""
+        count = len(seqs)
+        seconds = self.times.seconds(StepWork(count, count * (1 + self._ranks(depth)), depth, is_sampled(seqs)))
+        # Where its time is not known yet, it is expected to be longer than it is rather often.
+        return HELD + min(ceil(1.5 * SETTLING / (seconds or SETTLING)), MOST_SETTLING)
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence], expected: float) -> float:
         """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per second with all requests."""

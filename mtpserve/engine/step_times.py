@@ -38,7 +38,10 @@ NAMES = ("step", "first_rows", "rows", *(f"rows_above_{bend}" for bend in BENDS)
 TERMS = len(NAMES)
 PROVISIONAL = 0.1  # weight of what was measured before the engine served
 FULL = 1.0  # observations after which a cell counts for half against the formula
-BORROWED = 5  # observations that a sampled cell begins with, at most, those of the greedy one: its own first one may be a disturbance
+# Observations that a cell begins with, at most: a sampled one with those of the greedy one, and one that was measured before the engine
+# served. Both are off by ten percent and more, and a depth that is not in use has a few observations in a second: with 5 and 20 in their
+# place an error lasted for half a minute.
+BORROWED, IDLE = 1, 2
 
 
 class StepWork(NamedTuple):
@@ -128,7 +131,7 @@ class StepTimes:
         self.fit()
         self._paced = 0
         for cell in self.cells.values():
-            cell.last = None
+            cell.last, cell.seen = None, min(cell.seen, IDLE)
 
     def seconds(self, work: StepWork) -> float:
         """Expected; 0 before anything was fitted. Of sampled steps that were not seen yet what greedy ones take."""
