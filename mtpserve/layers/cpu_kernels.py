@@ -26,8 +26,10 @@ from mtpserve.core.protocols import Context
 from mtpserve.core.pulse import PULSE
 from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer
+from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.fusion import Fusion
 from mtpserve.layers.kernels import (
+    Embed,
     Fuse,
     Gate,
     HeadNorms,
@@ -248,13 +250,13 @@ def angles_of(rotation: Rotation) -> fused.Rotation:
     return fused.rotation_of(rotation.positions, rotation.cos, rotation.sin, rotation.interleaved)
 
 
-def pack_draft_layer(fuse: Fuse, layer: StoringLayer, norm: LastNorm) -> RunDraftLayer:
-    """Layer and fusion in one call."""
+def pack_draft_layer(embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm) -> RunDraftLayer:
+    """Embedding, fusion and layer in one call."""
     run = pack_layers([layer], norm)
     if not isinstance(run, LayerStack) or type(fuse) is not Fusion or not isinstance(fuse.project.packed, PanelMatrix):
-        return FusedApart(fuse, layer, run)
+        return FusedApart(embed, fuse, layer, run)
     norms = norm_of(fuse.embedding_norm), norm_of(fuse.hidden_norm)
-    return FusedStack(run, fuse, stacks.Fusion(*norms, matrix_of(fuse.project), fuse.embedding_first))
+    return FusedStack(run, embed, fuse, stacks.Fusion(*norms, matrix_of(fuse.project), fuse.embedding_first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,25 +264,29 @@ class FusedStack:
     """layers.kernels.RunDraftLayer. `described` points to what is in `fuse`."""
 
     stack: LayerStack
+    embed: Embed
     fuse: Fusion
     described: stacks.Fusion
 
-    def __call__(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> tuple[Tensor, Tensor]:
-        out = self.run(embedding, features, rotation, contexts, self.stack.last)
+    def __call__(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> tuple[Tensor, Tensor]:
+        out = self.run(ids, features, rotation, contexts, self.stack.last)
         assert out is not None
         return out
 
-    def store(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> None:
-        self.run(embedding, features, rotation, contexts, None)
+    def store(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> None:
+        self.run(ids, features, rotation, contexts, None)
 
     def run(
-        self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], last: fused.Norm | None
+        self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], last: fused.Norm | None
     ) -> tuple[Tensor, Tensor] | None:
         stack = self.stack
         stack.plan(contexts)
         PULSE.beat()
-        inputs = embedding, features, angles_of(rotation)
-        return stacks.run_fused(stack.described, stack.contexts, self.described, *inputs, last, stack.ranks)
+        # A table that a tied head has packed, or of which each rank has a part, is looked up by itself.
+        table = self.embed.table if isinstance(self.embed, Embedding) else None
+        embedding, places = (self.embed(ids), None) if table is None else (table, ids)
+        parts = stack.described, stack.contexts, self.described
+        return stacks.run_fused(*parts, embedding, places, features, angles_of(rotation), last, stack.ranks)
 
 
 def contexts_of(stores: Stores) -> stacks.Contexts:

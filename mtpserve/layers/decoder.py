@@ -131,21 +131,20 @@ class MTPHead(nn.Module):
         self.trunk_head = None if has_head else shared_head(trunk, methods)
 
     def finish_loading(self) -> None:
-        self.run_layer = self.kernels.pack_draft_layer(self.fusion, self.layer, self.norm or self.borrowed[0].norm)
+        trunk = self.borrowed[0]
+        self.run_layer = self.kernels.pack_draft_layer(trunk.embed, self.fusion, self.layer, self.norm or trunk.norm)
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""
         assert features is not None
-        trunk = self.borrowed[0]
-        normed, x = self.run_layer(trunk.embed(ids), features, trunk.rope(positions), contexts)
+        normed, x = self.run_layer(ids, features, self.borrowed[0].rope(positions), contexts)
         return Hidden(normed, x if self.arch.recycle == "pre" else normed)
 
     step = absorb
 
     def fill(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> None:
         assert features is not None
-        trunk = self.borrowed[0]
-        self.run_layer.store(trunk.embed(ids), features, trunk.rope(positions), contexts)
+        self.run_layer.store(ids, features, self.borrowed[0].rope(positions), contexts)
 
     def logits(self, head: Tensor, depth: int) -> Tensor:
         if self.trunk_head is not None:

@@ -58,6 +58,11 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return self.vocabulary.found(self.own_rows, ids)
 
+    @property
+    def table(self) -> Tensor | None:
+        """[vocabulary, hidden], where it is here as it was loaded."""
+        return self.weight if self.packed is None and self.vocabulary.ranks.size == 1 else None
+
     def own_rows(self, places: Tensor) -> Tensor:
         return F.embedding(places, self.weight) if self.packed is None else self.packed.rows(places)
 

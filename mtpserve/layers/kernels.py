@@ -207,6 +207,9 @@ class StoringLayer(Layer, Protocol):
         ...
 
 
+Embed = Callable[[Tensor], Tensor]  # layers.embedding.Embedding: [T] → [T, H], of several streams [T, streams * H]
+
+
 class Fuse(Protocol):
     """layers.fusion.Fusion, or StreamFusion"""
 
@@ -214,20 +217,21 @@ class Fuse(Protocol):
 
 
 class RunDraftLayer(Protocol):
-    """The layer of a draft model, with what its input is made of: embedding and features [T, H], of several streams [T, streams * H]."""
+    """The layer of a draft model, with what its input is made of: tokens ids [T] and features [T, H], of several streams
+    [T, streams * H]."""
 
-    def __call__(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> tuple[Tensor, Tensor]:
+    def __call__(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> tuple[Tensor, Tensor]:
         """→ the norm of the layer's output [T, H], and that output; `contexts` has one."""
         ...
 
-    def store(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> None:
+    def store(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> None:
         """As StoringLayer.store."""
         ...
 
 
 class PackDraftLayer(Protocol):
-    def __call__(self, fuse: Fuse, layer: StoringLayer, norm: LastNorm, /) -> RunDraftLayer:
-        """As PackLayers, of one layer."""
+    def __call__(self, embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm, /) -> RunDraftLayer:
+        """As PackLayers, of one layer. `embed` is the trunk's, which may not be loaded yet."""
         ...
 
 

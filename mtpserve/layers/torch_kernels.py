@@ -18,6 +18,7 @@ from mtpserve.core.protocols import Context
 from mtpserve.core.pulse import PULSE
 from mtpserve.layers import onednn
 from mtpserve.layers.kernels import (
+    Embed,
     Fuse,
     Gate,
     HeadNorms,
@@ -49,7 +50,7 @@ def torch_kernels() -> Kernels:
         partial(partial, experts),
         pack_heads,
         pack_layers,
-        lambda fuse, layer, norm: FusedApart(fuse, layer, pack_layers([layer], norm)),
+        lambda embed, fuse, layer, norm: FusedApart(embed, fuse, layer, pack_layers([layer], norm)),
         onednn.pack,
         Int8Matrix,
         linear_stored,
@@ -166,15 +167,16 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
 class FusedApart:
     """layers.kernels.RunDraftLayer: the layer's input is made by calls of its own."""
 
+    embed: Embed
     fuse: Fuse
     layer: StoringLayer
     run: RunLayers
 
-    def __call__(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> tuple[Tensor, Tensor]:
-        return self.run(self.fuse(embedding, features), rotation, contexts, ())[:2]
+    def __call__(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> tuple[Tensor, Tensor]:
+        return self.run(self.fuse(self.embed(ids), features), rotation, contexts, ())[:2]
 
-    def store(self, embedding: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> None:
-        self.layer.store(self.fuse(embedding, features), rotation, contexts[0])
+    def store(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context]) -> None:
+        self.layer.store(self.fuse(self.embed(ids), features), rotation, contexts[0])
 
 
 def experts(

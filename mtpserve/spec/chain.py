@@ -34,16 +34,19 @@ class ChainDrafter:
         state, seat_ids = self.passes.absorb(batch, hidden, verdict)
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
         path, drafted = length.new_zeros(len(length), 0), torch.zeros_like(length)  # so far: for rules
+        # [i] is length - 1 - lag + i: one operation in place of four for each pass.
+        ahead = self.passes.model.lag + 1
+        places = (length + torch.arange(-ahead, steps, device=length.device).unsqueeze(1)).unbind()
         tokens, probs = list[Tensor](), list[Tensor]()
         for step in range(steps):
             if step:
-                index = length + (step - 1 - self.passes.model.lag)
-                rows = self.passes.rows(batch, seat_ids, tokens[-1], index, index)
+                index = places[step]
+                rows = self.passes.rows(batch, seat_ids, tokens[-1], index, index, places[step + ahead - 1], places[step + 1])
                 state = self.passes.step(rows, state.features, step)
                 if sampler.has_rules:
                     path, drafted = torch.stack(tokens, 1), drafted + 1
             logits, columns = self.passes.logits(state.head, step, batch, seat_ids, path, drafted)
-            token, q = self.passes.propose(logits, seat_ids, length + step, sampler)
+            token, q = self.passes.propose(logits, seat_ids, places[step + ahead], sampler)
             if q is not None:
                 probs.append(q)
             tokens.append(token if columns is None else columns[token])

@@ -191,21 +191,27 @@ class DraftPasses:
         else:
             self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows))
 
-    def rows(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor) -> Batch:
-        """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are contiguous."""
+    def rows(
+        self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor, place: Tensor | None = None,
+        kv_len: Tensor | None = None,
+    ) -> Batch:  # fmt: skip
+        """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are contiguous.
+        `place`: index + lag, and `kv_len`: index + 1 of each request's last row, where these are known."""
         requests, device = len(seat_ids), index.device
         each = len(ids) // max(requests, 1)
         owners, ends = (seat_ids, index) if each == 1 else (seat_ids.repeat_interleave(each), index.view(requests, each)[:, -1])
+        if place is None:
+            place = index + self.model.lag if self.model.lag else index
         return replace(
             batch,
             ids=ids,
             positions=positions,
             index=index,
-            slots=batch.seats.slots(owners, index + self.model.lag if self.model.lag else index),
+            slots=batch.seats.slots(owners, place),
             row_seats=owners,
             seat_ids=seat_ids,
             cu_q=torch.arange(0, requests * each + 1, max(each, 1), device=device),
-            kv_len=ends + 1,
+            kv_len=ends + 1 if kv_len is None else kv_len,
             tree=None,
             tree_bits=None,
             tree_start=None,

@@ -22,7 +22,7 @@ class Norm(Structure):
 class AddRmsNorm(Structure):
     _fields_ = [
         ("x", c_void_p), ("residual", c_void_p), ("stride", c_int64), ("residual_stride", c_int64), ("norm", Norm), ("normed", c_void_p),
-        ("normed_stride", c_int64), ("total", c_void_p), ("rows", c_int64), ("size", c_int64), ("type", c_int32),
+        ("normed_stride", c_int64), ("total", c_void_p), ("rows", c_int64), ("size", c_int64), ("type", c_int32), ("at", c_void_p),
     ]  # fmt: skip
 
 

@@ -46,7 +46,8 @@ class Pass(Structure):
     _fields_ = [
         ("x", c_void_p), ("residual", c_void_p), ("out", c_void_p), ("total", c_void_p), ("normed", c_void_p), ("last", Norm),
         ("rows", c_int64), ("hidden", c_int64), ("type", c_int32), ("rotation", Rotation), ("ranks", c_void_p),
-        ("fusion", c_void_p), ("embedding", c_void_p), ("features", c_void_p), ("features_stride", c_int64), ("stores", c_bool),
+        ("fusion", c_void_p), ("embedding", c_void_p), ("ids", c_void_p), ("features", c_void_p),
+        ("features_stride", c_int64), ("stores", c_bool),
     ]  # fmt: skip
 
 
@@ -100,22 +101,25 @@ def run_fused(
     contexts: Contexts,
     fusion: Fusion,
     embedding: Tensor,
+    ids: Tensor | None,
     features: Tensor,
     rotation: Rotation,
     last: Norm | None,
     ranks: Exchange | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """`run` of one layer, whose input `fusion` makes of embedding [T, H], contiguous, and features [T, H]. `last` None: its keys and values
-    are stored, and there is no output."""
-    assert embedding.is_contiguous() and features.stride(1) == 1 and features.shape == embedding.shape and features.dtype == embedding.dtype
+    """`run` of one layer, whose input `fusion` makes of features [T, H] and embedding, contiguous [T, H], or [V, H] with
+    ids [T] int64, which are below V. `last` None: its keys and values are stored, and there is no output."""
+    rows, hidden = features.shape
+    assert embedding.is_contiguous() and embedding.shape[1] == hidden and embedding.dtype == features.dtype and features.stride(1) == 1
+    assert len(embedding if ids is None else ids) == rows and (ids is None or (ids.dtype == torch.int64 and ids.is_contiguous()))
     step = Pass(
-        rows=embedding.shape[0], hidden=embedding.shape[1], type=TYPES[embedding.dtype], rotation=rotation, fusion=addressof(fusion),
-        embedding=embedding.data_ptr(), features=features.data_ptr(), features_stride=features.stride(0), stores=last is None,
+        rows=rows, hidden=hidden, type=TYPES[features.dtype], rotation=rotation, fusion=addressof(fusion), embedding=embedding.data_ptr(),
+        ids=None if ids is None else ids.data_ptr(), features=features.data_ptr(), features_stride=features.stride(0), stores=last is None,
     )  # fmt: skip
     if last is None:
         _layers(byref(layers), byref(contexts.array), 1, byref(step))
         return None
-    out, total, normed = torch.empty_like(embedding), torch.empty_like(embedding), torch.empty_like(embedding)
+    out, total, normed = torch.empty(3, rows, hidden, dtype=features.dtype).unbind()
     step.out, step.total, step.normed, step.last = out.data_ptr(), total.data_ptr(), normed.data_ptr(), last
     step.ranks = None if ranks is None else ranks.address
     _layers(byref(layers), byref(contexts.array), 1, byref(step))

@@ -69,7 +69,7 @@ void add_rms_norm(const Member& member, const AddRmsNorm& op) {
   by_type(op.type, [&](auto number) {
     using T = decltype(number);
     for (int64_t row = mine.first; row < mine.end; row++) {
-      const T* x = (const T*)op.x + row * op.stride;
+      const T* x = (const T*)op.x + (op.at ? op.at[row] : row) * op.stride;
       if (op.residual) {
         const T* residual = (const T*)op.residual + row * op.residual_stride;
         T* total = (T*)op.total + row * op.size;

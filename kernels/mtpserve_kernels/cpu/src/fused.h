@@ -20,6 +20,7 @@ struct AddRmsNorm {
   void* total;  // without gaps; not written where there is no residual
   int64_t rows, size;
   Type type;
+  const int64_t* at = nullptr;  // [rows], the rows of x; null: one after the other
 };
 
 void add_rms_norm(const Member& member, const AddRmsNorm& op);

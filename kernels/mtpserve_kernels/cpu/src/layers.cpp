@@ -51,9 +51,12 @@ struct Pass {
   Type type;
   Rotation rotation;
   Rank* ranks;  // of which each has a part of every layer, or null
-  // Not null: instead of x there are embedding and features [rows, hidden], which it makes x of.
+  // Not null: instead of x there are embedding and features [rows, hidden], which it makes x of. With ids [rows] the embedding is the
+  // table that they are looked up in.
   const Fusion* fusion;
-  const void *embedding, *features;
+  const void* embedding;
+  const int64_t* ids;
+  const void* features;
   int64_t features_stride;
   bool stores;  // of the first layer keys and values alone; nothing is written but these
 };
@@ -113,11 +116,11 @@ struct Walk {
     const int64_t size = pass.hidden, first = size * size_of(pass.type);
     char *halves = arrays.at[Arrays::HALVES], *embedding = halves + (fusion.embedding_first ? 0 : first);
     char* features = halves + (fusion.embedding_first ? first : 0);
-    const auto half = [&](const Norm& norm, const void* from, int64_t stride, char* to) {
-      add_rms_norm(member, {from, nullptr, stride, 0, norm, to, 2 * size, nullptr, pass.rows, size, pass.type});
+    const auto half = [&](const Norm& norm, const void* from, int64_t stride, const int64_t* at, char* to) {
+      add_rms_norm(member, {from, nullptr, stride, 0, norm, to, 2 * size, nullptr, pass.rows, size, pass.type, at});
     };
-    half(fusion.embedding_norm, pass.embedding, size, embedding);
-    half(fusion.hidden_norm, pass.features, pass.features_stride, features);
+    half(fusion.embedding_norm, pass.embedding, size, pass.ids, embedding);
+    half(fusion.hidden_norm, pass.features, pass.features_stride, nullptr, features);
     member.wait();
     product(fusion.project, halves, 2 * size, arrays.at[Arrays::FUSED]);
     return arrays.at[Arrays::FUSED];
