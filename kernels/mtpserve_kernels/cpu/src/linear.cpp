@@ -1,6 +1,7 @@
 // Reference: torch.nn.functional.linear; layers/torch_kernels.py.
 #include "linear.h"
 
+#include <bit>
 #include <type_traits>
 
 #ifdef __AMX_BF16__
@@ -9,9 +10,10 @@
 
 namespace mtp {
 namespace {
-constexpr int MAX_ROWS = 6;               // of a tile
-constexpr int MAX_PANELS = 4;             // of a tile
-constexpr int64_t GROUP = 96 << 10;       // bytes of the panels that all tiles of a block of rows use while they are in the L2 cache
+constexpr int MAX_ROWS = 6;    // of a tile
+constexpr int MAX_PANELS = 4;  // of a tile
+// Bytes of the panels that all tiles of a block of rows use while they are in the L2 cache, and at most, for tiles of full width.
+constexpr int64_t GROUP = 96 << 10, MOST_GROUP = 512 << 10;
 constexpr int64_t ROW_BLOCK = 256 << 10;  // bytes of the rows whose inputs stay in the L2 cache while the weights are read once
 constexpr int64_t AHEAD = 6 << 10;        // bytes of weights that are on their way where one tile has all rows
 
@@ -151,12 +153,20 @@ template <class Method, bool GATED> void rows_of(const Matrix& matrix, const Inp
   });
 }
 
+// Panels of `bytes` that make a group; gated, pairs of them. Whole tiles, since narrower ones have fewer sums than the units can be busy
+// with.
+template <bool GATED> int64_t panels_together(int64_t bytes) {
+  constexpr int WIDE = GATED ? std::max(panels_of(GATED_ROWS) / 2, 1) : panels_of(MAX_ROWS);
+  const int64_t each = bytes * (GATED ? 2 : 1), wanted = ceil_div(std::max<int64_t>(GROUP / each, 1), WIDE) * WIDE;
+  return wanted * each <= MOST_GROUP ? wanted : std::max<int64_t>(std::bit_floor(uint64_t(MOST_GROUP / each)), 1);
+}
+
 // Rows in tiles of nearly equal height: 7 are 4 + 3, not 6 + 1. A group of panels that stays in the cache is used by all tiles.
 template <class Method, bool GATED>
 void block(const Matrix& matrix, const Inputs<typename Method::X>& x, int64_t row, int64_t rows, Range panels, const Output& out) {
   const int64_t count = ceil_div(rows, GATED ? GATED_ROWS : MAX_ROWS);
   if (count == 1) return rows_of<Method, GATED>(matrix, x, row, rows, panels, {0, PANEL * 4}, out);
-  const int64_t bytes = PANEL * matrix.row_bytes(), together = std::max<int64_t>(GROUP / bytes / (GATED ? 2 : 1), 1);
+  const int64_t bytes = PANEL * matrix.row_bytes(), together = panels_together<GATED>(bytes);
   for (int64_t p = panels.first; p < panels.end; p += together) {
     const Range group{p, std::min(panels.end, p + together)};
     for (int64_t i = 0; i < count; i++) {
