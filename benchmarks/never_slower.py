@@ -10,6 +10,7 @@ heads/train_heads.py has written for it.
 from __future__ import annotations
 
 import argparse
+import gc
 import shutil
 import sys
 import tempfile
@@ -216,6 +217,8 @@ def main() -> None:
             path = named.directory if inflated is None or model not in ("large", "untrained") else inflated
             path = untrained(path, folder) if model == "untrained" else path
             engines = {arm: engine_of(path, spec, max(args.requests)) for arm, spec in arms_of(base, algorithm).items()}
+            gc.collect()
+            gc.freeze()  # as an engine's process does: otherwise each arm's garbage is looked for among the models of all of them
             for requests, temperature in product(args.requests, args.temperatures):
                 row = measured(model, engines, requests, temperature, args.turns, seconds=args.turn_seconds, texts=str(named.directory))
                 rows.append(row)

@@ -39,7 +39,7 @@ from mtpserve.engine.first_times import ladder, measure
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.lengths import require_fit, require_room
 from mtpserve.engine.line import ServiceOrder
-from mtpserve.engine.policy import DepthPolicy, report, work_of
+from mtpserve.engine.policy import DepthPolicy, passes_of, report
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.stats import count, count_step, event_of
 from mtpserve.engine.ticks import Ticks
@@ -348,10 +348,9 @@ class Engine:
     def _timed(self, planned: Planned, seconds: float) -> None:
         if self._want == 0 or not planned.seqs:
             return
-        work = work_of(planned.plan, planned.seqs)
-        self._stats.steps_per_depth[work.passes] += work.requests > 0
+        self._stats.steps_per_depth[passes_of(planned.plan)] += any(span.drafts_next for span in planned.plan.spans)
         if self.policy is not None:
-            self.policy.stepped(planned.plan, work, seconds)
+            self.policy.stepped(planned.plan, planned.seqs, seconds)
 
     def _failed(self, seqs: list[Sequence], error: Exception) -> list[TokenEvent]:
         _require_device(error)

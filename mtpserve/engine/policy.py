@@ -71,6 +71,11 @@ def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> StepWork:
     return StepWork(drafted, rows, plan.want if drafted else 0, is_sampled(seqs))
 
 
+def passes_of(plan: StepPlan) -> int:
+    """Of what proposes tokens, after the trunk's pass."""
+    return plan.want if plan.want and any(span.drafts_next for span in plan.spans) else 0
+
+
 def is_sampled(seqs: Iterable[Sequence]) -> bool:
     return any(seq.sampling.temperature > 0 for seq in seqs)
 
@@ -245,19 +250,20 @@ class DepthPolicy:
 
     # ------------------------------------------------------------------------------------------- what is learned
 
-    def stepped(self, plan: StepPlan, work: StepWork, seconds: float) -> None:
+    def stepped(self, plan: StepPlan, seqs: Seq[Sequence], seconds: float) -> None:
         """A step took so long. Steps that catch up on rows to draft are like no others; those with prompts count if there are no others."""
+        passes = passes_of(plan)
         self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
+        settled = passes == self._passes and self._since >= SETTLING
+        self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
+        self._unlearned += seconds
+        if settled and self._held == 0 and self._unlearned < LEARNED:
+            self.times.observed += 1
+            return
         self._beside = self._beside + 1 if any(not span.samples or span.length > 1 for span in plan.spans) else 0
-        settled = work.passes == self._passes and self._since >= SETTLING
-        self._passes, self._since = work.passes, seconds + (self._since if work.passes == self._passes else 0.0)
         # While nothing is drafted it is usual to catch up at times.
-        if settled and (work.passes == 0 or not any(span.late for span in plan.spans)) and (self._beside == 0 or self._beside > ALONE):
-            self._unlearned += seconds
-            if self._held == 0 and self._unlearned < LEARNED:
-                self.times.observed += 1
-                return
-            self._unlearned = 0.0
+        if settled and (passes == 0 or not any(span.late for span in plan.spans)) and (self._beside == 0 or self._beside > ALONE):
+            self._unlearned, work = 0.0, work_of(plan, seqs)
             self.times.observe(work, seconds)
             if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
                 self._seen += 1

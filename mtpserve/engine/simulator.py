@@ -27,7 +27,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.costs import StepCost
 from mtpserve.engine.line import ServiceOrder
-from mtpserve.engine.policy import DepthPolicy, work_of
+from mtpserve.engine.policy import DepthPolicy, passes_of
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
 from mtpserve.engine.tiers import Tiers
@@ -204,7 +204,7 @@ class Simulation:
                 began = max(began, self._transfers.next_end or 0.0)
         self._free_at = began + seconds
         if self._policy is not None and planned.seqs:
-            self._policy.stepped(planned.plan, work_of(planned.plan, planned.seqs), seconds)
+            self._policy.stepped(planned.plan, planned.seqs, seconds)
         self._in_flight.append((planned, self._device.launch(planned.plan), self._free_at))
         self.result.steps += bool(planned.seqs)
         self.result.rows += rows
@@ -219,7 +219,7 @@ class Simulation:
             pairs += width * span.start + width * width // 2
         late = sum(span.late for span in plan.spans)
         now = sum(span.width for span in plan.spans if not span.deferred)
-        return rows, self._cost.seconds(rows, tokens, pairs, work_of(plan, ()).passes, [part for part in (late, now) if part])
+        return rows, self._cost.seconds(rows, tokens, pairs, passes_of(plan), [part for part in (late, now) if part])
 
     def _book(self, leave: int) -> None:
         while len(self._in_flight) > leave:

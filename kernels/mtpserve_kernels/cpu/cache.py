@@ -26,8 +26,10 @@ def compact(pool: Tensor, source: Tensor, target: Tensor) -> None:
 
 def keep(rows: Tensor, room: int, seats: Tensor, index: Tensor, hidden: Tensor) -> None:
     """rows [seats * room, width] and hidden [n, width] of one type, contiguous; seats and index [n] int64, at least 0."""
-    assert rows.is_contiguous() and hidden.is_contiguous() and hidden.shape == (len(index), rows.shape[1]) and hidden.dtype == rows.dtype
-    _keep(rows, room, rows.shape[1] * rows.element_size(), seats.contiguous(), index.contiguous(), hidden, len(index))
+    number, width = hidden.shape
+    assert rows.is_contiguous() and hidden.is_contiguous() and width == rows.shape[1] and hidden.dtype == rows.dtype
+    assert seats.shape == index.shape == (number,), (seats.shape, index.shape, number)
+    _keep(rows, room, width * rows.element_size(), seats.contiguous(), index.contiguous(), hidden, number)
 
 
 def store_boundary(rows: Tensor, slots: Tensor, hidden: Tensor, page_size: int) -> None:
