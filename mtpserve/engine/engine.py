@@ -312,8 +312,8 @@ class Engine:
         outcomes = self._watch.others(outcomes)
         for outcome in outcomes:
             count(self._stats, outcome)
-            if self.policy is not None and outcome.proposal.tokens:
-                self.policy.verified(outcome.seq, len(outcome.proposal.tokens), outcome.proposal.path)
+        if self.policy is not None:
+            self.policy.learn(outcomes)
         return [event_of(outcome, perf_counter()) for outcome in outcomes]
 
     def _wanted(self) -> int:

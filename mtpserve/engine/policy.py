@@ -30,8 +30,9 @@ from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecReport, StepCosts
 from mtpserve.core.sequence import Sequence
+from mtpserve.engine.scheduler import Outcome
 from mtpserve.engine.step_times import StepTimes, StepWork
-from mtpserve.spec.survival import Survival
+from mtpserve.spec.survival import Survival, part_of
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class DepthPolicy:
         self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._unlearned = 0.0  # seconds of steps since one was learned
+        self._turn = 0  # steps of which was learned: see part_of
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
 
     # ------------------------------------------------------------------------------------------------- choice
@@ -268,6 +270,13 @@ class DepthPolicy:
             if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
                 self._seen += 1
                 self._held *= self._seen < SEEN
+
+    def learn(self, outcomes: Seq[Outcome]) -> None:
+        """What one step yielded. Drafts of trials are always looked at."""
+        self._turn += 1
+        for outcome in part_of(outcomes, self._turn) if not self._trying else outcomes:
+            if outcome.proposal.tokens:
+                self.verified(outcome.seq, len(outcome.proposal.tokens), outcome.proposal.path)
 
     def verified(self, seq: Sequence, drafts: int, path: Seq[int]) -> None:
         """What came of a request's drafts: the nodes that were accepted, from 1 on."""

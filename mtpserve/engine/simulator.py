@@ -227,13 +227,14 @@ class Simulation:
             self.now = max(self.now, end)
             if self._transfers is not None:
                 result = StepResult(result.spans, self._transfers.ended(self.now))
-            for outcome in self.scheduler.commit(planned, result):
+            outcomes = self.scheduler.commit(planned, result)
+            if self._policy is not None:
+                self._policy.learn(outcomes)
+            for outcome in outcomes:
                 self._yielded(outcome)
 
     def _yielded(self, outcome: Outcome) -> None:
         seq, result = outcome.seq, self.result
-        if self._policy is not None and outcome.proposal.tokens:
-            self._policy.verified(seq, len(outcome.proposal.tokens), outcome.proposal.path)
         live = self._live[seq.id]
         result.output_tokens += len(outcome.tokens)
         result.seconds = self.now

@@ -31,6 +31,7 @@ from mtpserve.core.errors import EngineBusy
 from mtpserve.core.request import DraftHealth, DraftState, Proposal, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
+from mtpserve.spec.survival import part_of
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ class Watchdog:
         self._doubt = False
         self._next, self._pause, self._back_off = 0.0, DOUBT_S, BACK_OFF_S  # when to decide next; how long to wait after that
         self._limits = False  # requests have got limits of drafts
+        self._turn = 0  # steps: see part_of
         self._armed = False  # clients' drafts are watched
 
     @property
@@ -211,20 +213,29 @@ class Watchdog:
         return self.full if deep else want
 
     def others(self, outcomes: Seq[Y]) -> Seq[Y]:
-        """What a step yielded for clients' requests. What came of drafts is counted."""
+        """What a step yielded for clients' requests. What came of drafts is counted; of clients' where there are many, for a part of them."""
         if not self.full:
+            return outcomes
+        if self._own is None:
+            if self._armed and not self.suspended:
+                self._turn += 1
+                for outcome in part_of(outcomes, self._turn):
+                    self._look(outcome, None)
             return outcomes
         kept = list[Y]()
         for outcome in outcomes:
             own = self._own if self.owns(outcome.seq.id) else None
-            proposal = outcome.proposal
-            if proposal.tokens and proposal.sources[0] == self.drafter and outcome.seq.error is None:
-                self._seen(outcome.seq.id, proposal, own)
+            self._look(outcome, own)
             if own is None:
                 kept.append(outcome)
             elif outcome.seq.finish is not None:
                 own.ids.discard(outcome.seq.id)
         return kept
+
+    def _look(self, outcome: Yielded, own: Own | None) -> None:
+        proposal = outcome.proposal
+        if proposal.tokens and proposal.sources[0] == self.drafter and outcome.seq.error is None:
+            self._seen(outcome.seq.id, proposal, own)
 
     # -------------------------------------------------------------------------------------------------- decisions
 
