@@ -36,7 +36,7 @@ from mtpserve.spec.survival import Survival, part_of
 
 log = logging.getLogger(__name__)
 
-RISK = 0.98  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
+RISK = 0.99  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
 EVERY, PAUSE = 8, 0.08  # steps, and seconds of steps, between two choices, which take 0.05 to 0.3 ms each
 SURE = 12  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise

@@ -213,7 +213,7 @@ class Watchdog:
         return self.full if deep else want
 
     def others(self, outcomes: Seq[Y]) -> Seq[Y]:
-        """What a step yielded for clients' requests. What came of drafts is counted; of clients' where there are many, for a part of them."""
+        """What a step yielded for clients' requests. What came of drafts is counted; where there are many requests, for a part of them."""
         if not self.full:
             return outcomes
         if self._own is None:
