@@ -8,8 +8,10 @@
 //
 // The ancestors of a tree's node are wherever the tree has them, but they are summed at the columns that they have in plain decoding.
 //
-// Scores: a block of keys is transposed, as float32, into scratch once for all rows × heads that share it; then lanes are keys, and the
-// rows' numbers are broadcast. Lanes over the key's numbers would need a horizontal sum for each score: equal for one row, slower for many.
+// Scores: a block of keys is transposed into scratch once for all rows × heads that share it; then lanes are keys, and the rows' numbers
+// are broadcast. Lanes over the key's numbers would need a horizontal sum for each score: equal for one row, slower for many. Keys are
+// float32 there; where keys and queries are bfloat16, and there are units for it, they stay pairs of bfloat16, which are multiplied as
+// such.
 #include "attention.h"
 
 #include <bit>
@@ -51,8 +53,30 @@ template <class K> void transpose_keys(const K* keys, const int64_t* offsets, in
   }
 }
 
-// q [ROWS, dim], keys [BLOCK / PANEL][padded][PANEL] → scores [ROWS][MOST]; of the columns `seen`, rounded to whole tiles.
-template <int ROWS> void multiply_keys(const float* q, int64_t dim, const float* keys, int64_t padded, Range seen, float* scores) {
+#ifdef BF16_UNITS
+constexpr bool PAIRS = true;
+inline Floats add_products(Floats sum, Floats key, const bf16* pair) { return dot_bf16(sum, (Ints)key, set(read<int32_t>(pair))); }
+#else
+constexpr bool PAIRS = false;
+inline Floats add_products(Floats sum, Floats, const bf16*) { return sum; }  // not called
+#endif
+inline Floats add_products(Floats sum, Floats key, const float* x) { return fma(set(*x), key, sum); }
+
+// The same for pairs: to[d / 2][PANEL] of 32 bits.
+inline void transpose_pairs(const bf16* keys, const int64_t* offsets, int64_t dim, float* to) {
+  for (int64_t d = 0; d < dim; d += 2 * LANES) {
+    Floats x[LANES];
+    for (int i = 0; i < LANES; i++) x[i] = load_some((const float*)(keys + offsets[i] + d), (dim - d) / 2);
+    transpose(x);
+    for (int i = 0; i < LANES; i++) store(to + (d / 2 + i) * PANEL, x[i]);
+  }
+}
+
+// q [ROWS, dim], keys [BLOCK / PANEL][padded][PANEL] → scores [ROWS][MOST], times `scale`; of the columns `seen`, rounded to whole tiles.
+// With pairs of numbers in q and keys, dim and padded are those of pairs.
+template <int ROWS, class Q>
+void multiply_keys(const Q* q, int64_t dim, const float* keys, int64_t padded, float scale, Range seen, float* scores) {
+  constexpr int EACH = 4 / sizeof(Q);
   constexpr int VECTORS = vectors_of(ROWS), COLUMNS = VECTORS * LANES;
   for (int64_t c = seen.first / COLUMNS * COLUMNS; c < seen.end; c += COLUMNS) {
     const float* lines[VECTORS];
@@ -66,12 +90,11 @@ template <int ROWS> void multiply_keys(const float* q, int64_t dim, const float*
       Floats key[VECTORS];
       for (int v = 0; v < VECTORS; v++) key[v] = load(lines[v] + d * PANEL);
       for (int m = 0; m < ROWS; m++) {
-        const Floats x = set(q[m * dim + d]);
-        for (int v = 0; v < VECTORS; v++) sums[m][v] = fma(x, key[v], sums[m][v]);
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = add_products(sums[m][v], key[v], q + (m * dim + d) * EACH);
       }
     }
     for (int m = 0; m < ROWS; m++)
-      for (int v = 0; v < VECTORS; v++) store(scores + m * MOST + c + v * LANES, sums[m][v]);
+      for (int v = 0; v < VECTORS; v++) store(scores + m * MOST + c + v * LANES, sums[m][v] * set(scale));
   }
 }
 
@@ -143,6 +166,7 @@ struct Offsets {
 
 struct Scratch {
   std::vector<float> q, sums, largest, total, keys, values, scores;
+  std::vector<bf16> pairs;  // instead of q
   std::vector<Row> rows;
   Offsets here, ahead;
 };
@@ -159,6 +183,7 @@ template <class K> struct Work {
   int64_t places = 0;                // the last place that some row sees, plus 1
   int64_t tree_start = INT64_MAX;
   bool nodes = false;  // some row is a tree's node
+  bool pairs = false;  // keys and queries are multiplied as pairs of bfloat16
 
   void run(const Heads& q, const Heads& out) {
     look_at_rows();
@@ -194,10 +219,12 @@ template <class K> struct Work {
     }
   }
 
-  // As float32, with the scale.
+  // As float32 with the scale, or as they are, which are pairs.
   void load_q(const Heads& q) {
     const int64_t dim = spans.key_dim, total = (piece.heads.end - piece.heads.first) * count;
-    scratch.q.resize(total * dim);
+    pairs = PAIRS && std::is_same_v<K, bf16> && q.type == BF16;
+    if (pairs) scratch.pairs.resize(total * dim);
+    else scratch.q.resize(total * dim);
     scratch.sums.assign(total * width, 0.f);
     scratch.largest.assign(total, -INFINITY);
     scratch.total.assign(total, sinks ? 1.f : 0.f);
@@ -205,6 +232,10 @@ template <class K> struct Work {
     scratch.scores.resize(count * MOST);
     each_row([&](int64_t i, int64_t row, int64_t head) {
       if (sinks) scratch.largest[i] = sinks[head];
+      if (pairs) {
+        std::memcpy(scratch.pairs.data() + i * dim, (const bf16*)q.data + row * q.stride + head * dim, dim * sizeof(bf16));
+        return;
+      }
       by_type(q.type, [&](auto number) {
         const auto* from = (const decltype(number)*)q.data + row * q.stride + head * dim;
         for (int64_t d = 0; d < dim; d++) scratch.q[i * dim + d] = widen(from[d]) * spans.scale;
@@ -273,15 +304,23 @@ template <class K> struct Work {
 
   void score(int64_t h, int64_t b, Range seen, Range next) {
     const K* head = keys + (piece.heads.first + h) * spans.key_head_stride;
-    const int64_t heads = piece.heads.end - piece.heads.first;
+    const int64_t heads = piece.heads.end - piece.heads.first, stored = pairs ? padded / 2 : padded;
     for (int64_t c = seen.first / LANES * LANES; c < seen.end; c += LANES) {
       if (b == 0 && next.first < next.end)
         fetch(keys, scratch.ahead.key, spans.key_head_stride, spans.key_dim, next, (h * BLOCK + c) / LANES, heads * (BLOCK / LANES));
-      transpose_keys(head, scratch.here.key + b + c, spans.key_dim, scratch.keys.data() + c / PANEL * PANEL * padded + c % PANEL);
+      const int64_t* offsets = scratch.here.key + b + c;
+      float* to = scratch.keys.data() + c / PANEL * PANEL * stored + c % PANEL;
+      if constexpr (std::is_same_v<K, bf16>) {
+        if (pairs) transpose_pairs(head, offsets, spans.key_dim, to);
+        else transpose_keys(head, offsets, spans.key_dim, to);
+      } else transpose_keys(head, offsets, spans.key_dim, to);
     }
     each_tile([&](int64_t m, auto rows) {
-      multiply_keys<rows>(scratch.q.data() + (h * count + m) * spans.key_dim, spans.key_dim, scratch.keys.data(), padded, seen,
-                          scratch.scores.data() + m * MOST + b);
+      const int64_t first = (h * count + m) * spans.key_dim;
+      float* scores = scratch.scores.data() + m * MOST + b;
+      if (pairs)
+        multiply_keys<rows>(scratch.pairs.data() + first, spans.key_dim / 2, scratch.keys.data(), stored, spans.scale, seen, scores);
+      else multiply_keys<rows>(scratch.q.data() + first, spans.key_dim, scratch.keys.data(), stored, 1, seen, scores);
     });
   }
 
