@@ -40,7 +40,7 @@ from mtpserve.layers.kernels import (
     MixExperts,
     Route,
     RoutedExperts,
-    RunDraftLayer,
+    RunFusedLayer,
     RunLayers,
     SharedExpert,
     StoringLayer,
@@ -67,7 +67,7 @@ def cpu_kernels() -> Kernels:
         pack_experts=pack_experts,
         pack_heads=pack_heads,
         pack_layers=pack_layers,
-        pack_draft_layer=pack_draft_layer,
+        pack_fused_layer=pack_fused_layer,
         pack=pack,
         pack_int8=pack_int8,
     )
@@ -250,7 +250,7 @@ def angles_of(rotation: Rotation) -> fused.Rotation:
     return fused.rotation_of(rotation.positions, rotation.cos, rotation.sin, rotation.interleaved)
 
 
-def pack_draft_layer(embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm) -> RunDraftLayer:
+def pack_fused_layer(embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm) -> RunFusedLayer:
     """Embedding, fusion and layer in one call."""
     run = pack_layers([layer], norm)
     if not isinstance(run, LayerStack) or type(fuse) is not Fusion or not isinstance(fuse.project.packed, PanelMatrix):
@@ -261,7 +261,7 @@ def pack_draft_layer(embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNo
 
 @dataclass(frozen=True, slots=True)
 class FusedStack:
-    """layers.kernels.RunDraftLayer. `described` points to what is in `fuse`."""
+    """layers.kernels.RunFusedLayer. `described` points to what is in `fuse`."""
 
     stack: LayerStack
     embed: Embed

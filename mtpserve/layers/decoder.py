@@ -16,7 +16,7 @@ from mtpserve.core.batch import Hidden
 from mtpserve.core.protocols import Context, LinearMethod
 from mtpserve.layers.embedding import Embedding, TiedHead, VocabularyHead
 from mtpserve.layers.fusion import Fusion, StreamFusion
-from mtpserve.layers.kernels import Kernels, Residual, RunDraftLayer, RunLayers
+from mtpserve.layers.kernels import Kernels, Residual, RunFusedLayer, RunLayers
 from mtpserve.layers.moe import TokenMoE
 from mtpserve.layers.rope import Rope, Rotation
 from mtpserve.layers.streams import norm_after, norm_before
@@ -125,14 +125,14 @@ class MTPHead(nn.Module):
         self.layer = DecoderLayer(arch, *blocks, kernels)
         self.norm = norm_after(arch, kernels) if arch.mtp.norm == "own" else None
         self.kernels, self.methods = kernels, methods
-        self.run_layer: RunDraftLayer
+        self.run_layer: RunFusedLayer
         has_head = arch.mtp.head == "own"
         self.head = VocabularyHead(arch.hidden, arch.vocab, methods.draft_head or methods.head, kernels.ranks) if has_head else None
         self.trunk_head = None if has_head else shared_head(trunk, methods)
 
     def finish_loading(self) -> None:
         trunk = self.borrowed[0]
-        self.run_layer = self.kernels.pack_draft_layer(trunk.embed, self.fusion, self.layer, self.norm or trunk.norm)
+        self.run_layer = self.kernels.pack_fused_layer(trunk.embed, self.fusion, self.layer, self.norm or trunk.norm)
 
     def absorb(self, ids: Tensor, positions: Tensor, features: Tensor | None, contexts: Sequence[Context]) -> Hidden:
         """Its row at position p predicts token p + 2."""

@@ -216,9 +216,9 @@ class Fuse(Protocol):
     def __call__(self, embedding: Tensor, hidden: Tensor, /) -> Tensor: ...
 
 
-class RunDraftLayer(Protocol):
-    """The layer of a draft model, with what its input is made of: tokens ids [T] and features [T, H], of several streams
-    [T, streams * H]."""
+class RunFusedLayer(Protocol):
+    """A layer whose input is made of a token and a hidden state for each row (layers.fusion): ids [T] and features [T, H], of several
+    streams [T, streams * H]."""
 
     def __call__(self, ids: Tensor, features: Tensor, rotation: Rotation, contexts: Sequence[Context], /) -> tuple[Tensor, Tensor]:
         """→ the norm of the layer's output [T, H], and that output; `contexts` has one."""
@@ -229,8 +229,8 @@ class RunDraftLayer(Protocol):
         ...
 
 
-class PackDraftLayer(Protocol):
-    def __call__(self, embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm, /) -> RunDraftLayer:
+class PackFusedLayer(Protocol):
+    def __call__(self, embed: Embed, fuse: Fuse, layer: StoringLayer, norm: LastNorm, /) -> RunFusedLayer:
         """As PackLayers, of one layer. `embed` is the trunk's, which may not be loaded yet."""
         ...
 
@@ -245,7 +245,7 @@ class Kernels:
     pack_experts: PackExperts
     pack_heads: PackHeads
     pack_layers: PackLayers
-    pack_draft_layer: PackDraftLayer
+    pack_fused_layer: PackFusedLayer
     pack: Pack
     pack_int8: PackInt8
     linear_stored: LinearStored

@@ -165,7 +165,7 @@ def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:
 
 @dataclass(frozen=True, slots=True)
 class FusedApart:
-    """layers.kernels.RunDraftLayer: the layer's input is made by calls of its own."""
+    """layers.kernels.RunFusedLayer: the layer's input is made by calls of its own."""
 
     embed: Embed
     fuse: Fuse
