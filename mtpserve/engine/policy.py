@@ -49,7 +49,7 @@ POINTS = 8  # numbers of drafts of the whole batch that are compared for each de
 TRIED = 8  # requests that a trial drafts for
 FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
 ALONE = 64  # steps after which the times of steps with prompts are learned, too, if no others were seen
-HELD, SEEN = 8, 3  # steps of a trial that measures a time, at most, and times after which it ends: its first step verifies older drafts
+HELD, SEEN = 8, 3  # steps of a trial beyond what is expected of it, and times after which it ends: its first step verifies older drafts
 # Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
 # cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 … ms at first, and trials would consist of such steps.
 SETTLING, MOST_SETTLING = 0.01, 40  # and steps of a trial, at most
@@ -203,7 +203,8 @@ class DepthPolicy:
         for seq in tried:
             seq.most, seq.tried = self._ranks(depth), self.trials
         self._age, self._rest = self._every, EVERY  # the numbers of drafts are chosen anew
-        self._held, self._trial, self._seen = steps - 1, depth, 0
+        # It ends as soon as its time was measured. Where that is not known yet, more steps than expected fit into the time to settle.
+        self._held, self._trial, self._seen = 0 if steps == 1 else HELD + 3 * steps // 2, depth, 0
         return depth
 
     def _candidate(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> tuple[int | None, int]:
@@ -226,11 +227,10 @@ class DepthPolicy:
         return best, self._long(seqs, best) if values[best] > NEAR * self.value else 1
 
     def _long(self, seqs: Seq[Sequence], depth: int) -> int:
-        """Steps of a trial that measures this depth's time: those in which it settles, and some more."""
+        """Steps that a trial is expected to take until it has measured this depth's time."""
         count = len(seqs)
         seconds = self.times.seconds(StepWork(count, count * (1 + self._ranks(depth)), depth, is_sampled(seqs)))
-        # Where its time is not known yet, it is expected to be longer than it is rather often.
-        return HELD + min(ceil(1.5 * SETTLING / (seconds or SETTLING)), MOST_SETTLING)
+        return SEEN + min(ceil(SETTLING / (seconds or SETTLING)), MOST_SETTLING)
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence], expected: float) -> float:
         """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per second with all requests."""

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from math import pow
 from typing import TypeVar
 
-PRIOR, STRENGTH = 0.8, 4.0  # the rate of a depth before anything was seen, as so many verifications
+PRIOR, STRENGTH = 0.8, 4.0  # a rate before anything was seen, as so many verifications
+# A chain's deeper drafts are expected to do as the one before, as so many verifications: of depths that are not in use few are seen, and
+# some that were rejected by chance kept a depth out of use for good.
+ALIKE = 16.0
 KEEP = 1 - 1 / 300  # of what was counted, with each further verification of the rank
 HIGHEST = 0.98  # of a rate
 RATE, BACK = 0.03, 0.995  # how fast a request's factor follows its drafts, and returns to 1
@@ -32,7 +35,8 @@ class Survival:
     def __init__(self, ranks: int, trees: bool = False) -> None:
         self.ranks, self.trees = ranks, trees
         self.rates = [pow(PRIOR, rank) if trees else PRIOR for rank in range(1, ranks + 1)]
-        self._hits, self._trials = [STRENGTH * rate for rate in self.rates], [STRENGTH] * ranks
+        self._first = self.rates[:]
+        self._hits, self._trials = [0.0] * ranks, [0.0] * ranks
 
     def observe(self, drafts: int, accepted: Sequence[int]) -> None:
         """One verification of `drafts` drafts: the ranks that were accepted, from 1 on."""
@@ -41,7 +45,9 @@ class Survival:
         for i in range(known if self.trees else min(known, len(accepted) + 1)):
             self._hits[i] = self._hits[i] * KEEP + (i + 1 in accepted)
             self._trials[i] = self._trials[i] * KEEP + 1
-            self.rates[i] = self._hits[i] / self._trials[i]
+        for i in range(self.ranks):
+            before, strength = (self.rates[i - 1], ALIKE) if i and not self.trees else (self._first[i], STRENGTH)
+            self.rates[i] = (self._hits[i] + strength * before) / (self._trials[i] + strength)
 
     def chances(self, factor: float, most: int) -> list[float]:
         """Of each of the first `most` ranks to be accepted. Of a tree, each is a mean over its neighbours where that makes them fall."""
