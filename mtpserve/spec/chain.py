@@ -7,12 +7,16 @@ step     the row of draft 2              (own output)              → draft 3
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.spec.passes import DraftPasses
+
+ALIGNED = 2  # numbers, 16 bytes: kernels are compiled anew for pointers with less
 
 
 class ChainDrafter:
@@ -34,9 +38,8 @@ class ChainDrafter:
         state, seat_ids = self.passes.absorb(batch, hidden, verdict)
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
         path, drafted = length.new_zeros(len(length), 0), torch.zeros_like(length)  # so far: for rules
-        # [i] is length - 1 - lag + i: one operation in place of four for each pass.
         ahead = self.passes.model.lag + 1
-        places = (length + torch.arange(-ahead, steps, device=length.device).unsqueeze(1)).unbind()
+        places = counted(length, -ahead, steps)  # [i] is length - ahead + i
         tokens, probs = list[Tensor](), list[Tensor]()
         for step in range(steps):
             if step:
@@ -55,3 +58,11 @@ class ChainDrafter:
 
     def catch_up(self, batch: Batch) -> None:
         self.passes.catch_up(batch)
+
+
+def counted(length: Tensor, first: int, end: int) -> Sequence[Tensor]:
+    """length [D] → length + i for each i from `first` on, by one operation; each is aligned."""
+    number = len(length)
+    table = length.new_empty(end - first, number + number % ALIGNED)[:, :number]
+    torch.add(length, torch.arange(first, end, device=length.device).unsqueeze(1), out=table)
+    return table.unbind()
