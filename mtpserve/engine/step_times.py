@@ -40,7 +40,7 @@ PROVISIONAL = 0.1  # weight of what was measured before the engine served
 FULL = 1.0  # observations after which a cell counts for half against the formula
 # Observations that a cell begins with, at most: a sampled one with those of the greedy one, and one that was measured before the engine
 # served. Both are off by ten percent and more, and a depth that is not in use has a few observations in a second: with 5 and 20 in their
-# place an error lasted for half a minute.
+# place an error of 15 % was still there after seconds.
 BORROWED, IDLE = 1, 2
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 PRIOR, STRENGTH = 0.8, 4.0  # a rate before anything was seen, as so many verifications
 # A chain's deeper drafts are expected to do as the one before, as so many verifications: of depths that are not in use few are seen, and
-# some that were rejected by chance kept a depth out of use for good.
+# some that were rejected at the beginning of a text kept a depth out of use for ten seconds.
 ALIKE = 16.0
 KEEP = 1 - 1 / 300  # of what was counted, with each further verification of the rank
 HIGHEST = 0.98  # of a rate
