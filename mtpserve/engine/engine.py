@@ -309,10 +309,11 @@ class Engine:
     def _report(self, outcomes: Seq[Outcome], planned: Planned | None = None) -> list[TokenEvent]:
         """Of one step, before another is booked: what has ended must not seem to have ended earlier. `planned`: it, if it was computed."""
         count_step(self._stats, planned, outcomes)
-        outcomes = self._watch.others(outcomes)
+        verified = any(outcome.proposal.tokens for outcome in outcomes)
+        outcomes = self._watch.others(outcomes, verified)
         for outcome in outcomes:
             count(self._stats, outcome)
-        if self.policy is not None:
+        if verified and self.policy is not None:
             self.policy.learn(outcomes)
         return [event_of(outcome, perf_counter()) for outcome in outcomes]
 
@@ -348,9 +349,10 @@ class Engine:
     def _timed(self, planned: Planned, seconds: float) -> None:
         if self._want == 0 or not planned.seqs:
             return
-        self._stats.steps_per_depth[passes_of(planned.plan)] += any(span.drafts_next for span in planned.plan.spans)
+        passes = passes_of(planned.plan)
+        self._stats.steps_per_depth[passes] += passes > 0 or any(span.drafts_next for span in planned.plan.spans)
         if self.policy is not None:
-            self.policy.stepped(planned.plan, planned.seqs, seconds)
+            self.policy.stepped(planned, passes, seconds)
 
     def _failed(self, seqs: list[Sequence], error: Exception) -> list[TokenEvent]:
         _require_device(error)

@@ -30,7 +30,7 @@ from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecReport, StepCosts
 from mtpserve.core.sequence import Sequence
-from mtpserve.engine.scheduler import Outcome
+from mtpserve.engine.scheduler import Outcome, Planned
 from mtpserve.engine.step_times import StepTimes, StepWork
 from mtpserve.spec.survival import Survival, part_of
 
@@ -252,9 +252,9 @@ class DepthPolicy:
 
     # ------------------------------------------------------------------------------------------- what is learned
 
-    def stepped(self, plan: StepPlan, seqs: Seq[Sequence], seconds: float) -> None:
-        """A step took so long. Steps that catch up on rows to draft are like no others; those with prompts count if there are no others."""
-        passes = passes_of(plan)
+    def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
+        """A step took so long. Steps that catch up on rows to draft are like no others; those with prompts count if there are no others.
+        `passes`: as passes_of."""
         self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
@@ -262,10 +262,11 @@ class DepthPolicy:
         if settled and self._held == 0 and self._unlearned < LEARNED:
             self.times.observed += 1
             return
+        plan = planned.plan
         self._beside = self._beside + 1 if any(not span.samples or span.length > 1 for span in plan.spans) else 0
         # While nothing is drafted it is usual to catch up at times.
         if settled and (passes == 0 or not any(span.late for span in plan.spans)) and (self._beside == 0 or self._beside > ALONE):
-            self._unlearned, work = 0.0, work_of(plan, seqs)
+            self._unlearned, work = 0.0, work_of(plan, planned.seqs)
             self.times.observe(work, seconds)
             if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
                 self._seen += 1

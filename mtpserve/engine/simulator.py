@@ -204,7 +204,7 @@ class Simulation:
                 began = max(began, self._transfers.next_end or 0.0)
         self._free_at = began + seconds
         if self._policy is not None and planned.seqs:
-            self._policy.stepped(planned.plan, planned.seqs, seconds)
+            self._policy.stepped(planned, passes_of(planned.plan), seconds)
         self._in_flight.append((planned, self._device.launch(planned.plan), self._free_at))
         self.result.steps += bool(planned.seqs)
         self.result.rows += rows

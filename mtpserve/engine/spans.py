@@ -55,16 +55,18 @@ def prefill_end(seq: Sequence) -> int:
 def deferred(decoding: list[tuple[Sequence, SpanPlan]], want: int, most: int, beside: bool) -> list[tuple[Sequence, SpanPlan]]:
     """Spans of requests that decode, told when a draft model absorbs their rows: while nothing is drafted in a later step, after `most`
     rows or when drafts are wanted. `beside` prompts, whose rows are absorbed with this step, only those wait whose earlier rows do."""
-    defers = want == 0 and not any(span.drafts for _, span in decoding)
-    if not defers and not any(seq.deferred for seq, _ in decoding):
+    drafted = late = full = False
+    for seq, span in decoding:
+        drafted, late, full = drafted or span.drafts > 0, late or seq.deferred > 0, full or seq.deferred == most
+    defers = want == 0 and not drafted
+    if not defers and not late:
         return decoding
-    full = any(seq.deferred == most for seq, _ in decoding)
     spans: list[tuple[Sequence, SpanPlan]] = []
     for seq, span in decoding:
         waits = defers and (not beside or (seq.deferred > 0 and not full))
-        late = seq.deferred if full or not waits else 0
-        seq.deferred += waits - late
-        spans.append((seq, replace(span, deferred=waits, late=late) if waits or late else span))
+        rows = seq.deferred if full or not waits else 0
+        seq.deferred += waits - rows
+        spans.append((seq, replace(span, deferred=waits, late=rows) if waits or rows else span))
     return spans
 
 

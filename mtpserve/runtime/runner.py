@@ -204,7 +204,7 @@ class Runner:
 
     def rows(self, plans: Seq[SpanPlan], records: Seq[Record], want: int) -> Rows:
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
-        wanted, most = [records[r].wanted(want) for r in drafting], self.most([plans[r] for r in drafting])
+        wanted, most = [records[r].wanted(want) for r in drafting], self.most([plans[r] for r in drafting]) if want else []
         hosts = [plan.seat for plan in plans]
         groups = self.sampling.rules.groups(records)
         more = [] if groups is None else groups.lists

@@ -144,7 +144,7 @@ class DraftPasses:
             return
         if want.keeps and self.deferred is not None and hidden.features is not None:
             index, rows = batch.index, hidden.features
-            if len(index) > len(batch.seat_ids):
+            if index.shape[0] > batch.seat_ids.shape[0]:
                 index, rows = index[batch.last_row], rows[batch.last_row]
             self.deferred.keep(batch.seat_ids, index, rows)
         if want.absorbs:

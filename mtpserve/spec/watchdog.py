@@ -212,12 +212,11 @@ class Watchdog:
                 seq.most = want if seq.most is None else min(seq.most, want)
         return self.full if deep else want
 
-    def others(self, outcomes: Seq[Y]) -> Seq[Y]:
-        """What a step yielded for clients' requests. What came of drafts is counted; where there are many requests, for a part of them."""
-        if not self.full:
-            return outcomes
+    def others(self, outcomes: Seq[Y], verified: bool = True) -> Seq[Y]:
+        """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted; where there are many requests,
+        for a part of them."""
         if self._own is None:
-            if self._armed and not self.suspended:
+            if verified and self._armed and not self.suspended:
                 self._turn += 1
                 for outcome in part_of(outcomes, self._turn):
                     self._look(outcome, None)
