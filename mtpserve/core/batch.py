@@ -46,8 +46,7 @@ class Keep(NamedTuple):
     states: Tensor  # [R] int64, in which of the states that are kept
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """One step's rows on the device: T rows of R spans. The widest span has K drafts; narrower ones are padded where it says so.
 
     A row's index is its place in the request (`start + i`), which is where its KV goes; for a chain it is the position too.

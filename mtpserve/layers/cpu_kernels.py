@@ -227,7 +227,7 @@ class LayerStack:
         self.plan(contexts)
         angles, residual, kept, first = angles_of(rotation), None, [], 0
         # Many rows are computed layer by layer, so that it is seen that the engine gets on; the numbers are the same.
-        stops = range(1, len(self.described)) if len(x) >= MANY_ROWS else [tap + 1 for tap in taps]
+        stops = range(1, len(self.described)) if x.shape[0] >= MANY_ROWS else [tap + 1 for tap in taps]
         for end in sorted({*stops, len(self.described)}):
             PULSE.beat()
             last = self.last if end == len(self.described) else None

@@ -9,7 +9,7 @@ last_row       2             3
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -105,7 +105,7 @@ def after_others(plans: Seq[SpanPlan], records: Seq[Record], lag: int | None) ->
 def build(given: Rows, seats: SeatTensors) -> Batch:
     rows = given.layout
     batch = place(rows, seats, given.seat_ids, given.sampler, given.draft_spans)
-    batch = replace(batch, resumed=given.resumed, predictions=given.predictions, keep=given.keep)
+    batch = batch._replace(resumed=given.resumed, predictions=given.predictions, keep=given.keep)
     batch = without_stores(batch, given.unstored)
     if not given.trees or rows.widest == 0:
         return batch
@@ -114,14 +114,14 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
     root = batch.index[rows.last_row]
     positions = torch.where(rows.node > 0, root[rows.row_span] + tree.depths[rows.row_span, rows.node], batch.index)
     bits = torch.where(rows.node > 0, tree.ancestors[rows.row_span, rows.node], -1)
-    return replace(batch, positions=positions, tree=tree, tree_bits=bits, tree_start=root)
+    return batch._replace(positions=positions, tree=tree, tree_bits=bits, tree_start=root)
 
 
 def without_stores(batch: Batch, spans: Tensor | None) -> Batch:
     """The first rows of these spans are stored in the page that pads batches."""
     if spans is None:
         return batch
-    return replace(batch, slots=batch.slots.index_fill(0, batch.cu_q[spans], batch.seats.spare_slots[0]), unstored=spans)
+    return batch._replace(slots=batch.slots.index_fill(0, batch.cu_q[spans], batch.seats.spare_slots[0]), unstored=spans)
 
 
 def place(
@@ -166,7 +166,7 @@ def compact(
     start = batch.index[batch.cu_q[:-1]]
     chained = place(rows, seats, batch.seat_ids, batch.sampler, batch.draft_spans, start)
     # The verdict has used up the drafts.
-    chained = replace(chained, draft_count=rows.draft_count, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
+    chained = chained._replace(draft_count=rows.draft_count, samples=batch.samples, resumed=batch.resumed, predictions=batch.predictions)
     chained = without_stores(chained, batch.unstored)
     node = verdict.path[rows.row_span, rows.node]
     old = batch.last_row[rows.row_span] + torch.where(rows.node > 0, node, rows.offset - rows.length[rows.row_span] + 1)

@@ -140,7 +140,7 @@ class SeatTensors:
         number = drafts.tokens.shape[1]
         self._hold(self._rows, seat_ids, drafts.tokens, drafts.count)
         if drafts.probs is not None:
-            self.draft_probs[seat_ids, : drafts.probs.shape[1]] = drafts.probs
+            self.draft_probs[:, : drafts.probs.shape[1]].index_copy_(0, seat_ids, drafts.probs)
         if drafts.sources is not None:
             self.draft_sources[seat_ids, :number] = drafts.sources
         elif trees:

@@ -37,7 +37,7 @@ class ChainDrafter:
             return None
         state, seat_ids = self.passes.absorb(batch, hidden, verdict)
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
-        path, drafted = length.new_zeros(len(length), 0), torch.zeros_like(length)  # so far: for rules
+        path, drafted = length.new_zeros(length.shape[0], 0), torch.zeros_like(length)  # so far: for rules
         ahead = self.passes.model.lag + 1
         places = counted(length, -ahead, steps)  # [i] is length - ahead + i
         tokens, probs = list[Tensor](), list[Tensor]()
@@ -62,7 +62,7 @@ class ChainDrafter:
 
 def counted(length: Tensor, first: int, end: int) -> Sequence[Tensor]:
     """length [D] → length + i for each i from `first` on, by one operation; each is aligned."""
-    number = len(length)
+    number = length.shape[0]
     table = length.new_empty(end - first, number + number % ALIGNED)[:, :number]
     torch.add(length, torch.arange(first, end, device=length.device).unsqueeze(1), out=table)
     return table.unbind()

@@ -7,7 +7,6 @@ values of all but the first. What the last row of a request hands on to its next
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,8 +30,7 @@ def behind(rows: Batch, number: int) -> Batch:
         for i in range(number):
             bits = torch.where(missing.unsqueeze(1) > i, bits & (bits - 1), bits)
         bits, start = (bits >> missing.unsqueeze(1)).flatten(), start - number + missing
-    return replace(
-        rows,
+    return rows._replace(
         positions=rows.positions - number,
         index=rows.index - number,
         kv_len=(rows.kv_len - number).clamp(min=1),

@@ -19,7 +19,7 @@ nearly what it costs for some: the features of decoded rows are kept for some st
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -113,7 +113,7 @@ class DraftPasses:
         if self.model.mask is not None:
             self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
             return self.block(batch, seat_ids, rows.ids[last], rows.index[last], self.model.mask), seat_ids
-        if len(rows.ids) < max(SPLIT_ROWS, SPLIT_EACH * len(last)):
+        if rows.ids.shape[0] < max(SPLIT_ROWS, SPLIT_EACH * last.shape[0]):
             return self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows)).at(last), seat_ids
         # Of most rows only what later rows need is of use.
         self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
@@ -133,7 +133,7 @@ class DraftPasses:
             return model.block(tokens, index, own)
         # Each sees all of them, and of a window what the last one sees: as if all were the last one.
         last = (rows.kv_len - 1).repeat_interleave(self.steps + 1)
-        whole = self.attention.plan(replace(rows, index=last, positions=last))
+        whole = self.attention.plan(rows._replace(index=last, positions=last))
         seen = [own[i] if causal else BlockContext(own[i], whole[i]) for i, causal in enumerate(model.causal)]
         return model.block(tokens, index, seen)
 
@@ -167,8 +167,7 @@ class DraftPasses:
             self.resume(batch, batch.resumed)
         after = batch.index + 1
         ahead = 1 - lag
-        return replace(
-            batch,
+        return batch._replace(
             # Prompt tokens, accepted drafts and the target's own tokens are all in seats.tokens by now.
             ids=seats.tokens[batch.row_seats, after],
             positions=batch.positions + ahead if ahead else batch.positions,
@@ -197,13 +196,12 @@ class DraftPasses:
     ) -> Batch:  # fmt: skip
         """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are contiguous.
         `place`: index + lag, and `kv_len`: index + 1 of each request's last row, where these are known."""
-        requests, device = len(seat_ids), index.device
-        each = len(ids) // max(requests, 1)
+        requests, device = seat_ids.shape[0], index.device
+        each = ids.shape[0] // max(requests, 1)
         owners, ends = (seat_ids, index) if each == 1 else (seat_ids.repeat_interleave(each), index.view(requests, each)[:, -1])
         if place is None:
             place = index + self.model.lag if self.model.lag else index
-        return replace(
-            batch,
+        return batch._replace(
             ids=ids,
             positions=positions,
             index=index,

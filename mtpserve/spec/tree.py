@@ -88,7 +88,7 @@ class TreeDrafter:
         positions = (start + step - 1).repeat_interleave(width)
         bits = frontier.bits | (1 << place)
         rows = self.passes.rows(batch, seat_ids, frontier.tokens.flatten(), index, positions)
-        rows = replace(rows, tree_bits=bits.flatten(), tree_start=start)
+        rows = rows._replace(tree_bits=bits.flatten(), tree_start=start)
         state = self.passes.step(rows, None if frontier.state is None else frontier.state.flatten(0, 1), step)
         return replace(frontier, bits=bits), state
 

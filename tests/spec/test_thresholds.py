@@ -19,7 +19,7 @@ def batch(drafts: list[list[int]], count: list[int]) -> Batch:
     rows = torch.arange(len(drafts) * (len(drafts[0]) + 1)).view(len(drafts), -1)
     ids = torch.cat([torch.zeros(len(drafts), 1, dtype=torch.int64), torch.tensor(drafts)], 1).flatten()
     nothing: Any = None
-    fields = dict.fromkeys(Batch.__dataclass_fields__, nothing) | {"ids": ids, "sample_rows": rows, "draft_count": torch.tensor(count)}
+    fields = dict.fromkeys(Batch._fields, nothing) | {"ids": ids, "sample_rows": rows, "draft_count": torch.tensor(count)}
     return Batch(**fields)
 
 

@@ -84,10 +84,10 @@ def draw(
     all of a row is -inf, all of it as 0.
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
-    tokens, q = torch.empty(len(logits), dtype=torch.int64), None if coupled is None else torch.empty(logits.shape)
+    tokens, q = torch.empty(logits.shape[0], dtype=torch.int64), None if coupled is None else torch.empty(logits.shape)
     seats, index = seats.contiguous(), index.contiguous()
     given = Proposed(*logits.shape, logits.data_ptr(), logits.stride(0), seats.data_ptr(), index.data_ptr(), address(q), tokens.data_ptr())
-    sampling = Sampling(*[address(part) for part in (temperature, top_k, top_p, min_p, seed, coupled)])
+    sampling = Sampling(*[part.data_ptr() for part in (temperature, top_k, top_p, min_p, seed)], address(coupled))
     _draw(byref(given), byref(sampling))
     return tokens, q
 
@@ -95,6 +95,6 @@ def draw(
 def argmax(logits: Tensor) -> Tensor:
     """logits [rows, V] float32 → [rows] int64, as torch.argmax: the first of the largest, and a NaN is larger than all."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
-    out = torch.empty(len(logits), dtype=torch.int64)
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
     _argmax(logits, logits.stride(0), *logits.shape, out)
     return out

@@ -52,10 +52,12 @@ def plan(
 ) -> Spans:  # fmt: skip
     """A batch. The arguments are those of `span_gqa`."""
     lists = seats, cu_q, kv_len, index, tree_bits, tree_start
-    assert all(x is None or (x.dtype == torch.int64 and x.is_contiguous()) for x in lists) and page_table.dtype == torch.int64
+    for x in lists:
+        assert x is None or (x.dtype == torch.int64 and x.is_contiguous()), (x.dtype, x.stride())
+    assert page_table.dtype == torch.int64, page_table.dtype
     assert page_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and shift >= 0, (page_table.stride(), shift)
     spans = Spans.from_buffer_copy(layout)
-    spans.page_table, spans.table_stride, spans.requests, spans.shift = page_table.data_ptr(), page_table.stride(0), len(seats), shift
+    spans.page_table, spans.table_stride, spans.requests, spans.shift = page_table.data_ptr(), page_table.stride(0), seats.shape[0], shift
     spans.seats, spans.cu_q, spans.kv_len, spans.index = (x.data_ptr() for x in lists[:4])
     if tree_bits is not None and tree_start is not None:
         spans.tree_bits, spans.tree_start = tree_bits.data_ptr(), tree_start.data_ptr()

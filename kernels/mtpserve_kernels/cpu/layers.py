@@ -111,7 +111,7 @@ def run_fused(
     ids [T] int64, which are below V. `last` None: its keys and values are stored, and there is no output."""
     rows, hidden = features.shape
     assert embedding.is_contiguous() and embedding.shape[1] == hidden and embedding.dtype == features.dtype and features.stride(1) == 1
-    assert len(embedding if ids is None else ids) == rows and (ids is None or (ids.dtype == torch.int64 and ids.is_contiguous()))
+    assert (embedding if ids is None else ids).shape[0] == rows and (ids is None or (ids.dtype == torch.int64 and ids.is_contiguous()))
     step = Pass(
         rows=rows, hidden=hidden, type=TYPES[features.dtype], rotation=rotation, fusion=addressof(fusion), embedding=embedding.data_ptr(),
         ids=None if ids is None else ids.data_ptr(), features=features.data_ptr(), features_stride=features.stride(0), stores=last is None,

@@ -40,7 +40,7 @@ class Op:
 
     def __call__(self, *arguments: Any) -> None:
         """Tensors are passed as their addresses, None as a null pointer."""
-        objects = library()
+        objects = in_use[0] if in_use else library()
         if (function := self.bound.get(objects.isa.name)) is None:
             function = self.bound[objects.isa.name] = objects.functions[self.name]
             function.argtypes, function.restype = [*self.types, ctypes.c_int32], None
@@ -98,7 +98,7 @@ def load(isa: InstructionSet) -> Library:
         raise OSError(f"{error}; torch's OpenMP library: {threads or 'none was found'}") from error
 
 
-in_use: list[Library] = []  # inside of `using`
+in_use: list[Library] = []  # one: what was chosen, once something was called, or what `using` names
 
 
 @cache
@@ -118,6 +118,7 @@ def library() -> Library:
         return in_use[0]
     if isinstance(found := chosen(), Unavailable):
         raise found
+    in_use[:] = [found]
     return found
 
 

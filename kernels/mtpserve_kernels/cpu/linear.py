@@ -116,7 +116,7 @@ def linear(x: Tensor, matrix: Matrix, dtype: torch.dtype | None = None, gated: b
 
     Each output is one sum over K in order: a row's numbers do not depend on the other rows, nor on the number of threads.
     """
-    rows, (stride, last) = len(x), x.stride()
+    rows, (stride, last) = x.shape[0], x.stride()
     if last != 1:
         x, stride = x.contiguous(), x.shape[1]
     width, out_type = matrix.outputs // 2 if gated else matrix.outputs, dtype or x.dtype

@@ -20,7 +20,7 @@ class Addresses(Structure):
     ]  # fmt: skip
 
 
-_slots = Op("mtp_slots", POINTER(Addresses), c_void_p, c_void_p, c_int64, c_void_p)
+_slots = Op("mtp_slots", c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64, c_void_p)
 _place = Op("mtp_place", POINTER(Addresses), *[c_void_p] * 5, c_int64, c_int64, c_void_p)
 _hold = Op("mtp_hold", POINTER(Addresses), *[c_void_p] * 3, c_int64, c_int64)
 _advance = Op("mtp_advance", POINTER(Addresses), *[c_void_p] * 6, c_int64, c_int64)
@@ -43,11 +43,9 @@ def addresses(seats: Seats) -> Any:
 def slots(page_table: Tensor, seats: Tensor, index: Tensor, page_size: int) -> Tensor:
     """page_table [seats, columns], seats and index [n]: int64; index -1 is in the page of the last column, as in torch."""
     assert page_table.stride(1) == 1 and page_table.dtype == torch.int64, (page_table.stride(), page_table.dtype)
-    out = torch.empty(len(index), dtype=torch.int64)
-    table = Addresses(
-        page_table=page_table.data_ptr(), page_table_stride=page_table.stride(0), columns=page_table.shape[1], page_size=page_size
-    )
-    _slots(byref(table), seats.contiguous(), index.contiguous(), len(index), out)
+    number, index = index.shape[0], index.contiguous()
+    out = torch.empty(number, dtype=torch.int64)
+    _slots(page_table, page_table.stride(0), page_table.shape[1], page_size, seats.contiguous(), index, number, out)
     return out
 
 
@@ -56,7 +54,7 @@ def place(
     start: Tensor | None = None,
 ) -> Placed:  # fmt: skip
     """All are contiguous int64. `row_span` and `offset` are not read: each request's rows follow one another, from 0 on."""
-    rows, requests = len(row_span), len(seat_ids)
+    rows, requests = row_span.shape[0], seat_ids.shape[0]
     out = torch.empty(4 * rows + 3 * requests, dtype=torch.int64)
     _place(addresses(seats), seat_ids, cu_q, start, drafts, samples, requests, rows, out)
     return Placed(*out.split([rows] * 4 + [requests] * 3))
@@ -69,4 +67,4 @@ def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor) -> None:
 
 def advance(seats: Seats, seat_ids: Tensor, cu_q: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor) -> None:
     """All are contiguous int64, but for the tokens."""
-    _advance(addresses(seats), seat_ids, cu_q, last_row, samples, accepted, tokens.contiguous(), len(seat_ids), tokens.shape[1] - 1)
+    _advance(addresses(seats), seat_ids, cu_q, last_row, samples, accepted, tokens.contiguous(), *tokens.shape)

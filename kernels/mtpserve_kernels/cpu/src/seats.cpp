@@ -21,8 +21,10 @@ struct Seats {
 
 extern "C" {
 
-void mtp_slots(const Seats* s, const int64_t* seats, const int64_t* index, int64_t count, int64_t* out, int32_t) {
-  for (int64_t i = 0; i < count; i++) out[i] = s->slot(seats[i], index[i]);
+void mtp_slots(const int64_t* page_table, int64_t stride, int64_t columns, int64_t page_size, const int64_t* seats, const int64_t* index,
+               int64_t count, int64_t* out, int32_t) {
+  const Seats s{.page_table = page_table, .page_table_stride = stride, .columns = columns, .page_size = page_size};
+  for (int64_t i = 0; i < count; i++) out[i] = s.slot(seats[i], index[i]);
 }
 
 // Request r has the rows cu_q[r] … cu_q[r + 1] - 1, from start[r] on (null: from what is computed of it), and at most drafts[r] drafts.
@@ -54,13 +56,13 @@ void mtp_hold(const Seats* s, const int64_t* seats, const int64_t* tokens, const
   }
 }
 
-// tokens [requests, depth + 1]: where samples[r] is 1, the first accepted[r] + 1 are committed.
+// tokens [requests, width]: where samples[r] is 1, the first accepted[r] + 1 are committed.
 void mtp_advance(const Seats* s, const int64_t* seats, const int64_t* cu_q, const int64_t* last_row, const int64_t* samples,
-                 const int64_t* accepted, const int64_t* tokens, int64_t requests, int64_t depth, int32_t) {
-  for (int64_t r = 0; r < requests; r++, tokens += depth + 1) {
+                 const int64_t* accepted, const int64_t* tokens, int64_t requests, int64_t width, int32_t) {
+  for (int64_t r = 0; r < requests; r++, tokens += width) {
     const int64_t seat = seats[r], kept = samples[r] ? accepted[r] : 0, *end = tokens + kept + samples[r];
     const int64_t* stops = s->stops + seat * s->most_stops;
-    std::copy_n(tokens, depth + 1, s->tokens + seat * s->width + s->length[seat]);
+    std::copy_n(tokens, width, s->tokens + seat * s->width + s->length[seat]);
     if (!s->done[seat]) s->computed[seat] += last_row[r] - cu_q[r] + 1 + kept;
     s->length[seat] += end - tokens;
     const bool stopped = std::find_first_of(tokens, end, stops, stops + s->most_stops) != end;
