@@ -213,8 +213,8 @@ class Watchdog:
         return self.full if deep else want
 
     def others(self, outcomes: Seq[Y], verified: bool = True) -> Seq[Y]:
-        """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted; where there are many requests,
-        for a part of them."""
+        """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted; where there are many
+        requests, for a part of them."""
         if self._own is None:
             if verified and self._armed and not self.suspended:
                 self._turn += 1
