@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, by depth: siblings of a tree share one
-    index: Tensor  # [T] int64, place in the request
+    index: Tensor  # type: ignore[assignment]  # [T] int64, place in the request; it hides a method of tuples
     slots: Tensor  # [T] int64, where its keys and values are stored, in the pages of group 0
     row_seats: Tensor  # [T] int64, whose row it is
     seat_ids: Tensor  # [R] int64

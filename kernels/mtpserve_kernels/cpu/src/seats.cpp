@@ -3,6 +3,12 @@
 #include "threads.h"
 
 namespace mtp {
+// Of token `index` of the seat with this row of the page table; like torch, -1 is in the last column's page.
+static int64_t slot_of(const int64_t* pages, int64_t columns, int64_t page_size, int64_t index) {
+  const int64_t column = index / page_size - (index % page_size < 0), place = index - column * page_size;
+  return pages[column < 0 ? column + columns : column] * page_size + place;
+}
+
 // One row of each per seat.
 struct Seats {
   int64_t *tokens, *length, *computed;
@@ -12,19 +18,14 @@ struct Seats {
   bool* done;
   int64_t width, most_stops, page_table_stride, columns, page_size;  // of a row of tokens, of stops, of the page table
 
-  // Of token `index`; like torch, -1 is in the last column's page.
-  int64_t slot(int64_t seat, int64_t index) const {
-    const int64_t column = index / page_size - (index % page_size < 0), place = index - column * page_size;
-    return page_table[seat * page_table_stride + (column < 0 ? column + columns : column)] * page_size + place;
-  }
+  int64_t slot(int64_t seat, int64_t index) const { return slot_of(page_table + seat * page_table_stride, columns, page_size, index); }
 };
 
 extern "C" {
 
 void mtp_slots(const int64_t* page_table, int64_t stride, int64_t columns, int64_t page_size, const int64_t* seats, const int64_t* index,
                int64_t count, int64_t* out, int32_t) {
-  const Seats s{.page_table = page_table, .page_table_stride = stride, .columns = columns, .page_size = page_size};
-  for (int64_t i = 0; i < count; i++) out[i] = s.slot(seats[i], index[i]);
+  for (int64_t i = 0; i < count; i++) out[i] = slot_of(page_table + seats[i] * stride, columns, page_size, index[i]);
 }
 
 // Request r has the rows cu_q[r] … cu_q[r + 1] - 1, from start[r] on (null: from what is computed of it), and at most drafts[r] drafts.
