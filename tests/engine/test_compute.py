@@ -31,6 +31,7 @@ def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
             pytest.skip(str(reason))
     else:
         monkeypatch.setenv("MTPSERVE_CPU_ISA", "none")
+        monkeypatch.setattr(library, "in_use", [])
         library.chosen.cache_clear()
     yield bool(request.param)
     library.chosen.cache_clear()
