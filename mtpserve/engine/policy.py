@@ -46,7 +46,7 @@ TRIALS = 0.005  # of the time
 FIRST = 0.02  # seconds that the first trials may cost
 SAVED = 20.0  # seconds of work from which a share is saved for trials, at most
 POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
-TRIED = 8  # requests that a trial drafts for
+TRIED = 8  # requests that a trial of a single step drafts for: it is for what is accepted
 FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
 ALONE = 64  # steps after which the times of steps with prompts are learned, too, if no others were seen
 HELD, SEEN = 8, 3  # steps of a trial beyond what is expected of it, and times after which it ends: its first step verifies older drafts
@@ -192,7 +192,8 @@ class DepthPolicy:
         depth, steps = self._candidate(seqs, values) if self._rest <= 0 else (None, 0)
         if depth is None:
             return None
-        tried = seqs if depth < self.depth else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
+        # Steps of fewer rows would not tell what this depth's own ones take.
+        tried = seqs if depth < self.depth or steps > 1 else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
         cost = steps * self._cost(seqs, depth, tried, values[depth]) + CHANGE
         if cost > self._saved:
             return None
