@@ -168,6 +168,15 @@ def test_trials_cost_little() -> None:
     assert never.speed >= 0.985 * plain.speed
 
 
+def test_each_depth_is_measured_with_all_requests() -> None:
+    """More than those whose drafts a trial of one step looks at."""
+    batch = 32
+    policy = run(texts(batch, 1200), batch, costs("h100")[1], DEEP, (0.2, 0.2, 0.2), adaptive=True).policy
+    assert policy is not None
+    ages = [policy.times.age(StepWork(batch, batch * (1 + depth), depth, sampled=True)) for depth in range(DEEP + 1)]
+    assert all(age is not None and age < 500 for age in ages), ages
+
+
 def sequence(number: int, depth: int | None = None) -> Sequence:
     return Sequence(str(number), [1] * 50, 10, SamplingParams(), 1000, seed=0, depth=depth)
 
