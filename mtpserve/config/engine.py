@@ -341,11 +341,6 @@ class EngineConfig:
             raise ConfigError(
                 f"--disaggregation-mode must be left out with {self.parallel.spreading}: its engines compute each step together"
             )
-        if role is not None and self.parallel.tensor_parallel_size > 1:
-            raise ConfigError("--disaggregation-mode needs --tensor-parallel-size 1: pages of one device are exchanged")
-        if self.parallel.tensor_parallel_size > 1:
-            for name, given in (("kv_offload_gib", self.cache.kv_offload_gib), ("kv_offload_dir", self.cache.kv_offload_dir)):
-                check(not given, name, given, "left out with --tensor-parallel-size: each rank would have a part of every page")
 
     @property
     def host_bytes(self) -> int:

@@ -99,7 +99,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     save     device → host, before this step and all after it write anything
     load     host → device, beside the steps; none of them touches the page before it is told that the load has ended
-    spill    host → disk, beside the steps
+    spill    host → disk, beside the steps, after the save has ended
     fetch    disk → host, beside the steps
     pull     another node → host, beside the steps; those of a plan from one source are asked for together
     """
@@ -111,6 +111,11 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     page: int = -1  # of the device's pool, to save and to load
     key: bytes = b""  # of the page, but for a load
     source: PageSource | None = None  # of a pull
+
+    @property
+    def of_each_rank(self) -> bool:
+        """Each rank moves its part of the page. Otherwise rank 0 moves the whole block."""
+        return self.kind in ("save", "load")
 
 
 class Transferred(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -21,7 +21,7 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.engine.exports import Exporter, Exports
 from mtpserve.engine.pulls import Pulls
 from mtpserve.engine.tiers import Tiers
-from mtpserve.runtime.paging import Transfers, block_bytes, host_blocks, parts_of
+from mtpserve.runtime.paging import GroupBlocks, Transfers, block_bytes, host_blocks, parts_of
 from mtpserve.runtime.remote.client import PageClient
 from mtpserve.runtime.remote.memory import SharedBlocks
 from mtpserve.runtime.remote.nixl import Nixl
@@ -33,14 +33,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """`host`: bytes of host memory for pages; `facts`: what they depend on besides tokens, see engine/fingerprint; `engine`: which of
-    several."""
+    """`host`: bytes of host memory for pages, those of all ranks together; `facts`: what they depend on besides tokens, see
+    engine/fingerprint; `engine`: which of several; `rank`: which of `ranks` that compute one model; `file`: of the memory that these share,
+    see runtime/remote/memory."""
 
     host: int = 0
     cache: CacheConfig = field(default_factory=CacheConfig)
     nodes: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     facts: Mapping[str, str] = field(default_factory=dict)
     engine: int = 0
+    rank: int = 0
+    ranks: int = 1
+    file: int | None = None
 
     @property
     def computes_prompts(self) -> bool:
@@ -63,35 +67,40 @@ def page_parts(stores: Stores, states: States | None, passes: WithBoundary | Non
 def make_tiers(
     options: TierOptions, parts: Seq[Seq[Tensor]], groups: PageGroups, fingerprint: bytes | None, recorder: object | None
 ) -> tuple[Tiers | None, Transfers | None]:
-    """And what moves pages between them. None: there are none. Raises ConfigError."""
+    """And what moves pages between them. None: there are none; ranks but the first only move their parts. Raises ConfigError."""
     cache, size, nodes = options.cache, options.host, options.nodes
     if not size:
         return None, None
-    assert fingerprint is not None
     if recorder is not None:
         raise ConfigError(
             "--record-steps must be left out with --kv-offload-gib, --kv-offload-dir and --disaggregation-mode: pages are not recorded"
         )
     each = [block_bytes(own) for own in parts]
     # As the device divides its pool: a window's pages are few.
-    whole = sum(bytes * group.allocator.num_pages for bytes, group in zip(each, groups.groups, strict=True))
+    whole = options.ranks * sum(bytes * group.allocator.num_pages for bytes, group in zip(each, groups.groups, strict=True))
     counts = [size * group.allocator.num_pages // whole for group in groups.groups]
     if min(counts) < 1:
-        raise ConfigError(f"--kv-offload-gib {size / 2**30:g} holds no page of {sum(each)} bytes")
+        raise ConfigError(f"--kv-offload-gib {size / 2**30:g} holds no page of {options.ranks * sum(each)} bytes")
+    shared = None
+    if nodes.keeps or options.ranks > 1:
+        shared = SharedBlocks(counts, each, parts[0][0].is_cuda, options.rank, options.ranks, options.file)
+    blocks = host_blocks(parts, counts) if shared is None else shared.blocks
+    moved = [GroupBlocks(*group) for group in zip(parts, blocks, blocks if shared is None else shared.own, strict=True)]
+    if options.rank:
+        return None, Transfers(moved)
+    assert fingerprint is not None
     disk = None if cache.kv_offload_dir is None else DiskPages(cache.kv_offload_dir, cache.disk_bytes, fingerprint)
     log.info("pages below the device: %d in host memory (%.1f GiB), %s", sum(counts), size / 2**30, cache.kv_offload_dir or "none on disk")
     tiers = Tiers(groups, counts, disk)
     facts = dict(options.facts) | {"protocol": VERSION, "layout": ", ".join(f"{bytes} bytes" for bytes in each)}
-    shared = SharedBlocks(counts, each, pin=parts[0][0].is_cuda) if nodes.keeps else None
-    blocks = host_blocks(parts, counts) if shared is None else shared.blocks
     way, remote = nodes.disaggregation_transfer_backend, None
     nixl = Nixl(blocks if shared is None else [shared.whole]) if way == "nixl" and nodes.role is not None else None
     if nodes.pulls:
         tiers.pulls = Pulls(tiers, groups)
         remote = PageClient(facts, nodes.disaggregation_timeout, way, nixl)
-    if shared is not None:
+    if shared is not None and nodes.keeps:
         leases = Leases(nodes.disaggregation_lease)
         server = PageServer(nodes.host, nodes.port(options.engine), facts, shared, leases, nixl)
         tiers.exports = Exports(tiers, groups, leases, Exporter(server.engine, server.host, server.port))
         tiers.on_close = server.close
-    return tiers, Transfers(parts, blocks, disk, remote)
+    return tiers, Transfers(moved, disk, remote)

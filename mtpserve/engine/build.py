@@ -27,7 +27,7 @@ from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.kv_events import KVEvents
 from mtpserve.engine.planning import Plan, load_model, overlap_of, positions
 from mtpserve.engine.rank_messages import Order, Reached, Room, Wire
-from mtpserve.engine.ranks import RankProcesses, joined
+from mtpserve.engine.ranks import RankProcesses, SharedFiles, joined
 from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.engine.spread import meet
 from mtpserve.engine.threads import bind
@@ -99,11 +99,13 @@ def observer_of(config: EngineConfig) -> KVEvents | None:
     return None if events is None else KVEvents(events.of(config.replica), config.cache.page_size, config.replica)
 
 
-def below_of(config: EngineConfig, planned: Plan) -> TierOptions:
-    """Pages of an engine with others behind one front end are its own."""
+def below_of(config: EngineConfig, planned: Plan, file: int | None) -> TierOptions:
+    """Pages of an engine with others behind one front end are its own. `file`: of the host memory that an engine's ranks share."""
     nodes = config.disaggregation
     known = {} if nodes.role is None else facts(config, planned)
-    return TierOptions(config.host_bytes, config.cache, nodes, known, config.replica)
+    return TierOptions(
+        config.host_bytes, config.cache, nodes, known, config.replica, config.rank, config.parallel.tensor_parallel_size, file
+    )
 
 
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
@@ -176,9 +178,8 @@ def in_room(planned: Plan, room: Room) -> Plan:
     return replace(planned, memory=fitting)
 
 
-def build_rank(config: EngineConfig, wire: Wire[Order], memory: int) -> tuple[Runner, PreparedGrammars | None] | None:
-    """In a process of rank 1 and up: what computes its part. `memory`: a descriptor of what ranks may share, or -1. None: rank 0 has given
-    up. Raises LoadError and ConfigError."""
+def build_rank(config: EngineConfig, wire: Wire[Order], files: SharedFiles) -> tuple[Runner, PreparedGrammars | None] | None:
+    """In a process of rank 1 and up: what computes its part. None: rank 0 has given up. Raises LoadError and ConfigError."""
     bind(config)
     processors, planned = load_processors(config.sampling.logits_processors), planned_for(config)
     wire.send(room_of(planned.memory))
@@ -187,10 +188,11 @@ def build_rank(config: EngineConfig, wire: Wire[Order], memory: int) -> tuple[Ru
         return None
     assert isinstance(room, Room)
     planned = in_room(planned, room)
-    ranks = joined(config, planned.device, memory, room.port)
+    ranks = joined(config, planned.device, files.sums, room.port)
     model = load_part(planned, ranks, progress=False)
     wire.send(Reached("loaded"))
-    made = computing(model, sizes_of(planned), options_of(planned, processors, curve_of(config.spec)))
+    options = replace(options_of(planned, processors, curve_of(config.spec)), below=below_of(config, planned, files.pages))
+    made = computing(model, sizes_of(planned), options)
     return made.runner, made.grammars
 
 
@@ -227,7 +229,7 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
         recorder=None if record is None else partial(recorder_of, record, header_of(config, planned)),
         others=others if others.size > 1 else None,
         fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
-        below=below_of(config, planned),
+        below=below_of(config, planned, others.files.pages),
         observer=observer,
         floor=None if config.model.load_format == "dummy" or config.disaggregation.role == "prefill" else planned.described.floor,
         poison=poison,

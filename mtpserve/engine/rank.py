@@ -1,6 +1,6 @@
 """A process that computes its part of a model as rank 0 says (engine/ranks.py starts it): no scheduler, no requests but those in the plans.
 
-    python -m mtpserve.engine.rank --orders FD --answers FD --memory FD
+    python -m mtpserve.engine.rank --orders FD --answers FD [--sums FD] [--pages FD]
 
 It ignores SIGINT and SIGTERM and dies with its parent, as the engine's process does.
 """
@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 
 from mtpserve.core.errors import EngineDead, MTPServeError
+from mtpserve.core.plan import Transferred
 from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.grammars import PreparedGrammars
@@ -25,12 +26,14 @@ from mtpserve.engine.rank_messages import (
     ORDERS,
     Failed,
     LaunchStep,
+    Moved,
     Order,
     Prepare,
     ProfileRank,
     Reached,
     Read,
     Reshape,
+    SharedFiles,
     StartRank,
     Wire,
     digest,
@@ -48,15 +51,18 @@ class Follower:
         self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.compiling: list[tuple[GrammarSpec, Future[None]]] = []
 
-    def follow(self, order: Order) -> None:
+    def follow(self, order: Order) -> list[Transferred]:
+        """Which transfers have ended."""
         match order:
             case LaunchStep(plan):
                 self.wait_for([admission.sampling.grammar for admission in plan.admissions])
                 with self.profiling.step():
                     self.launched.append(self.runner.launch(plan))
             case Read(expected):
-                if digest(self.launched.popleft().result()) != expected:
+                result = self.launched.popleft().result()
+                if digest(result) != expected:
                     raise EngineDead("it has chosen other tokens than rank 0")
+                return result.transferred
             case Reshape(shape):
                 self.runner.reshape(shape)
             case ProfileRank(change):
@@ -64,6 +70,7 @@ class Follower:
             case Prepare(spec):
                 assert self.grammars is not None
                 self.compiling.append((spec, self.compiler.submit(self.grammars.prepare, spec)))
+        return []
 
     def wait_for(self, specs: list[GrammarSpec | None]) -> None:
         """Rank 0 has compiled them already."""
@@ -72,7 +79,7 @@ class Follower:
         self.compiling = [each for each in self.compiling if not each[1].done()]
 
 
-def compute(wire: Wire[Order], memory: int) -> None:
+def compute(wire: Wire[Order], files: SharedFiles) -> None:
     """Until rank 0 says no more."""
     start = wire.receive()
     if start is None:
@@ -83,7 +90,7 @@ def compute(wire: Wire[Order], memory: int) -> None:
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s rank {start.config.rank}: %(message)s")
     from mtpserve.engine.build import build_rank
 
-    made = build_rank(start.config, wire, memory)
+    made = build_rank(start.config, wire, files)
     if made is None:
         return
     follower, trimmed = Follower(*made, Profiling(start.config.replica, start.config.rank)), perf_counter()
@@ -91,18 +98,19 @@ def compute(wire: Wire[Order], memory: int) -> None:
     gc.freeze()
     wire.send(Reached("ready"))
     while (order := wire.receive()) is not None:
-        follower.follow(order)
+        if ended := follower.follow(order):
+            wire.send(Moved(ended))
         if perf_counter() - trimmed > TRIM_S:
             give_back()
             trimmed = perf_counter()
 
 
-def run(wire: Wire[Order], memory: int) -> int:
+def run(wire: Wire[Order], files: SharedFiles) -> int:
     """Returns the exit code."""
     from mtpserve_kernels.cpu.ranks import PeerGone
 
     try:
-        compute(wire, memory)
+        compute(wire, files)
     except PeerGone:
         while wire.receive() is not None:  # rank 0 knows who has ended, and ends this one
             pass
@@ -121,11 +129,11 @@ def run(wire: Wire[Order], memory: int) -> int:
 def main() -> int:
     begin()
     parser = argparse.ArgumentParser(prog="mtpserve.engine.rank")
-    for name in ("orders", "answers", "memory"):
-        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("orders", "answers", *SharedFiles._fields):
+        parser.add_argument(f"--{name}", type=int)
     given = parser.parse_args()
     die_with_parent()
-    return run(Wire(given.orders, given.answers, ORDERS), given.memory)
+    return run(Wire(given.orders, given.answers, ORDERS), SharedFiles(given.sums, given.pages))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What rank 0, the engine's process, and the other processes that compute the same model say to each other, as msgpack over pipes.
 
     rank 0   StartRank          Room                      LaunchStep, Read, Reshape, Prepare …, and the end of the pipe
-    others              Room          Reached … Reached                                         Failed at any time
+    others              Room          Reached … Reached   Moved, after a Read                   Failed at any time
 
 Whatever rank 0's runner is asked to do the others do in the same order. They choose tokens for themselves, from the same numbers: a plan
 is all that they need.
@@ -10,7 +10,7 @@ is all that they need.
 from __future__ import annotations
 
 import os
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -18,11 +18,18 @@ import msgspec
 from mtpserve.config import EngineConfig
 from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead, LoadError, MTPServeError
-from mtpserve.core.plan import StepPlan, StepResult
+from mtpserve.core.plan import StepPlan, StepResult, Transferred
 from mtpserve.core.profile import ProfileChange
 from mtpserve.core.sampling import GrammarSpec
 
 T = TypeVar("T")
+
+
+class SharedFiles(NamedTuple):
+    """Descriptors of memory that the ranks share; None: there is none."""
+
+    sums: int | None = None  # mtpserve_kernels/cpu/ranks
+    pages: int | None = None  # runtime/remote/memory
 
 
 class RankMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -72,6 +79,12 @@ class Reached(RankMessage, frozen=True):
     stage: Literal["loaded", "ready"]
 
 
+class Moved(RankMessage, frozen=True):
+    """The rank's parts of pages that have been moved since the last one."""
+
+    ended: list[Transferred]
+
+
 class Failed(RankMessage, frozen=True):
     """The last message of a rank."""
 
@@ -86,7 +99,7 @@ class Failed(RankMessage, frozen=True):
 
 
 Order = StartRank | Room | LaunchStep | Read | Reshape | Prepare | ProfileRank
-Answer = Room | Reached | Failed
+Answer = Room | Reached | Moved | Failed
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 

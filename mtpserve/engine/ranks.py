@@ -17,17 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from subprocess import PIPE, Popen, TimeoutExpired
-from threading import Event, Lock, Thread
+from threading import Condition, Event, Lock, Thread
 from typing import Literal, TypeVar
 
-import msgspec
 import torch
+from msgspec import structs
 
 from mtpserve.config import EngineConfig
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
-from mtpserve.core.errors import EngineDead, MTPServeError
+from mtpserve.core.errors import ConfigError, EngineDead, MTPServeError
 from mtpserve.core.parallel import ALONE, Ranks
-from mtpserve.core.plan import StepPlan, StepResult
+from mtpserve.core.plan import StepPlan, StepResult, Transferred
 from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.engine.rank_messages import (
@@ -35,17 +35,21 @@ from mtpserve.engine.rank_messages import (
     Answer,
     Failed,
     LaunchStep,
+    Moved,
     Order,
     Prepare,
     Reached,
     Read,
     Reshape,
     Room,
+    SharedFiles,
     StartRank,
     Wire,
     digest,
 )
+from mtpserve.runtime.paging import PATIENCE_S
 from mtpserve.runtime.ranks import TorchRanks, meeting_place, shared, shares_memory
+from mtpserve.runtime.remote.memory import make_file
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +82,13 @@ class RankProcesses:
         self.size = config.parallel.tensor_parallel_size
         self.ranks: Ranks = ALONE
         self.failure: MTPServeError | None = None  # of the first one that has ended
-        self._memory = os.memfd_create("mtpserve-ranks") if self.size > 1 and hasattr(os, "memfd_create") else -1
+        self.files, self.transfers = shared_files(config), TransfersOfEach(self.size)
         self._sending, self._ending, self._ended, self._noticed = Lock(), Lock(), Event(), Event()
         self._inside = self._closing = False
         self._give_up: Callable[[], None] = lambda: None
         self._others: list[Other] = []
         for rank in range(1, self.size):
-            self._others.append(start(rank, self._memory))
+            self._others.append(start(rank, self.files))
             self._tell([self._others[-1]], StartRank(replace(config, rank=rank), log.getEffectiveLevel()))
             Thread(target=self._listen, args=(self._others[-1],), name=f"rank {rank}", daemon=True).start()
 
@@ -104,13 +108,13 @@ class RankProcesses:
         """After `agree`. Who computes, in words that follow others; nothing for one rank."""
         if self.size == 1:
             return ""
-        if self._memory >= 0 and shares_memory(device):
-            exchange = shared(self._memory, 0, self.size)
+        if self.files.sums is not None and shares_memory(device):
+            exchange = shared(self.files.sums, 0, self.size)
             self.ranks, self._give_up, how = exchange, exchange.give_up, "shared memory"
             self.tell(room)
         else:
             store = meeting_place(self.size)
-            self.tell(msgspec.structs.replace(room, port=store.port))
+            self.tell(structs.replace(room, port=store.port))
             made = TorchRanks(0, self.size, device, store.port, store)
             self.ranks, how = made, made.backend
         return f", {self.size} ranks by {how}"
@@ -187,9 +191,10 @@ class RankProcesses:
         if isinstance(self.ranks, TorchRanks):
             self.ranks.close()
         self.ranks = ALONE
-        if self._memory >= 0:
-            os.close(self._memory)
-            self._memory = -1
+        for file in self.files:
+            if file is not None:
+                os.close(file)
+        self.files = SharedFiles()
 
     def _listen(self, other: Other) -> None:
         """In a thread of its own, as long as the process lives."""
@@ -198,7 +203,10 @@ class RankProcesses:
             if isinstance(answer, Failed):
                 failed = answer.error(other.rank)
                 break
-            other.said.put(answer)
+            if isinstance(answer, Moved):
+                self.transfers.add(answer.ended)
+            else:
+                other.said.put(answer)
         failed = failed or EngineDead(other.how_it_ended())
         with self._ending:
             first, self.failure = self.failure is None and not self._closing, self.failure or failed
@@ -210,25 +218,80 @@ class RankProcesses:
             os._exit(1)  # the device waits for ever, and nothing can stop it
 
 
-def joined(config: EngineConfig, device: torch.device, memory: int, port: int) -> Ranks:
-    """In the process of rank 1 and up, what `connect` makes in rank 0's."""
+def shared_files(config: EngineConfig) -> SharedFiles:
+    """Raises ConfigError where the system has no such memory."""
+    alone, pages = config.parallel.tensor_parallel_size == 1, bool(config.host_bytes)
+    if alone or not hasattr(os, "memfd_create"):
+        if pages and not alone:
+            raise ConfigError("--kv-offload-gib and --disaggregation-mode need Linux with --tensor-parallel-size")
+        return SharedFiles()
+    return SharedFiles(os.memfd_create("mtpserve-ranks"), make_file() if pages else None)
+
+
+def joined(config: EngineConfig, device: torch.device, file: int | None, port: int) -> Ranks:
+    """In the process of rank 1 and up, what `connect` makes in rank 0's. `file`: SharedFiles.sums."""
     size = config.parallel.tensor_parallel_size
-    return TorchRanks(config.rank, size, device, port) if port else shared(memory, config.rank, size)
+    if port:
+        return TorchRanks(config.rank, size, device, port)
+    assert file is not None
+    return shared(file, config.rank, size)
 
 
-def start(rank: int, memory: int) -> Other:
-    """`memory`: a descriptor of what ranks may share, or -1."""
+def start(rank: int, files: SharedFiles) -> Other:
     orders, to_rank = os.pipe()
     from_rank, answers = os.pipe()
-    command = [sys.executable, "-m", "mtpserve.engine.rank", "--orders", str(orders), "--answers", str(answers), "--memory", str(memory)]
-    passed = [orders, answers, *([memory] if memory >= 0 else [])]
+    passed = {"orders": orders, "answers": answers} | {name: file for name, file in files._asdict().items() if file is not None}
+    command = [sys.executable, "-m", "mtpserve.engine.rank", *(word for name, file in passed.items() for word in (f"--{name}", str(file)))]
     try:
         # Standard input is never written: it tells the child when this process ends, however it ends.
-        process = Popen(command, stdin=PIPE, pass_fds=passed)
+        process = Popen(command, stdin=PIPE, pass_fds=tuple(passed.values()))
     finally:
         os.close(orders)
         os.close(answers)
     return Other(rank, process, Wire(from_rank, to_rank, ANSWERS))
+
+
+class TransfersOfEach:
+    """Ends of transfers in all of `size` ranks: each moves its part of a page, and the page is moved when all have."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._changed = size, Condition()
+        self._parts: dict[int, list[Transferred]] = {}  # by the transfer's number
+        self._whole: list[Transferred] = []
+
+    def add(self, ended: Seq[Transferred]) -> None:
+        """Of one rank. In any thread."""
+        with self._changed:
+            for each in ended:
+                parts = self._parts.setdefault(each.transfer.number, [])
+                parts.append(each)
+                if len(parts) == (self._size if each.transfer.of_each_rank else 1):
+                    self._whole.append(whole(self._parts.pop(each.transfer.number)))
+            self._changed.notify_all()
+
+    def joined(self, result: StepResult) -> StepResult:
+        """Rank 0's, with the transfers that have ended in all ranks. Without spans nothing else is to be done, and it waits for one."""
+        if not result.transferred and not self._parts and not self._whole:
+            return result
+        self.add(result.transferred)
+        with self._changed:
+            if not result.spans:
+                self._changed.wait_for(lambda: self._whole or not self._parts, PATIENCE_S)
+            ended, self._whole = self._whole, []
+        return structs.replace(result, transferred=ended)
+
+
+def whole(parts: Seq[Transferred]) -> Transferred:
+    first = parts[0]
+    seconds, size = max(each.seconds for each in parts), sum(each.bytes for each in parts)
+    return Transferred(first.transfer, all(each.good for each in parts), seconds, size, first.reason)
+
+
+def plan_of_each(plan: StepPlan) -> StepPlan:
+    """For ranks but the first."""
+    if not plan.transfers:
+        return plan
+    return structs.replace(plan, transfers=[each for each in plan.transfers if each.of_each_rank])
 
 
 class EveryRank:
@@ -251,7 +314,7 @@ class EveryRank:
 
     def launch(self, plan: StepPlan) -> Launched:
         with self.others.together():
-            self.others.tell(LaunchStep(plan))
+            self.others.tell(LaunchStep(plan_of_each(plan)))
             return StepOfEach(self.runner.launch(plan), self.others)
 
     def check(self) -> None:
@@ -271,4 +334,4 @@ class StepOfEach:
         with self.others.together():
             result = self.launched.result()
             self.others.tell(Read(digest(result)))
-            return result
+            return self.others.transfers.joined(result)

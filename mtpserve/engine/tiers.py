@@ -203,9 +203,6 @@ class Tiers:
         host.pins[block] += 1
         self.saving.add((group, block))
         self.move("save", group, block, page, key)
-        if self._disk is not None and not self._disk.has(group, key):
-            host.pins[block] += 1
-            self._spilling[self.move("spill", group, block, key=key)] = group, key
         return True
 
     def take(self, group: int) -> int | None:
@@ -308,17 +305,24 @@ class Tiers:
             if moved.kind == "pull" and self.pulls is not None:
                 self.pulls.book(each)
             elif moved.kind == "save":
-                self.saving.remove((moved.group, moved.block))
-                if not each.good:
-                    self._avoid(moved)
-                self.release(moved.group, moved.key, moved.block)
-                if self.exports is not None:
-                    self.exports.saved(moved.group, moved.block, each.good)
+                self._saved(moved, each.good)
             elif moved.kind == "spill":
                 self._spilled(moved, each.good)
             else:
                 loading = next(one for one in self.loadings if moved.number in one.open)
                 self._book_part(loading, moved, each.good)
+
+    def _saved(self, moved: Transfer, good: bool) -> None:
+        group, block, key = moved.group, moved.block, moved.key
+        self.saving.remove((group, block))
+        if not good:
+            self._avoid(moved)
+        elif self._disk is not None and self.host[group].blocks.get(key) == block and not self._disk.has(group, key):
+            self.host[group].pins[block] += 1
+            self._spilling[self.move("spill", group, block, key=key)] = group, key
+        self.release(group, key, block)
+        if self.exports is not None:
+            self.exports.saved(group, block, good)
 
     def _spilled(self, moved: Transfer, good: bool) -> None:
         self.release(moved.group, moved.key, moved.block)

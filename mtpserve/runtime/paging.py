@@ -5,6 +5,9 @@ row (cache/boundary). So a page moves as one piece.
 
     block    | store 0: keys of all layers | store 0: values | store 1: … | boundary row |
 
+With tensor parallel a block has such a part for each rank, which saves and loads it; between blocks, files and other nodes rank 0 moves
+whole ones.
+
 A save is in time if it reads its page after the steps that were launched before it and before those after it write. A load may start
 once the steps that were launched before it have ended: its page may have been somebody else's.
 """
@@ -57,17 +60,18 @@ def block_bytes(parts: Seq[Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """The pages of one group, and the blocks [blocks, bytes] uint8 of host memory for them."""
+    """The pages of one group, and the blocks [blocks, bytes] uint8 of host memory for them. `own`: this rank's part of each block."""
 
     parts: Seq[Tensor]
     blocks: Tensor
+    own: Tensor
 
     def pieces(self, page: int, block: int) -> list[tuple[Tensor, Tensor]]:
         """Views [layers, bytes] of the device's page and of the block, part by part."""
         pairs, start = list[tuple[Tensor, Tensor]](), 0
         for part in self.parts:
             layers, _, size = part.shape
-            pairs.append((part[:, page], self.blocks[block, start : start + layers * size].view(layers, size)))
+            pairs.append((part[:, page], self.own[block, start : start + layers * size].view(layers, size)))
             start += layers * size
         return pairs
 
@@ -202,32 +206,23 @@ def host_blocks(parts: Seq[Seq[Tensor]], counts: Seq[int]) -> list[Tensor]:
 
 
 class Transfers:
-    """`parts` of each group, and its `blocks` of host memory. `remote`: reads pages from other nodes."""
+    """`groups`: what is moved. `remote`: reads pages from other nodes."""
 
-    def __init__(
-        self, parts: Seq[Seq[Tensor]], blocks: Seq[Tensor], disk: DiskPages | None = None, remote: PageClient | None = None
-    ) -> None:  # fmt: skip
-        cuda = parts[0][0].is_cuda
-        self.groups = [GroupBlocks(*each) for each in zip(parts, blocks, strict=True)]
+    def __init__(self, groups: Seq[GroupBlocks], disk: DiskPages | None = None, remote: PageClient | None = None) -> None:
+        self.groups, cuda = groups, groups[0].parts[0].is_cuda
         self._disk, self._remote = disk, remote
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="pages")
         self._copies = CudaCopies() if cuda else CPUCopies(self._threads)
         self._moving: list[tuple[Transfer, Job]] = []
-        self._saving: dict[tuple[int, int], Job] = {}  # by group and block
 
     def start(self, transfers: Seq[Transfer]) -> None:
         """In the order of the device's work: after the steps that were launched, before those that will be."""
         for number, group in enumerate(self.groups):
             own = [each for each in transfers if each.group == number]
             saves, loads = ([each for each in own if each.kind == kind] for kind in ("save", "load"))
-            saving = list(zip(saves, self._copies.save(group, saves), strict=True))
-            self._saving |= {(number, each.block): job for each, job in saving}
-            self._moving += [*saving, *zip(loads, self._copies.load(group, loads), strict=True)]
-            self._moving += [
-                (each, self._threads.submit(_timed, self._filed, each, self._saving.get((number, each.block))))
-                for each in own
-                if each.kind in ("spill", "fetch")
-            ]
+            self._moving += zip(saves, self._copies.save(group, saves), strict=True)
+            self._moving += zip(loads, self._copies.load(group, loads), strict=True)
+            self._moving += [(each, self._threads.submit(_timed, self._filed, each)) for each in own if each.kind in ("spill", "fetch")]
         pulls = defaultdict[PageSource, list[Transfer]](list)
         for each in transfers:
             if each.source is not None:
@@ -250,23 +245,18 @@ class Transfers:
         for each in self._moving:
             (over if each[1].done() else moving).append(each)
         self._moving = moving
-        for transfer, job in over:
-            if self._saving.get((transfer.group, transfer.block)) is job:
-                del self._saving[transfer.group, transfer.block]
         return [self._outcome(*each) for each in over]
 
-    def _filed(self, transfer: Transfer, saving: Job | None) -> bool:
+    def _filed(self, transfer: Transfer) -> bool:
         """Between a block and its file, in a thread."""
         assert self._disk is not None
         block = self.groups[transfer.group].blocks[transfer.block].numpy().data
-        if transfer.kind == "fetch":
-            return self._disk.read(transfer.group, transfer.key, block)
-        while saving is not None and not saving.done():
-            time.sleep(POLL_S)
-        return self._disk.write(transfer.group, transfer.key, block)
+        moved = self._disk.read if transfer.kind == "fetch" else self._disk.write
+        return moved(transfer.group, transfer.key, block)
 
     def _outcome(self, transfer: Transfer, job: Job) -> Transferred:
-        size = self.groups[transfer.group].blocks.shape[1]
+        group = self.groups[transfer.group]
+        size = (group.own if transfer.of_each_rank else group.blocks).shape[1]
         try:
             reason, seconds = job.result()
         except Exception:

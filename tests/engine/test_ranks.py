@@ -13,15 +13,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.config import (
+    CacheConfig,
+    DisaggregationConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SamplingConfig,
+    SchedulerConfig,
+    SpecConfig,
+)
 from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError, EngineDead
+from mtpserve.core.kv_transfer import PageOffer, PageSource
+from mtpserve.core.plan import SpanResult, StepPlan, StepResult, Transfer, Transferred
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine import ranks as ranks_module
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.ranks import EveryRank
+from mtpserve.engine.ranks import EveryRank, TransfersOfEach, plan_of_each
 from tests.engine.bad_ranks import NAME
 from tests.spec.test_moved import hear
 
@@ -178,8 +189,92 @@ def test_a_rank_that_cannot_start(what: str, error: type[Exception], reason: str
     assert children() == before
 
 
+def below(ranks: int, host: float = 0.02, folder: Path | None = None) -> EngineConfig:
+    """A device whose pages do not last for two rounds of the same prompts."""
+    cache = CacheConfig(max_total_tokens=112, page_size=8, kv_offload_gib=host, kv_offload_dir=None if folder is None else str(folder))
+    return replace(config_of(ranks), cache=cache)
+
+
+def apart(request: Request) -> Request:
+    return replace(request, prompt=[70 + list(ASKED).index(request.id[:-1]), *request.prompt])
+
+
+def rounds(engine: Engine) -> dict[str, list[int]]:
+    """One request after the other, each of them twice. No prompt is the beginning of another one."""
+    texts = [[hear(engine, [apart(request)])[request.id].tokens for request in requests(again)] for again in ("1", "2")]
+    assert texts[0] == texts[1] and engine.stats.cached_prompt_tokens_total > 0
+    engine.check_integrity()
+    return dict(zip(ASKED, texts[0], strict=True))
+
+
+def test_pages_of_all_ranks_in_host_memory_and_on_disk(tmp_path: Path) -> None:
+    with built(config_of(1)) as alone:
+        expected = rounds(alone)
+    with built(below(2)) as engine:
+        assert rounds(engine) == expected
+        moved, sizes = engine.stats.transfers_total, engine.stats.transfer_bytes_total
+        assert engine.stats.loaded_pages["host"] > 5 and not engine.stats.failed_transfers_total and "spill" not in moved
+        each = sizes["load"] / moved["load"]
+    with built(below(1)) as engine:
+        assert rounds(engine) == expected
+        # What is whole in all ranks, like the boundary row, is stored for each of them.
+        assert engine.stats.transfer_bytes_total["load"] / engine.stats.transfers_total["load"] < each
+    for start in ("first", "second"):
+        with built(below(2, folder=tmp_path)) as engine:
+            assert rounds(engine) == expected
+            to_the_end(engine)
+            assert engine.stats.transfers_total["spill"] > 5 or start == "second"
+            assert engine.stats.loaded_pages["disk"] > 5 or start == "first"
+    # Pages of another number of ranks are others.
+    with built(below(1, folder=tmp_path)) as engine:
+        assert rounds(engine) == expected and not engine.stats.loaded_pages["disk"]
+    for file in tmp_path.rglob("*.kv"):
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with built(below(2, folder=tmp_path)) as engine:
+        assert rounds(engine) == expected and engine.stats.failed_transfers_total["fetch"] > 0
+
+
+def test_a_prompt_computed_by_other_ranks() -> None:
+    """Its pages come from another node with as many ranks; those of a node with another number are not taken."""
+
+    def of(mode: str, ranks: int) -> EngineConfig:
+        nodes = DisaggregationConfig(disaggregation_mode=mode, disaggregation_bootstrap_port=0)
+        return replace(below(ranks), disaggregation=nodes)
+
+    with built(config_of(1)) as alone:
+        expected = {name: heard.tokens for name, heard in hear(alone, requests()).items()}
+    with built(of("prefill", 2)) as prefill, built(of("decode", 2)) as decode, built(of("decode", 1)) as other:
+        offers = dict[str, PageOffer]()
+        for request in requests():
+            prefill.add(replace(request, sampling=replace(request.sampling, max_tokens=1), lease=request.id))
+            while prefill.has_work:
+                for event in prefill.step():
+                    if event.offer is not None:
+                        offers[event.id] = event.offer
+        sources = {name: PageSource(offer.host, offer.port, offer.lease) for name, offer in offers.items()}
+        for node, reason in ((decode, None), (other, "differs")):
+            heard = hear(node, [replace(request, source=sources[request.id]) for request in requests()])
+            assert {name: text.tokens for name, text in heard.items()} == expected
+            failed = node.stats.failed_pulls_total
+            assert set(failed) == {reason} if reason else node.stats.transfers_total["pull"] > 5 and not failed
+        assert prefill.stats.transfers_total["send"] == decode.stats.transfers_total["pull"]
+
+
+def test_a_transfer_has_ended_when_all_ranks_have_moved_their_parts() -> None:
+    save, spill = Transfer(1, "save", 0, 3, 7, b"key"), Transfer(2, "spill", 0, 4, key=b"other")
+    spans, ended = [SpanResult([], 0, 0)], TransfersOfEach(2)
+    assert ended.joined(StepResult(spans)).transferred == []
+    ended.add([Transferred(save, False, 2.0, 100)])
+    whole = Transferred(spill, True, 1.0, 300)
+    assert ended.joined(StepResult(spans, [whole])).transferred == [whole]
+    began = time.monotonic()
+    assert ended.joined(StepResult([])).transferred == [] and time.monotonic() - began > 0.005  # it has waited
+    assert ended.joined(StepResult([], [Transferred(save, True, 1.0, 100)])).transferred == [Transferred(save, False, 2.0, 200)]
+    assert ended.joined(StepResult([])).transferred == []
+    plan = StepPlan([], 0, transfers=[save, spill])
+    assert plan_of_each(plan).transfers == [save]
+
+
 def test_what_ranks_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--kv-offload-gib must be left out with --tensor-parallel-size"):
-        replace(config_of(2), cache=CacheConfig(kv_offload_gib=1.0))
     with pytest.raises(ConfigError, match="--tensor-parallel-size must be in"):
         ParallelConfig(tensor_parallel_size=0)

@@ -169,7 +169,6 @@ def test_options_that_are_refused(options: dict[str, Any], text: str) -> None:
     ("others", "text"),
     [
         ({"cache": CacheConfig(disable_radix_cache=True)}, "--disable-radix-cache must be left out"),
-        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "needs --tensor-parallel-size 1"),
         ({"parallel": ParallelConfig(enable_expert_parallel=True, data_parallel_size=2)}, "left out with --enable-expert-parallel"),
     ],
 )

@@ -1,6 +1,8 @@
 """Host memory that other processes of this user may read: a file without a name, which ends with the last process that has it open.
 
 | nonce | blocks of group 0 | blocks of group 1 | …          the nonce tells a reader that it has opened the memory that it means
+
+A block holds a page, whatever processes have computed it: with tensor parallel, the parts of all ranks side by side.
 """
 
 from __future__ import annotations
@@ -35,30 +37,37 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     nonce: bytes
 
 
-class SharedBlocks:
-    """`counts` and `sizes` in bytes of each group's blocks. `pin`: for a GPU's copies. Raises ConfigError where there is too little."""
+def make_file() -> int:
+    """A descriptor of memory without a name, for SharedBlocks."""
+    return os.memfd_create("mtpserve-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
-    def __init__(self, counts: Seq[int], sizes: Seq[int], pin: bool) -> None:
-        self._starts = [FRONT]
-        for count, size in zip(counts, sizes, strict=True):
+
+class SharedBlocks:
+    """`counts` of each group's blocks, and the bytes of a rank's part of one. `pin`: for a GPU's copies. `file`: what `make_file` made, the
+    same in all ranks; None: a new one. Raises ConfigError where there is too little."""
+
+    def __init__(self, counts: Seq[int], parts: Seq[int], pin: bool, rank: int = 0, ranks: int = 1, file: int | None = None) -> None:
+        self._starts, self._sizes = [FRONT], [ranks * size for size in parts]
+        for count, size in zip(counts, self._sizes, strict=True):
             self._starts.append(self._starts[-1] + count * size)
-        self._sizes, nonce = list(sizes), secrets.token_bytes(NONCE)
-        descriptor = os.memfd_create("mtpserve-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = make_file() if file is None else file
         try:
             os.ftruncate(descriptor, self._starts[-1])
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             self._memory = mmap.mmap(descriptor, self._starts[-1])
         except OSError as error:
             raise ConfigError(f"--kv-offload-gib: {self._starts[-1]} bytes cannot be shared: {error.strerror}") from error
-        self._memory[:NONCE] = nonce
+        if rank == 0:
+            self._memory[:NONCE] = secrets.token_bytes(NONCE)
         self.whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         if pin:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.whole.data_ptr(), self.whole.numel(), 0))
         self.blocks: list[Tensor] = [  # [blocks, bytes] of each group
             self.whole[start : start + count * size].view(count, size)
-            for start, count, size in zip(self._starts, counts, sizes, strict=False)
+            for start, count, size in zip(self._starts, counts, self._sizes, strict=False)
         ]
-        self.address = Address(os.getpid(), descriptor, self._starts[-1], nonce)
+        self.own = [blocks.unflatten(1, (ranks, size))[:, rank] for blocks, size in zip(self.blocks, parts, strict=True)]  # of this rank
+        self.address = Address(os.getpid(), descriptor, self._starts[-1], self._memory[:NONCE])
 
     def place(self, group: int, block: int) -> tuple[int, int]:
         """Where a block begins, and its bytes."""
