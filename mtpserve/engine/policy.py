@@ -48,7 +48,6 @@ SAVED = 20.0  # seconds of work from which a share is saved for trials, at most
 POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial of a single step drafts for: it is for what is accepted
 FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
-ALONE = 64  # steps after which the times of steps with prompts are learned, too, if no others were seen
 HELD, SEEN = 8, 3  # steps of a trial beyond what is expected of it, and times after which it ends: its first step verifies older drafts
 # Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
 # cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 … ms at first, and trials would consist of such steps.
@@ -65,11 +64,12 @@ class DepthChoice(NamedTuple):
     value: float  # tokens per second
 
 
-def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> StepWork:
-    drafted = rows = 0
+def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> tuple[StepWork, int]:
+    """And rows of prompts; the last one of a prompt counts as one that decodes, since the request is drafted for."""
+    drafted = drafts = rows = 0
     for span in plan.spans:
-        drafted, rows = drafted + span.drafts_next, rows + span.length + span.drafts
-    return StepWork(drafted, rows, plan.want if drafted else 0, is_sampled(seqs))
+        drafted, drafts, rows = drafted + span.drafts_next, drafts + span.drafts, rows + span.length
+    return StepWork(drafted, drafted + drafts, plan.want if drafted else 0, is_sampled(seqs)), rows - drafted
 
 
 def passes_of(plan: StepPlan) -> int:
@@ -94,9 +94,9 @@ class DepthPolicy:
         self._count, self._age = -1, EVERY  # requests of the last choice, and the steps since
         self._every = EVERY  # steps from the last choice to the next one
         self._rest = EVERY  # steps without a trial that are left
-        self._beside = 0  # steps in a row that computed prompts, too
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
         self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
+        self._rows, self._gain = 0, 0.0  # of a step in its place, and the seconds that what each of its steps yields more are worth
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._unlearned = 0.0  # seconds of steps since one was learned
         self._turn = 0  # steps of which was learned: see part_of
@@ -194,10 +194,12 @@ class DepthPolicy:
             return None
         # Steps of fewer rows would not tell what this depth's own ones take.
         tried = seqs if depth < self.depth or steps > 1 else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
-        cost = steps * self._cost(seqs, depth, tried, values[depth]) + CHANGE
-        if cost > self._saved:
+        gained = sum(self._expected(seq, self._ranks(depth)) - self._expected(seq, seq.most or 0) for seq in tried)
+        self._rows, self._gain = len(seqs) + sum(seq.most or 0 for seq in seqs), gained / max(self.value, 1e-9)
+        cost = self._cost(seqs, depth, tried, values[depth])
+        if steps * cost + CHANGE > self._saved:
             return None
-        self._saved -= max(cost, 0.0)
+        self._saved -= CHANGE + (max(cost, 0.0) if steps == 1 else 0.0)
         self.trials += 1
         if depth > self.depth:
             self._trying = {seq.id: self._expected(seq, self._ranks(depth)) for seq in tried}
@@ -235,13 +237,11 @@ class DepthPolicy:
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence], expected: float) -> float:
         """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per second with all requests."""
-        count, usual, value = len(seqs), self._usual(seqs), max(self.value, 1e-9)
+        usual = self._usual(seqs)
         if depth < self.depth:
-            return usual * (1 - expected / value)
-        ranks = self._ranks(depth)
-        drafts = sum(ranks - (seq.most or 0) for seq in tried) + sum(seq.most or 0 for seq in seqs)
-        gained = sum(self._expected(seq, ranks) - self._expected(seq, seq.most or 0) for seq in tried)
-        return self.times.seconds(StepWork(count, count + drafts, depth, is_sampled(seqs))) - usual - gained / value
+            return usual * (1 - expected / max(self.value, 1e-9))
+        rows = self._rows + sum(self._ranks(depth) - (seq.most or 0) for seq in tried)
+        return self.times.seconds(StepWork(len(seqs), rows, depth, is_sampled(seqs))) - usual - self._gain
 
     def _expected(self, seq: Sequence, drafts: int) -> float:
         """How many of a request's drafts are accepted."""
@@ -254,8 +254,7 @@ class DepthPolicy:
     # ------------------------------------------------------------------------------------------- what is learned
 
     def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
-        """A step took so long. Steps that catch up on rows to draft are like no others; those with prompts count if there are no others.
-        `passes`: as passes_of."""
+        """A step took so long. Steps that catch up on rows to draft are like no others. `passes`: as passes_of."""
         self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
@@ -263,15 +262,28 @@ class DepthPolicy:
         if settled and self._held == 0 and self._unlearned < LEARNED:
             self.times.observed += 1
             return
-        plan = planned.plan
-        self._beside = self._beside + 1 if any(not span.samples or span.length > 1 for span in plan.spans) else 0
-        # While nothing is drafted it is usual to catch up at times.
-        if settled and (passes == 0 or not any(span.late for span in plan.spans)) and (self._beside == 0 or self._beside > ALONE):
-            self._unlearned, work = 0.0, work_of(plan, planned.seqs)
-            self.times.observe(work, seconds)
-            if work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0):
+        work, prompts = work_of(planned.plan, planned.seqs)
+        alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)  # what the step took without them
+        if self._held > 0 and passes == self._trial:
+            self._charge(work, alone)
+        if not settled or not work.requests:
+            return
+        self._unlearned = 0.0
+        tried = self._held > 0 and work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0)
+        if not prompts or (tried and 2 * alone > seconds):
+            self.times.observe(work, alone)
+            if tried:
                 self._seen += 1
                 self._held *= self._seen < SEEN
+        elif not tried:
+            self.times.observe_prompts(work, prompts, seconds)
+
+    def _charge(self, work: StepWork, seconds: float) -> None:
+        """What a step of a trial has lost, which ends when nothing is left for it."""
+        usual = self.times.seconds(work._replace(rows=self._rows, passes=self.depth))
+        self._saved = max(self._saved - (seconds - usual - self._gain), -TRIALS * SAVED)
+        if self._saved < 0:
+            self._held = 0
 
     def learn(self, outcomes: Seq[Outcome]) -> None:
         """What one step yielded. Drafts of trials are always looked at."""
@@ -288,7 +300,8 @@ class DepthPolicy:
         seq.factor = self.survival.follow(seq.factor, drafts, len(accepted))
         expected = self._trying.pop(seq.id, None)
         if expected is not None and self.value > 0:
-            self._saved = min(max(self._saved + (len(accepted) - expected) / self.value, 0.0), TRIALS * SAVED)
+            found = self._saved + (len(accepted) - expected) / self.value
+            self._saved = min(max(found, min(self._saved, 0.0)), TRIALS * SAVED)
 
     def forget(self) -> None:
         """What was accepted is void; what steps take is not."""

@@ -8,6 +8,8 @@ runs on them, by longer contexts, by more experts that texts need: an observatio
 of which both are estimated at once, each corrected as far as it is uncertain (a Kalman filter's gains, Kalman 1960; the pace may always
 change). So a depth that was last computed a minute ago is compared with one that is computed now.
 
+Rows of prompts beside those that decode add what such rows have added lately.
+
 Between the cells, and where nothing was measured yet, a formula with non-negative coefficients is fitted:
 
     seconds = c0 + c1 · min(rows, 8) + c2 · rows + c3 · (rows above 16) + c4 · (rows above 64) + c5 · (rows above 256)
@@ -42,13 +44,14 @@ FULL = 1.0  # observations after which a cell counts for half against the formul
 # served. Both are off by ten percent and more, and a depth that is not in use has a few observations in a second: with 5 and 20 in their
 # place an error of 15 % was still there after seconds.
 BORROWED, IDLE = 1, 2
+PROMPTS = 0.05  # share of the last step with a prompt in what a prompt's row takes
 
 
 class StepWork(NamedTuple):
     """What is in a step."""
 
     requests: int  # that decode
-    rows: int  # of the trunk, those of prompts too
+    rows: int  # of the trunk, without those of prompts
     passes: int  # after the trunk's
     sampled: bool = False  # some of the requests are not greedy: drawing costs by rows
 
@@ -95,6 +98,7 @@ class StepTimes:
         self.coefficients = [0.0] * TERMS  # at the usual pace
         self.pace = 0.0  # logarithm of how much longer steps take now than usually
         self.observed = 0
+        self._prompts = 0.0, 0.0  # of the last ones: rows, and the seconds that they have added at the usual pace
         self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -115,6 +119,22 @@ class StepTimes:
         cell.last = None if self._paced is None else self.observed
         if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64, 128, 256):
             self.fit()
+
+    def prompts(self, work: StepWork, rows: int) -> float:
+        """Seconds that so many rows of prompts are expected to add to such a step."""
+        seen, took = self._prompts
+        if seen:
+            return took / seen * rows * exp(self.pace)
+        alone, together = terms_of(work), terms_of(work._replace(rows=work.rows + rows))
+        return (self._formula(together) - self._formula(alone)) * exp(self.pace)
+
+    def observe_prompts(self, work: StepWork, rows: int, seconds: float) -> None:
+        """A step with so many rows of prompts took so long."""
+        alone = self.seconds(work)
+        if alone > 0:
+            most = (alone + self.prompts(work, rows)) * exp(SLOWER)
+            added = max(min(seconds, most) - alone, 0.0) * exp(-self.pace)
+            self._prompts = (1 - PROMPTS) * self._prompts[0] + rows, (1 - PROMPTS) * self._prompts[1] + added
 
     def _correct(self, cell: Cell, error: float) -> None:
         cells = 1 / min(cell.seen, KEPT)
