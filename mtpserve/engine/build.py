@@ -26,8 +26,8 @@ from mtpserve.engine.fingerprint import facts, fingerprint
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.kv_events import KVEvents
 from mtpserve.engine.planning import Plan, load_model, overlap_of, positions
-from mtpserve.engine.rank_messages import Order, Reached, Room, Wire
-from mtpserve.engine.ranks import RankProcesses, SharedFiles, joined
+from mtpserve.engine.rank_messages import Order, Reached, Room, SharedFiles, Wire
+from mtpserve.engine.ranks import RankProcesses, joined
 from mtpserve.engine.recording import header_of, recorder_of
 from mtpserve.engine.spread import meet
 from mtpserve.engine.threads import bind
