@@ -254,7 +254,7 @@ class DepthPolicy:
     # ------------------------------------------------------------------------------------------- what is learned
 
     def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
-        """A step took so long. Steps that catch up on rows to draft are like no others. `passes`: as passes_of."""
+        """A step took so long. `passes`: as passes_of. The first step of a depth, which catches up on rows to draft, is not learned."""
         self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
@@ -262,20 +262,25 @@ class DepthPolicy:
         if settled and self._held == 0 and self._unlearned < LEARNED:
             self.times.observed += 1
             return
+        trial = self._held > 0 and passes == self._trial
+        if not settled and not trial:
+            return
         work, prompts = work_of(planned.plan, planned.seqs)
+        if not work.requests:
+            return
         alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)  # what the step took without them
-        if self._held > 0 and passes == self._trial:
+        if trial:
             self._charge(work, alone)
-        if not settled or not work.requests:
+        if not settled:
             return
         self._unlearned = 0.0
-        tried = self._held > 0 and work.passes == self._trial and (work.rows > work.requests) == (self._trial > 0)
+        tried = trial and self._held > 0 and (work.rows > work.requests) == (self._trial > 0)
         if not prompts or (tried and 2 * alone > seconds):
             self.times.observe(work, alone)
             if tried:
                 self._seen += 1
                 self._held *= self._seen < SEEN
-        elif not tried:
+        elif not trial:
             self.times.observe_prompts(work, prompts, seconds)
 
     def _charge(self, work: StepWork, seconds: float) -> None:

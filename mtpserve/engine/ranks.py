@@ -219,13 +219,15 @@ class RankProcesses:
 
 
 def shared_files(config: EngineConfig) -> SharedFiles:
-    """Raises ConfigError where the system has no such memory."""
-    alone, pages = config.parallel.tensor_parallel_size == 1, bool(config.host_bytes)
-    if alone or not hasattr(os, "memfd_create"):
-        if pages and not alone:
-            raise ConfigError("--kv-offload-gib and --disaggregation-mode need Linux with --tensor-parallel-size")
+    """Raises ConfigError where pages need what this Python has not."""
+    if config.parallel.tensor_parallel_size == 1:
         return SharedFiles()
-    return SharedFiles(os.memfd_create("mtpserve-ranks"), make_file() if pages else None)
+    if hasattr(os, "memfd_create"):
+        return SharedFiles(os.memfd_create("mtpserve-ranks"), make_file() if config.host_bytes else None)
+    if config.host_bytes:
+        options = "--kv-offload-gib, --kv-offload-dir and --disaggregation-mode"
+        raise ConfigError(f"{options} need os.memfd_create with --tensor-parallel-size, and this Python has none")
+    return SharedFiles()
 
 
 def joined(config: EngineConfig, device: torch.device, file: int | None, port: int) -> Ranks:
@@ -269,7 +271,7 @@ class TransfersOfEach:
                     self._whole.append(whole(self._parts.pop(each.transfer.number)))
             self._changed.notify_all()
 
-    def joined(self, result: StepResult) -> StepResult:
+    def merged(self, result: StepResult) -> StepResult:
         """Rank 0's, with the transfers that have ended in all ranks. Without spans nothing else is to be done, and it waits for one."""
         if not result.transferred and not self._parts and not self._whole:
             return result
@@ -282,6 +284,7 @@ class TransfersOfEach:
 
 
 def whole(parts: Seq[Transferred]) -> Transferred:
+    """All ranks' parts of one transfer, as one."""
     first = parts[0]
     seconds, size = max(each.seconds for each in parts), sum(each.bytes for each in parts)
     return Transferred(first.transfer, all(each.good for each in parts), seconds, size, first.reason)
@@ -334,4 +337,4 @@ class StepOfEach:
         with self.others.together():
             result = self.launched.result()
             self.others.tell(Read(digest(result)))
-            return self.others.transfers.joined(result)
+            return self.others.transfers.merged(result)

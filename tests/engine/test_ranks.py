@@ -263,14 +263,14 @@ def test_a_prompt_computed_by_other_ranks() -> None:
 def test_a_transfer_has_ended_when_all_ranks_have_moved_their_parts() -> None:
     save, spill = Transfer(1, "save", 0, 3, 7, b"key"), Transfer(2, "spill", 0, 4, key=b"other")
     spans, ended = [SpanResult([], 0, 0)], TransfersOfEach(2)
-    assert ended.joined(StepResult(spans)).transferred == []
+    assert ended.merged(StepResult(spans)).transferred == []
     ended.add([Transferred(save, False, 2.0, 100)])
     whole = Transferred(spill, True, 1.0, 300)
-    assert ended.joined(StepResult(spans, [whole])).transferred == [whole]
+    assert ended.merged(StepResult(spans, [whole])).transferred == [whole]
     began = time.monotonic()
-    assert ended.joined(StepResult([])).transferred == [] and time.monotonic() - began > 0.005  # it has waited
-    assert ended.joined(StepResult([], [Transferred(save, True, 1.0, 100)])).transferred == [Transferred(save, False, 2.0, 200)]
-    assert ended.joined(StepResult([])).transferred == []
+    assert ended.merged(StepResult([])).transferred == [] and time.monotonic() - began > 0.005  # it has waited
+    assert ended.merged(StepResult([], [Transferred(save, True, 1.0, 100)])).transferred == [Transferred(save, False, 2.0, 200)]
+    assert ended.merged(StepResult([])).transferred == []
     plan = StepPlan([], 0, transfers=[save, spill])
     assert plan_of_each(plan).transfers == [save]
 
