@@ -44,6 +44,7 @@ def test_there_are_such_commands() -> None:
         (f"--model-path m --tp-size 8 {GLM} --speculative-algorithm EAGLE {CHAIN}", 8, 1, False, 3),
         (f"m --tensor-parallel-size 4 {GLM} --enable-auto-tool-choice {MTP}", 4, 1, False, 1),
         (f"m --data-parallel-size 8 {MTP}", 1, 8, False, 1),
+        (f"m --tp 8 --disaggregation-mode prefill --kv-offload-gib 64 {MTP}", 8, 1, False, 1),
     ],
 )  # fmt: skip
 def test_published_commands(line: str, tensor: int, data: int, spreads: bool, drafts: int | None) -> None:
@@ -59,7 +60,6 @@ def test_published_commands(line: str, tensor: int, data: int, spreads: bool, dr
         ("--tp 16 --dp 16 --enable-dp-attention --nnodes 2", "unknown option --nnodes; a server's engines are on one machine"),
         ("--tp 8 --dp 8 --enable-dp-attention --moe-a2a-backend deepep", "rows are exchanged by torch.distributed: leave it out"),
         ("--tp 8 --dp 2 --enable-dp-attention", "--tensor-parallel-size must be 1, or as --data-parallel-size"),
-        ("--tp 8 --disaggregation-mode prefill --speculative-algorithm NEXTN", "--disaggregation-mode needs --tensor-parallel-size 1"),
         (
             "--dp 8 --enable-expert-parallel --disaggregation-mode decode --speculative-algorithm MTP",
             "its engines compute each step together",

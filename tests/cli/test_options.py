@@ -171,7 +171,6 @@ def test_unique_beginnings_count() -> None:
         (["demo", "--model", "other"], ["model is given twice", "'demo'", "'other'"]),
         (["--tp", "0"], ["--tensor-parallel-size", "must be in [1, 64]", "got 0"]),
         (["--pp", "2"], ["--pipeline-parallel-size", "must be 1", "got 2"]),
-        (["--tp", "2", "--kv-offload-gib", "1"], ["--kv-offload-gib must be left out with --tensor-parallel-size", "got 1.0"]),
         (["-ep", "2"], ["--expert-parallel-size", "got 2"]),
         (["-dp", "0"], ["--data-parallel-size", "got 0"]),
         (["--trust-remote-code"], ["code in a checkpoint is never run"]),

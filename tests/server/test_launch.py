@@ -170,7 +170,7 @@ def test_clients_that_leave_and_one_that_does_not_read(checkpoint: Path) -> None
     async def leave(http: httpx.AsyncClient, stream: bool) -> None:
         if not stream:
             with pytest.raises(httpx.ReadTimeout):
-                await http.post("/v1/completions", json=LONG, timeout=0.3)
+                await http.post("/v1/completions", json=LONG, timeout=httpx.Timeout(20, read=0.3))
             return
         async with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
             async for _ in response.aiter_lines():
