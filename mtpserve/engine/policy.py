@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 RISK = 0.99  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
-EVERY, PAUSE = 8, 0.08  # steps, and seconds of steps, between two choices, which take 0.05 to 0.3 ms each
+OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.05 to 0.3 ms each
+EVERY = 8  # steps between two trials, at least
 SURE = 12  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
 CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
@@ -66,10 +67,16 @@ class DepthChoice(NamedTuple):
 
 def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> tuple[StepWork, int]:
     """And rows of prompts; the last one of a prompt counts as one that decodes, since the request is drafted for."""
-    drafted = drafts = rows = 0
+    drafted = drafts = rows = context = 0
     for span in plan.spans:
         drafted, drafts, rows = drafted + span.drafts_next, drafts + span.drafts, rows + span.length
-    return StepWork(drafted, drafted + drafts, plan.want if drafted else 0, is_sampled(seqs)), rows - drafted
+        context += span.start * span.drafts_next
+    return StepWork(drafted, drafted + drafts, plan.want if drafted else 0, is_sampled(seqs), context), rows - drafted
+
+
+def work_with(seqs: Seq[Sequence], drafts: int, depth: int) -> StepWork:
+    """Of a step that verifies so many of these requests' drafts."""
+    return StepWork(len(seqs), len(seqs) + drafts, depth, is_sampled(seqs), sum(len(seq.tokens) for seq in seqs))
 
 
 def passes_of(plan: StepPlan) -> int:
@@ -91,8 +98,8 @@ class DepthPolicy:
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start
         self._saved = 0.0  # seconds that may be spent on trials
-        self._count, self._age = -1, EVERY  # requests of the last choice, and the steps since
-        self._every = EVERY  # steps from the last choice to the next one
+        self._count, self._age = -1, OFTEN  # requests of the last choice, and the steps since
+        self._every = OFTEN  # steps from the last choice to the next one
         self._rest = EVERY  # steps without a trial that are left
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
         self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
@@ -140,7 +147,7 @@ class DepthPolicy:
             self.changes, self._settled = self.changes + 1, self._steps
         self._age = 0
         self._take(seqs, best)
-        self._every = max(EVERY, round(PAUSE / (self._usual(seqs) or PAUSE)))
+        self._every = max(OFTEN, round(PAUSE / (self._usual(seqs) or PAUSE)))
 
     def _take(self, seqs: Seq[Sequence], choice: DepthChoice) -> None:
         self.depth, self.value, self._count = choice.depth, choice.value, len(seqs)
@@ -154,7 +161,7 @@ class DepthPolicy:
 
     def _best(self, seqs: Seq[Sequence], depth: int) -> DepthChoice:
         """The best numbers of drafts for a step of this depth."""
-        ranks, sampled = self._ranks(depth), is_sampled(seqs)
+        ranks, work = self._ranks(depth), work_with(seqs, 0, depth)
         kinds = dict[tuple[int, int], list[int]]()
         for i, seq in enumerate(seqs):
             kinds.setdefault((round(seq.factor * STEPS), _limit(seq, ranks)), []).append(i)
@@ -171,7 +178,7 @@ class DepthPolicy:
         least = next((count for count, (_, rank, _) in enumerate(nodes, 1) if -rank == needed), len(nodes)) if depth else 0
         step = max(len(nodes) // POINTS, 1)
         counts = sorted({*(count for count in range(step, len(nodes), step) if count >= least), len(nodes)} if depth else {0})
-        value, count = max((self._value(StepWork(len(seqs), len(seqs) + count, depth, sampled), gained[count]), count) for count in counts)
+        value, count = max((self._value(work._replace(rows=len(seqs) + count), gained[count]), count) for count in counts)
         most = [0] * len(seqs)
         for _, _, i in nodes[:count]:
             most[i] += 1
@@ -232,7 +239,7 @@ class DepthPolicy:
     def _long(self, seqs: Seq[Sequence], depth: int) -> int:
         """Steps that a trial is expected to take until it has measured this depth's time."""
         count = len(seqs)
-        seconds = self.times.seconds(StepWork(count, count * (1 + self._ranks(depth)), depth, is_sampled(seqs)))
+        seconds = self.times.seconds(work_with(seqs, count * self._ranks(depth), depth))
         return SEEN + min(ceil(SETTLING / (seconds or SETTLING)), MOST_SETTLING)
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence], expected: float) -> float:
@@ -241,7 +248,7 @@ class DepthPolicy:
         if depth < self.depth:
             return usual * (1 - expected / max(self.value, 1e-9))
         rows = self._rows + sum(self._ranks(depth) - (seq.most or 0) for seq in tried)
-        return self.times.seconds(StepWork(len(seqs), rows, depth, is_sampled(seqs))) - usual - self._gain
+        return self.times.seconds(work_with(seqs, rows - len(seqs), depth)) - usual - self._gain
 
     def _expected(self, seq: Sequence, drafts: int) -> float:
         """How many of a request's drafts are accepted."""
@@ -249,7 +256,7 @@ class DepthPolicy:
 
     def _usual(self, seqs: Seq[Sequence]) -> float:
         """Seconds of a step as it was chosen."""
-        return self.times.seconds(StepWork(len(seqs), len(seqs) + sum(seq.most or 0 for seq in seqs), self.depth, is_sampled(seqs)))
+        return self.times.seconds(work_with(seqs, sum(seq.most or 0 for seq in seqs), self.depth))
 
     # ------------------------------------------------------------------------------------------- what is learned
 

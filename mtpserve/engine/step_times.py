@@ -1,12 +1,14 @@
 """How long the engine's steps take on this machine, learned from the steps that it computes.
 
 Steps that are alike (rows, passes, requests; greedy or sampled) share a cell. Machines get slower and faster while they serve, by what else
-runs on them, by longer contexts, by more experts that texts need: an observation is a cell's usual time by a factor that all cells share,
+runs on them, by more experts that texts need: an observation is a cell's usual time by a factor that all cells share,
 
-    log seconds = log cell + log pace + noise
+    log seconds = log (cell + context) + log pace + noise
 
-of which both are estimated at once, each corrected as far as it is uncertain (a Kalman filter's gains, Kalman 1960; the pace may always
-change). So a depth that was last computed a minute ago is compared with one that is computed now.
+of which all are estimated at once, each corrected as far as it is uncertain (a Kalman filter's gains, Kalman 1960; the pace may always
+change). `context` is what attention to the tokens before a step's rows takes. It is no factor of the cells, which are first measured with
+short texts: further rows of a request add much less to it than to products. So a depth that was last computed a minute ago is compared with
+one that is computed now.
 
 Rows of prompts beside those that decode add what such rows have added lately.
 
@@ -44,6 +46,10 @@ FULL = 1.0  # observations after which a cell counts for half against the formul
 # served. Both are off by ten percent and more, and a depth that is not in use has a few observations in a second: with 5 and 20 in their
 # place an error of 15 % was still there after seconds.
 BORROWED, IDLE = 1, 2
+NOISE = 0.07  # of an observation's logarithm
+CONTEXT = 4096  # tokens of context that may be expected to take as long as a step of one request
+FURTHER = 0.4  # what a request's further rows add to attention's time, each, relative to the first one: all read the same keys and values
+SURE = 0.01  # variance of what context takes, of a step's time, from which on it is followed
 PROMPTS = 0.05  # share of the last step with a prompt in what a prompt's row takes
 
 
@@ -54,6 +60,7 @@ class StepWork(NamedTuple):
     rows: int  # of the trunk, without those of prompts
     passes: int  # after the trunk's
     sampled: bool = False  # some of the requests are not greedy: drawing costs by rows
+    context: int = 0  # tokens before the rows, of all requests
 
 
 class CellKey(NamedTuple):
@@ -87,9 +94,14 @@ def key_of(work: StepWork) -> CellKey:
 
 
 def terms_of(work: StepWork) -> list[float]:
-    requests, rows, passes, _ = work
+    requests, rows, passes = work[:3]
     convex = (max(rows - bend, 0) for bend in BENDS)
     return [1.0, min(rows, EXACT), rows, *convex, passes, passes * requests]
+
+
+def tokens_of(work: StepWork) -> float:
+    """Of context, with what further rows add."""
+    return work.context * (1 + FURTHER * (work.rows / work.requests - 1)) if work.requests else 0.0
 
 
 class StepTimes:
@@ -98,19 +110,21 @@ class StepTimes:
         self.coefficients = [0.0] * TERMS  # at the usual pace
         self.pace = 0.0  # logarithm of how much longer steps take now than usually
         self.observed = 0
+        self.token = 0.0  # seconds that a token of context takes at the usual pace
+        self._unsure = 0.0  # its variance, relative to that of an observation
         self._prompts = 0.0, 0.0  # of the last ones: rows, and the seconds that they have added at the usual pace
         self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step took so long."""
-        key, found = key_of(work), log(max(seconds, 1e-9)) - self.pace
+        key, found = key_of(work), max(seconds, 1e-9) * exp(-self.pace)
         cell = self.cells.get(key)
         if cell is None and (greedy := self._greedy(work)) is not None:
             cell = self.cells[key] = Cell(terms_of(work), greedy.log, min(greedy.seen, BORROWED))
         if cell is None:
-            cell = self.cells[key] = Cell(terms_of(work), found)
+            cell = self.cells[key] = Cell(terms_of(work), log(max(found - self._attention(work), found / 4)))
         else:
-            self._correct(cell, min(max(found - cell.log, -FASTER), SLOWER))
+            self._correct(cell, work, found)
         cell.seen += 1
         if max(work.requests, work.rows) > EXACT:
             share, terms = 1 / min(cell.seen, KEPT), terms_of(work)
@@ -136,30 +150,43 @@ class StepTimes:
             added = max(min(seconds, most) - alone, 0.0) * exp(-self.pace)
             self._prompts = (1 - PROMPTS) * self._prompts[0] + rows, (1 - PROMPTS) * self._prompts[1] + added
 
-    def _correct(self, cell: Cell, error: float) -> None:
-        cells = 1 / min(cell.seen, KEPT)
+    def _correct(self, cell: Cell, work: StepWork, found: float) -> None:
+        own = exp(cell.log)
+        usual = own + self._attention(work)
+        error = min(max(log(found / usual), -FASTER), SLOWER)
+        own, token = own / usual, tokens_of(work) / usual  # by how much the logarithm changes with each
+        cells, tokens = 1 / min(cell.seen, KEPT) * own**2, self._unsure * token**2
         if self._paced is None:
             paces = 0.0
         else:
             paces = 1 / min(self._paced, FOLLOWED) if self._paced else UNKNOWN
             self._paced += 1
-        cell.log += error * cells / (cells + paces + 1)
-        self.pace += error * paces / (cells + paces + 1)
+        total = cells + paces + tokens + 1
+        cell.log += error * cells / own / total
+        self.pace += error * paces / total
+        if tokens:
+            self.token = max(self.token + error * tokens / token / total, 0.0)
+            self._unsure *= max(1 - tokens / total, min(SURE / tokens, 1.0))
 
     def serve(self) -> None:
         """What is known so far was measured on an idle machine, whose pace is another one."""
         self.fit()
         self._paced = 0
+        self._unsure = (self.seconds(StepWork(1, 1, 0)) / CONTEXT / NOISE) ** 2
         for cell in self.cells.values():
             cell.last, cell.seen = None, min(cell.seen, IDLE)
 
     def seconds(self, work: StepWork) -> float:
         """Expected; 0 before anything was fitted. Of sampled steps that were not seen yet what greedy ones take."""
-        expected = self._formula(terms_of(work)) * exp(self.pace)
+        expected = self._formula(terms_of(work))
         cell = self.cells.get(key_of(work)) or self._greedy(work)
-        if cell is None or (usual := self._formula(cell.terms)) <= 0:
-            return expected
-        return expected * pow(exp(cell.log) / usual, cell.seen / (cell.seen + FULL))
+        if cell is not None and (usual := self._formula(cell.terms)) > 0:
+            expected *= pow(exp(cell.log) / usual, cell.seen / (cell.seen + FULL))
+        return (expected + self._attention(work)) * exp(self.pace)
+
+    def _attention(self, work: StepWork) -> float:
+        """Seconds at the usual pace that the context takes."""
+        return self.token * tokens_of(work)
 
     def _greedy(self, work: StepWork) -> Cell | None:
         return self.cells.get(key_of(work._replace(sampled=False)))
@@ -176,7 +203,8 @@ class StepTimes:
             StepTime(middle(key.requests), middle(key.rows), middle(key.passes), key.sampled, round(scale * exp(cell.log), 4), cell.seen)
             for key, cell in sorted(self.cells.items())
         ]
-        return StepCosts(steps, {name: scale * value for name, value in zip(NAMES, self.coefficients, strict=True)})
+        values = [*self.coefficients, self.token]
+        return StepCosts(steps, {name: scale * value for name, value in zip((*NAMES, "context_tokens"), values, strict=True)})
 
     def _formula(self, terms: list[float]) -> float:
         return sum(c * t for c, t in zip(self.coefficients, terms, strict=True))

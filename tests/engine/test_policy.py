@@ -20,7 +20,7 @@ from mtpserve.engine.costs import PROFILES, ModelShape, StepCost
 from mtpserve.engine.policy import EVERY, DepthPolicy
 from mtpserve.engine.scheduler import Planned, Scheduler
 from mtpserve.engine.simulator import Simulation
-from mtpserve.engine.step_times import StepTimes, StepWork
+from mtpserve.engine.step_times import FURTHER, StepTimes, StepWork
 from mtpserve.engine.traces import TraceConversation, TraceTurn
 from mtpserve.spec.simulated import SimulatedDevice
 from mtpserve.spec.sizes import draft_sizes
@@ -65,8 +65,8 @@ def measured(sizes: DraftSizes, batch: int, cost: StepCost) -> DepthPolicy:
         for depth in reversed(policy.depths):
             rows, context = requests * (1 + depth), requests * 10
             for _ in range(5):
-                absorbed = [rows] if depth else []
-                policy.times.observe(StepWork(requests, rows, depth), cost.seconds(rows, context, rows * 10, depth, absorbed))
+                seconds = cost.seconds(rows, context, rows * 10, depth, [rows] if depth else [])
+                policy.times.observe(StepWork(requests, rows, depth, False, context), seconds)
     policy.times.serve()
     policy.forget()
     return policy
@@ -183,6 +183,33 @@ def test_a_trial_that_goes_on_costs_what_it_costs() -> None:
         lost, now = lost + more, now + 0.3 + more
         policy.stepped(Planned(StepPlan([*spans, SpanPlan(4, 10, 400, 0, False, False)], depth), seqs), depth, 0.3 + more)
     assert policy.trials > 3 and lost < 0.01 * now, (policy.trials, lost)
+
+
+def test_what_guesses_nothing_is_soon_not_drafted_for() -> None:
+    """Steps of many requests are long, and each one tells much."""
+    cost = costs("cpu")[1]
+    assert 0 in run(texts(64), 64, cost, DEEP, NEVER, adaptive=True).depths[:6]
+
+
+def test_long_contexts_cost_each_depth_as_much() -> None:
+    """Other depths are known from a start with short contexts alone."""
+    random, requests = Random(0), 64
+
+    def seconds(depth: int, context: int, pace: float) -> float:
+        read = 3e-6 * context * (1 + FURTHER * depth)
+        return (0.05 * (1 + 0.8 * depth) + read) * pace
+
+    times = StepTimes()
+    for depth in range(DEEP + 1):
+        for _ in range(4):
+            times.observe(StepWork(requests, requests * (1 + depth), depth, False, requests * 8), seconds(depth, requests * 8, 1.0))
+    times.serve()
+    for tokens in range(200):
+        work = StepWork(requests, requests, 0, False, requests * (100 + tokens))
+        times.observe(work, seconds(0, work.context, 1.05) * exp(random.gauss(0, 0.03)))
+    for depth in range(DEEP + 1):
+        work = StepWork(requests, requests * (1 + depth), depth, False, requests * 300)
+        assert times.seconds(work) == pytest.approx(seconds(depth, work.context, 1.05), rel=0.08)
 
 
 def test_what_prompts_add_is_learned_apart() -> None:

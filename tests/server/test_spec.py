@@ -53,7 +53,7 @@ def test_what_is_known(http: httpx.AsyncClient, client: FakeClient) -> None:
     assert few == {"requests": 1, "rows": 1, "passes": 0, "sampled": False, "milliseconds": 10.0, "seen": 8}
     assert deep == {"requests": 1, "rows": 3, "passes": 2, "sampled": False, "milliseconds": 12.0, "seen": 8}
     assert (bucket(many["requests"]), bucket(many["rows"]), many["milliseconds"]) == (bucket(40), bucket(120), 20.0)
-    assert len(known["coefficients_ms"]) == 8 and all(value >= 0 for value in known["coefficients_ms"].values())
+    assert len(known["coefficients_ms"]) == 9 and all(value >= 0 for value in known["coefficients_ms"].values())
     assert any(known["coefficients_ms"].values())
 
 
