@@ -122,17 +122,27 @@ class Load:
         params = SamplingParams(max_tokens=tokens, temperature=self.temperature, ignore_eos=True)
         self.engine.add(Request(str(number), self.prompts[number % len(self.prompts)], params))
 
+    def fill(self) -> None:
+        """Until so many requests have been admitted: the prompts of many take longer than some turns."""
+        self.step()
+        while self.engine.stats.waiting:
+            self.step()
+
     def run(self, seconds: float) -> tuple[int, float]:
         """A turn of at least `seconds` → tokens, and seconds."""
         began, tokens, took = time.perf_counter(), 0, 0.0
         while took < seconds:
-            while self.started - self.ended < self.requests:
-                self.start()
-            for event in self.engine.step():
-                tokens += len(event.tokens)
-                self.ended += event.finish is not None
+            tokens += self.step()
             took = time.perf_counter() - began
         return tokens, took
+
+    def step(self) -> int:
+        """→ tokens."""
+        while self.started - self.ended < self.requests:
+            self.start()
+        events = self.engine.step()
+        self.ended += sum(event.finish is not None for event in events)
+        return sum(len(event.tokens) for event in events)
 
     def end(self) -> None:
         for number in range(self.started):
@@ -161,9 +171,12 @@ class Row:
 def measured(
     model: str, engines: dict[str, Engine], requests: int, temperature: float, turns: int, *, seconds: float = SLICE_S, texts: str = "demo"
 ) -> Row:
-    """All arms have their requests open, always as many, and step in short turns. Each arm's first tenth of the turns warms up."""
+    """All arms have their requests open, always as many, admitted before the first of the short turns that they step in. Each arm's first
+    tenth of the turns warms up."""
     loads = {name: Load(engine, requests, temperature, texts) for name, engine in engines.items()}
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in engines}
+    for load in loads.values():
+        load.fill()
     deepest, adaptive = engines[f"k = {DEPTH}"], engines["adaptive"]
     before, steps = list(deepest.stats.accept_lengths), list(adaptive.stats.steps_per_depth)
     for number in range(turns + turns // 10):

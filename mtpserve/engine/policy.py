@@ -49,6 +49,7 @@ SAVED = 20.0  # seconds of work from which a share is saved for trials, at most
 POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial of a single step drafts for: it is for what is accepted
 FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
+TIMED = 1 / 3  # of a step's time that is not that of prompts, at least: less of it is not known well enough
 HELD, SEEN = 8, 3  # steps of a trial beyond what is expected of it, and times after which it ends: its first step verifies older drafts
 # Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
 # cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 … ms at first, and trials would consist of such steps.
@@ -102,10 +103,11 @@ class DepthPolicy:
         self._every = OFTEN  # steps from the last choice to the next one
         self._rest = EVERY  # steps without a trial that are left
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
-        self._held, self._trial, self._seen = 0, 0, 0  # steps for which a trial goes on, its depth, and the times that it has measured
+        self._held, self._trial, self._seen = 0, 0, 0.0  # steps for which a trial goes on, its depth, and the times that it has measured
         self._rows, self._gain = 0, 0.0  # of a step in its place, and the seconds that what each of its steps yields more are worth
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._unlearned = 0.0  # seconds of steps since one was learned
+        self._measurable = True  # enough of the last step was not that of prompts
         self._turn = 0  # steps of which was learned: see part_of
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
 
@@ -197,7 +199,7 @@ class DepthPolicy:
     def _tried(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> int | None:
         """The depth of a trial, where one is due. `values`: tokens per second by depth."""
         depth, steps = self._candidate(seqs, values) if self._rest <= 0 else (None, 0)
-        if depth is None:
+        if depth is None or (steps > 1 and not self._measurable):
             return None
         # Steps of fewer rows would not tell what this depth's own ones take.
         tried = seqs if depth < self.depth or steps > 1 else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
@@ -214,7 +216,7 @@ class DepthPolicy:
             seq.most, seq.tried = self._ranks(depth), self.trials
         self._age, self._rest = self._every, EVERY  # the numbers of drafts are chosen anew
         # It ends as soon as its time was measured. Where that is not known yet, more steps than expected fit into the time to settle.
-        self._held, self._trial, self._seen = 0 if steps == 1 else HELD + 3 * steps // 2, depth, 0
+        self._held, self._trial, self._seen = 0 if steps == 1 else HELD + 3 * steps // 2, depth, 0.0
         return depth
 
     def _candidate(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> tuple[int | None, int]:
@@ -276,16 +278,18 @@ class DepthPolicy:
         if not work.requests:
             return
         alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)  # what the step took without them
+        self._measurable = alone > TIMED * seconds
         if trial:
             self._charge(work, alone)
         if not settled:
             return
         self._unlearned = 0.0
         tried = trial and self._held > 0 and (work.rows > work.requests) == (self._trial > 0)
-        if not prompts or (tried and 2 * alone > seconds):
-            self.times.observe(work, alone)
+        if not prompts or (tried and self._measurable):
+            noise = (seconds / alone) ** 2  # what prompts take varies as much as the rest
+            self.times.observe(work, alone, noise)
             if tried:
-                self._seen += 1
+                self._seen += 1 / noise
                 self._held *= self._seen < SEEN
         elif not trial:
             self.times.observe_prompts(work, prompts, seconds)

@@ -115,8 +115,8 @@ class StepTimes:
         self._prompts = 0.0, 0.0  # of the last ones: rows, and the seconds that they have added at the usual pace
         self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """A step took so long."""
+    def observe(self, work: StepWork, seconds: float, noise: float = 1.0) -> None:
+        """A step took so long. `noise`: variance, relative to that of other observations."""
         key, found = key_of(work), max(seconds, 1e-9) * exp(-self.pace)
         cell = self.cells.get(key)
         if cell is None and (greedy := self._greedy(work)) is not None:
@@ -124,7 +124,7 @@ class StepTimes:
         if cell is None:
             cell = self.cells[key] = Cell(terms_of(work), log(max(found - self._attention(work), found / 4)))
         else:
-            self._correct(cell, work, found)
+            self._correct(cell, work, found, noise)
         cell.seen += 1
         if max(work.requests, work.rows) > EXACT:
             share, terms = 1 / min(cell.seen, KEPT), terms_of(work)
@@ -150,7 +150,7 @@ class StepTimes:
             added = max(min(seconds, most) - alone, 0.0) * exp(-self.pace)
             self._prompts = (1 - PROMPTS) * self._prompts[0] + rows, (1 - PROMPTS) * self._prompts[1] + added
 
-    def _correct(self, cell: Cell, work: StepWork, found: float) -> None:
+    def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:
         own = exp(cell.log)
         usual = own + self._attention(work)
         error = min(max(log(found / usual), -FASTER), SLOWER)
@@ -161,7 +161,7 @@ class StepTimes:
         else:
             paces = 1 / min(self._paced, FOLLOWED) if self._paced else UNKNOWN
             self._paced += 1
-        total = cells + paces + tokens + 1
+        total = cells + paces + tokens + noise
         cell.log += error * cells / own / total
         self.pace += error * paces / total
         if tokens:
