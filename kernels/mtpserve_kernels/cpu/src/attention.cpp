@@ -21,23 +21,6 @@ constexpr int64_t MAX_PIECE = 96;  // rows × heads that share a key head, in on
 constexpr int64_t MAX_SUMS = 1 << 15;
 constexpr int64_t SMALL = 1 << 20;  // multiplications that one thread does before others have started
 
-// scores → p = e^(score - largest), with 0 where the row does not see. → their sum. `largest` so far grows if it must.
-inline float weigh(float* scores, Range seen, float& largest) {
-  for (int64_t j = 0; j < seen.first; j++) scores[j] = -INFINITY;
-  for (int64_t j = seen.end; j < BLOCK; j++) scores[j] = -INFINITY;
-  Floats most = load(scores);
-  for (int v = 1; v < BLOCK_VECTORS; v++) most = max(load(scores + v * LANES), most);
-  largest = std::max(max(most), largest);
-  const float base = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
-  Floats total = {};
-  for (int v = 0; v < BLOCK_VECTORS; v++) {
-    const Floats p = exp(load(scores + v * LANES) - set(base));
-    store(scores + v * LANES, p);
-    total = total + p;
-  }
-  return sum(total);
-}
-
 // A piece of the work: rows × heads that share a key head, for some key heads of one request. m = row * group + head.
 struct Piece {
   int64_t request;
@@ -57,7 +40,7 @@ struct Offsets {
 };
 
 struct Scratch {
-  std::vector<float> q, sums, largest, total, keys, values, scores;
+  std::vector<float> q, sums, largest, total, keys, values, alone, scores;
   std::vector<bf16> pairs;  // instead of q
   std::vector<Row> rows;
   Offsets here, ahead;
@@ -75,7 +58,7 @@ template <class K> struct Work {
   int64_t places = 0;                // the last place that some row sees, plus 1
   int64_t tree_start = INT64_MAX;
   bool nodes = false;  // some row is a tree's node
-  bool pairs = false;  // keys and queries are multiplied as pairs of bfloat16
+  bool pairs = false;  // of bfloat16 numbers are multiplied: of keys and queries, and of weights and values
 
   void run(const Heads& q, const Heads& out) {
     look_at_rows();
@@ -122,6 +105,8 @@ template <class K> struct Work {
     scratch.total.assign(total, sinks ? 1.f : 0.f);
     scratch.keys.resize(BLOCK * padded);
     scratch.scores.resize(count * MOST);
+    scratch.values.resize(BLOCK * value_stride());
+    if (pairs) scratch.alone.resize(BLOCK / 2 * value_stride());
     each_row([&](int64_t i, int64_t row, int64_t head) {
       if (sinks) scratch.largest[i] = sinks[head];
       if (pairs) {
@@ -242,7 +227,8 @@ template <class K> struct Work {
       if (seen[m].first >= seen[m].end) continue;
       const int64_t i = h * count + m;
       const float before = scratch.largest[i];
-      const float sum = weigh(scratch.scores.data() + m * MOST + b, seen[m], scratch.largest[i]);
+      float* scores = scratch.scores.data() + m * MOST + b;
+      const float sum = pairs ? weigh<true>(scores, seen[m], scratch.largest[i]) : weigh<false>(scores, seen[m], scratch.largest[i]);
       if (scratch.largest[i] != before) {
         const Floats shrink = exp(set(before - scratch.largest[i]));
         scratch.total[i] *= max(shrink);
@@ -256,30 +242,52 @@ template <class K> struct Work {
       fetch(values, scratch.ahead.value, spans.value_head_stride, spans.value_dim, next, h, piece.heads.end - piece.heads.first);
     const int64_t shared =
         nodes ? std::clamp<int64_t>(tree_start - start - b, 0, BLOCK) : BLOCK;  // the columns before it are the same for all
-    const bool several = count > MAX_ROWS;  // tiles: the values are widened once for all, and lie side by side
+    const Range some{std::clamp<int64_t>(low - start - b, 0, shared), std::clamp<int64_t>(end - start - b, 0, shared)};
+    // Several tiles: the values are widened once for all, or paired, and lie side by side.
+    const bool several = count > MAX_ROWS || (pairs && spans.value_dim % LANES);
     int64_t offsets[BLOCK];
-    if (several)
-      widen_values(head, scratch.here.value + b,
-                   {std::clamp<int64_t>(low - start - b, 0, shared), std::clamp<int64_t>(end - start - b, 0, shared)}, offsets);
+    if (several && !pairs) widen_values(head, scratch.here.value + b, some, offsets);
+    float* sums = scratch.sums.data() + h * count * width;
+    Range joint[MAX_PIECE];  // of the tile that begins there: the columns that all of its rows see; with pairs, whole ones
     each_tile([&](int64_t m, auto rows) {
-      Range joint{0, shared};
-      for (int64_t i = m; i < m + rows; i++) joint = {std::max(joint.first, seen[i].first), std::min(joint.end, seen[i].end)};
-      if (joint.first >= joint.end) joint = {0, 0};
+      Range all{0, shared};
+      for (int64_t i = m; i < m + rows; i++) all = {std::max(all.first, seen[i].first), std::min(all.end, seen[i].end)};
+      if (pairs) all = {round_up(all.first, 2), all.end / 2 * 2};
+      joint[m] = all.first < all.end ? all : Range{0, 0};
+      each_alone(h, m, rows, start, b, seen, {0, joint[m].first});
+      if (pairs) return;
       const float* p = scratch.scores.data() + m * MOST + b;
-      float* sums = scratch.sums.data() + (h * count + m) * width;
-      if (joint.first > 0) each_alone(h, m, rows, start, b, seen, {0, joint.first});
-      if (joint.end > 0 && several)
-        add_values<rows, vectors_of(rows)>(p, scratch.values.data(), offsets, 0, spans.value_dim, joint, sums, width);
-      else if (joint.end > 0) add_values<rows, vectors_of(rows)>(p, head, scratch.here.value + b, 0, spans.value_dim, joint, sums, width);
-      each_alone(h, m, rows, start, b, seen, {joint.end, BLOCK});
+      if (several)
+        add_values<rows, vectors_of(rows)>(p, scratch.values.data(), offsets, 0, spans.value_dim, joint[m], sums + m * width, width);
+      else add_values<rows, vectors_of(rows)>(p, head, scratch.here.value + b, 0, spans.value_dim, joint[m], sums + m * width, width);
+    });
+    if constexpr (std::is_same_v<K, bf16>) {
+      if (pairs && several) {
+        float* to = scratch.values.data();
+        pack_pairs(head, scratch.here.value + b, some, spans.value_dim, to + some.first / 2 * value_stride(), value_stride());
+        add_joint(h, b, joint, PackedPairs{to, value_stride()});
+      } else if (pairs) {
+        add_joint(h, b, joint, PairsInPlace{head, scratch.here.value + b});
+      }
+    }
+    each_tile([&](int64_t m, auto rows) { each_alone(h, m, rows, start, b, seen, {joint[m].end, BLOCK}); });
+  }
+
+  int64_t value_stride() const { return width + PANEL; }  // not a power of two, of which few lines would fit into the cache
+
+  // Of each tile the pairs of columns that all of its rows see. A part of the values stays in the innermost cache for all tiles.
+  template <class Value> void add_joint(int64_t h, int64_t b, const Range* joint, const Value& value) {
+    each_width<BLOCK_VECTORS>(0, width, [&](int64_t e, auto vectors) {
+      each_tile([&](int64_t m, auto rows) {
+        add_pairs<rows, vectors>(scratch.scores.data() + m * MOST + b, value, e, {joint[m].first / 2, joint[m].end / 2},
+                                 scratch.sums.data() + (h * count + m) * width, width);
+      });
     });
   }
 
   void widen_values(const K* head, const int64_t* from, Range columns, int64_t* offsets) {
-    const int64_t stride = width + PANEL;  // not a power of two, of which few lines would fit into the cache
-    scratch.values.resize(BLOCK * stride);
     for (int64_t j = columns.first; j < columns.end; j++) {
-      offsets[j] = j * stride;
+      offsets[j] = j * value_stride();
       convert(head + from[j], scratch.values.data() + offsets[j], spans.value_dim);
     }
   }
@@ -298,9 +306,16 @@ template <class K> struct Work {
         offsets[j] = scratch.here.value[row.ancestors && node >= 0 ? tree_start - start + row.ancestor[node] : b + j];
       }
       const K* head = values + (piece.heads.first + h) * spans.value_head_stride;
+      const float* p = scratch.scores.data() + i * MOST + b;
+      float* sums = scratch.sums.data() + (h * count + i) * width;
+      if constexpr (std::is_same_v<K, bf16>)
+        if (pairs) pack_pairs(head, offsets, columns, spans.value_dim, scratch.alone.data(), value_stride());
       with_rows<MAX_ROWS>(many, [&](auto same) {
-        add_values<same, vectors_of(same)>(scratch.scores.data() + i * MOST + b, head, offsets, 0, spans.value_dim, columns,
-                                           scratch.sums.data() + (h * count + i) * width, width);
+        if (!pairs) return add_values<same, vectors_of(same)>(p, head, offsets, 0, spans.value_dim, columns, sums, width);
+        const PackedPairs value{scratch.alone.data(), value_stride()};
+        each_width<BLOCK_VECTORS>(0, width, [&](int64_t e, auto vectors) {
+          add_pairs<same, vectors>(p + columns.first / 2, value, e, {0, ceil_div(columns.end, 2) - columns.first / 2}, sums, width);
+        });
       });
     }
   }

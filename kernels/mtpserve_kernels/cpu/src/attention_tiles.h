@@ -1,10 +1,16 @@
-// Attention's two products, tile by tile: of queries with a block of keys, and of weights with the values. attention.cpp has the rest.
+// Attention's two products, tile by tile: of queries with a block of keys, and of weights with the values; and the weights of scores.
+// attention.cpp has the rest.
 //
 // Scores: a block of keys is transposed into scratch once for all rows × heads that share it; then lanes are keys, and the rows' numbers
 // are broadcast. Lanes over the key's numbers would need a horizontal sum for each score: equal for one row, slower for many. Keys are
 // float32 there; where keys and queries are bfloat16, and there are units for it, they stay pairs of bfloat16, which are multiplied as
 // such.
+//
+// Weighted sums: lanes are the value's numbers, and the rows' weights are broadcast. With pairs, two columns beside each other, of which
+// the first is even, are added at once: their weights are rounded to bfloat16, as FlashAttention's are (Dao 2023,
+// https://arxiv.org/abs/2307.08691).
 #pragma once
+#include <cmath>
 #include <type_traits>
 
 #include "threads.h"
@@ -86,6 +92,29 @@ void multiply_keys(const Q* q, int64_t dim, const float* keys, int64_t padded, f
   }
 }
 
+// scores → p = e^(score - largest), with 0 where the row does not see. → their sum. `largest` so far grows if it must. PAIRED: as bfloat16
+// beside each other.
+template <bool PAIRED> inline float weigh(float* scores, Range seen, float& largest) {
+  for (int64_t j = 0; j < seen.first; j++) scores[j] = -INFINITY;
+  for (int64_t j = seen.end; j < BLOCK; j++) scores[j] = -INFINITY;
+  Floats most = load(scores);
+  for (int v = 1; v < BLOCK_VECTORS; v++) most = max(load(scores + v * LANES), most);
+  largest = std::max(max(most), largest);
+  const float base = largest == -INFINITY ? 0 : largest;  // -inf - -inf is NaN
+  Floats total = {};
+  for (int v = 0; v < BLOCK_VECTORS; v++) {
+    Floats p = exp(load(scores + v * LANES) - set(base));
+    if constexpr (PAIRED) {
+      bf16* to = (bf16*)scores + v * LANES;
+      store(to, p), p = load(to);
+    } else {
+      store(scores + v * LANES, p);
+    }
+    total = total + p;
+  }
+  return sum(total);
+}
+
 // sums[m] += p[m][j] v[j], j over `columns`, v[j] at values + offsets[j]; VECTORS vectors of it, or one of `count` numbers.
 template <int ROWS, int VECTORS, bool COUNTED, class V>
 inline __attribute__((always_inline)) void add_tile(const float* p, const V* values, const int64_t* offsets, int64_t e, int count,
@@ -115,6 +144,61 @@ template <int ROWS, int VECTORS, class V> void add_values(const float* p, const 
   } else if (e < dim) {
     add_tile<ROWS, 1, true>(p, values, offsets, e, int(dim - e), columns, out, stride);
   }
+}
+
+// LANES numbers of one value beside those of another: pairs of 32 bits.
+inline Floats paired(const bf16* first, const bf16* second) {
+  return (Floats)(__builtin_convertvector(read<Halves>(first), Bits) | __builtin_convertvector(read<Halves>(second), Bits) << 16);
+}
+
+// Values of the columns 2 i and 2 i + 1, numbers from e on.
+struct PairsInPlace {
+  const bf16* values;
+  const int64_t* offsets;
+  Floats operator()(int64_t i, int64_t e) const { return paired(values + offsets[2 * i] + e, values + offsets[2 * i + 1] + e); }
+};
+struct PackedPairs {
+  const float* values;
+  int64_t stride;
+  Floats operator()(int64_t i, int64_t e) const { return load(values + i * stride + e); }
+};
+
+// The columns `part`, at values + offsets[column] → to[column / 2][stride] of pairs; what is no column of it is 0.
+inline void pack_pairs(const bf16* values, const int64_t* offsets, Range part, int64_t dim, float* to, int64_t stride) {
+  alignas(64) static constexpr bf16 zeros[LANES] = {};
+  for (int64_t j = part.first / 2 * 2; j < part.end; j += 2, to += stride) {
+    const bf16* first = j >= part.first ? values + offsets[j] : nullptr;
+    const bf16* second = j + 1 < part.end ? values + offsets[j + 1] : nullptr;
+    int64_t e = 0;
+    for (; e + LANES <= dim; e += LANES) store(to + e, paired(first ? first + e : zeros, second ? second + e : zeros));
+    if (e == dim) continue;
+    bf16 rest[2][LANES] = {};
+    if (first) std::copy(first + e, first + dim, rest[0]);
+    if (second) std::copy(second + e, second + dim, rest[1]);
+    store(to + e, paired(rest[0], rest[1]));
+  }
+}
+
+// sums[m] += p[m][i] · value(i), i over `pairs`, of VECTORS vectors from e on. p: pairs, from row to row MOST of them.
+template <int ROWS, int VECTORS, class Value>
+void add_pairs(const float* p, const Value& value, int64_t e, Range pairs, float* out, int64_t stride) {
+  Floats sums[ROWS][VECTORS];
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) sums[m][v] = load(out + m * stride + e + v * LANES);
+  for (int64_t i = pairs.first; i < pairs.end; i++) {
+    Floats x[VECTORS];
+    for (int v = 0; v < VECTORS; v++) x[v] = value(i, e + v * LANES);
+    for (int m = 0; m < ROWS; m++)
+      for (int v = 0; v < VECTORS; v++) sums[m][v] = add_products(sums[m][v], x[v], (const bf16*)(p + m * MOST + i));
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) store(out + m * stride + e + v * LANES, sums[m][v]);
+}
+
+// f(e, number of vectors) for all `width` numbers, a multiple of LANES.
+template <int VECTORS, class F> void each_width(int64_t e, int64_t width, const F& f) {
+  for (; e + VECTORS * LANES <= width; e += VECTORS * LANES) f(e, std::integral_constant<int, VECTORS>{});
+  if constexpr (VECTORS > 1) each_width<VECTORS / 2>(e, width, f);
 }
 }  // namespace
 }  // namespace mtp
