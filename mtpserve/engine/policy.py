@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 RISK = 0.99  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
 OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.05 to 0.3 ms each
-EVERY = 8  # steps between two trials, at least
+EVERY, SELDOM = 8, 64  # steps between two trials, at least, and after one whose turn it was not
 SURE = 12  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
 CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
@@ -107,6 +107,7 @@ class DepthPolicy:
         self._rows, self._gain = 0, 0.0  # of a step in its place, and the seconds that what each of its steps yields more are worth
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._unlearned = 0.0  # seconds of steps since one was learned
+        self._timing = False  # the next trial is for what times are
         self._measurable = True  # enough of the last step was not that of prompts
         self._turn = 0  # steps of which was learned: see part_of
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
@@ -197,44 +198,55 @@ class DepthPolicy:
     # ------------------------------------------------------------------------------------------------- trials
 
     def _tried(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> int | None:
-        """The depth of a trial, where one is due. `values`: tokens per second by depth."""
-        depth, steps = self._candidate(seqs, values) if self._rest <= 0 else (None, 0)
-        if depth is None or (steps > 1 and not self._measurable):
+        """The depth of a trial, where one is due: for what steps take and for what is accepted, in turn. Where one costs too much, the
+        other may come sooner, or a single step. `values`: tokens per second by depth."""
+        if self._rest > 0:
             return None
+        oldest, deeper = self._oldest(seqs, values), self._deeper(seqs, values)
+        single = deeper and (deeper[0], 1)
+        candidates = [found for found in ((oldest, deeper, single) if self._timing else (deeper, oldest, single)) if found is not None]
+        for number, (depth, steps) in enumerate(candidates):
+            if self._tries(seqs, depth, steps, values[depth]):
+                self._rest = SELDOM if number else EVERY
+                self._timing ^= number == 0
+                return depth
+        return None
+
+    def _tries(self, seqs: Seq[Sequence], depth: int, steps: int, value: float) -> bool:
+        """A trial begins, if it can be afforded."""
+        if steps > 1 and not self._measurable:
+            return False
         # Steps of fewer rows would not tell what this depth's own ones take.
         tried = seqs if depth < self.depth or steps > 1 else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
         gained = sum(self._expected(seq, self._ranks(depth)) - self._expected(seq, seq.most or 0) for seq in tried)
         self._rows, self._gain = len(seqs) + sum(seq.most or 0 for seq in seqs), gained / max(self.value, 1e-9)
-        cost = self._cost(seqs, depth, tried, values[depth])
+        cost = self._cost(seqs, depth, tried, value)
         if steps * cost + CHANGE > self._saved:
-            return None
+            return False
         self._saved -= CHANGE + (max(cost, 0.0) if steps == 1 else 0.0)
         self.trials += 1
         if depth > self.depth:
             self._trying = {seq.id: self._expected(seq, self._ranks(depth)) for seq in tried}
         for seq in tried:
             seq.most, seq.tried = self._ranks(depth), self.trials
-        self._age, self._rest = self._every, EVERY  # the numbers of drafts are chosen anew
+        self._age = self._every  # the numbers of drafts are chosen anew
         # It ends as soon as its time was measured. Where that is not known yet, more steps than expected fit into the time to settle.
         self._held, self._trial, self._seen = 0 if steps == 1 else HELD + 3 * steps // 2, depth, 0.0
-        return depth
+        return True
 
-    def _candidate(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> tuple[int | None, int]:
-        """In every other trial a depth whose time was not measured lately, else the best of the deeper ones, to learn what is accepted. And
-        for how many steps."""
-        others = [depth for depth in self.depths if depth != self.depth]
-        deeper = [depth for depth in others if depth > self.depth]
-        if self.trials % 2 or not deeper:
-            count, old, fresh = len(seqs), [], max(FRESH, FRESH_S / (self._usual(seqs) or FRESH_S))
-            for depth in others:
-                age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, is_sampled(seqs)))
-                if (age is None or age > fresh) and values[depth] > CLOSE * self.value * (depth > 0):
-                    old.append((age is None, age or 0, -depth))
-            if old:
-                oldest = -max(old)[2]
-                return oldest, self._long(seqs, oldest)
-        if not deeper:
-            return None, 0
+    def _oldest(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> tuple[int, int] | None:
+        """The depth whose time was not measured for longest, and steps until it was."""
+        count, old, fresh = len(seqs), [], max(FRESH, FRESH_S / (self._usual(seqs) or FRESH_S))
+        for depth in self.depths:
+            age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, is_sampled(seqs)))
+            if depth != self.depth and (age is None or age > fresh) and values[depth] > CLOSE * self.value * (depth > 0):
+                old.append((age is None, age or 0, -depth))
+        return (depth := -max(old)[2], self._long(seqs, depth)) if old else None
+
+    def _deeper(self, seqs: Seq[Sequence], values: Mapping[int, float]) -> tuple[int, int] | None:
+        """The best of the deeper ones, to learn what is accepted, and for how many steps."""
+        if not (deeper := [depth for depth in self.depths if depth > self.depth]):
+            return None
         best = max(deeper, key=values.__getitem__)
         return best, self._long(seqs, best) if values[best] > NEAR * self.value else 1
 
