@@ -10,7 +10,7 @@ from mtpserve.core.request import ModelCard, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.policy import SETTLING, DepthPolicy
 
-SECONDS, TOKENS = 6.0, 64  # in all: what is not measured by then is expected by the formula; and of each request
+SECONDS, TOKENS = 6.0, 64  # in all; and of each request. More requests, whose steps are longer, are not measured when the time is over
 STEPS, FEWEST, ENOUGH_S = 6, 2, 0.3  # of each number of requests and depth, and of slow ones; the first is not measured
 PRIME = 7919  # tokens that are this far apart: different ones go to different experts
 
@@ -36,16 +36,11 @@ def ladder(most: int) -> list[int]:
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
-def apart(numbers: list[int]) -> list[int]:
-    """The same in another order: the ends first, so that the formula need not reach beyond what was measured; neighbours late."""
-    return list(dict.fromkeys([numbers[-1], numbers[0], *numbers[-3:0:-2], *numbers[-2:0:-2]]))
-
-
 def measure(engine: Steps, policy: DepthPolicy, most: int) -> None:
     """`most` requests at once."""
     until, tokens = perf_counter() + SECONDS, min(TOKENS, engine.context_length - 1)
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
-    for requests, depth in product(apart(ladder(most)), reversed(policy.depths)):
+    for requests, depth in product(ladder(most), reversed(policy.depths)):
         policy.forced, steps, began = depth, 0, perf_counter()
         for number in range(requests):
             engine.add(Request(f"measure {number}", [(number + 1) * PRIME % engine.card.vocab], sampling))
