@@ -123,8 +123,8 @@ class Load:
         self.engine.add(Request(str(number), self.prompts[number % len(self.prompts)], params))
 
     def fill(self) -> None:
-        """Until so many requests have been admitted, since the prompts of many take longer than some turns; or until as many have ended, where
-        drafts leave prompts little of a step's rows."""
+        """Until so many requests have been admitted, since the prompts of many take longer than some turns; or until as many have ended,
+        where drafts leave prompts little of a step's rows."""
         self.step()
         while self.engine.stats.waiting and self.ended < self.requests:
             self.step()
