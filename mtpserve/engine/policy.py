@@ -298,7 +298,7 @@ class DepthPolicy:
         self._unlearned = 0.0
         tried = trial and self._held > 0 and (work.rows > work.requests) == (self._trial > 0)
         if not prompts or (tried and self._measurable):
-            noise = (seconds / alone) ** 2  # what prompts take varies as much as the rest
+            noise = (seconds / alone) ** 2 if prompts else 1.0  # what prompts take varies as much as the rest
             self.times.observe(work, alone, noise)
             if tried:
                 self._seen += 1 / noise

@@ -178,7 +178,7 @@ def test_trials_cost_little() -> None:
 
 
 def depths_beside_prompts(cost: StepCost, rate: float, seconds: float, more: float) -> tuple[DepthPolicy, list[int]]:
-    """Of 1000 steps of 0.3 s with four requests and 400 rows of a prompt. `more`: seconds of a step with drafts."""
+    """Of 1000 steps of so many `seconds`, with four requests and 400 rows of a prompt. `more`: of a step with drafts."""
     seqs, random, depths = [sequence(i) for i in range(4)], Random(0), list[int]()
     policy = measured(DraftSizes(steps=3, proposed=3, written=3), 4, cost)
     for seq in seqs * 60:
@@ -210,7 +210,7 @@ def test_what_guesses_nothing_is_soon_not_drafted_for() -> None:
     assert 0 in run(texts(64), 64, cost, DEEP, NEVER, adaptive=True).depths[:6]
 
 
-def test_long_contexts_cost_each_depth_as_much() -> None:
+def test_what_long_contexts_take_is_learned_from_one_depth() -> None:
     """Other depths are known from a start with short contexts alone."""
     random, requests = Random(0), 64
 
