@@ -79,11 +79,20 @@ def private_directory() -> str:
     return directory
 
 
+# glibc's malloc asks for huge pages then: a step of one request, which reads every weight once, takes 4 to 6 % less on two cores of Zen 5.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
 def waiting() -> dict[str, str]:
     """How OpenMP's threads wait for the next product, as environment variables: they spin for a millisecond or two, which is longer than a
     step is busy elsewhere, and then sleep, so that an idle engine leaves its cores to others. Sleeping at once takes up to twice the time
-    per step, spinning for ever takes the front end's core (benchmarks/README.md). What the user has set stays."""
+    per step, spinning for ever takes the front end's core (benchmarks/README.md)."""
     return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "100000", "KMP_BLOCKTIME": "2"}
+
+
+def environment() -> dict[str, str]:
+    """The engine's process has it. What the user has set stays."""
+    return HUGE_PAGES | waiting() | os.environ
 
 
 class Mailbox:
@@ -157,7 +166,7 @@ class ProcessClient:
         self._requests.connect(endpoint(self._directory, INBOX))
         command = [sys.executable, "-m", "mtpserve.engine.process", "--endpoint-dir", self._directory, "--factory", self._factory]
         # Standard input is never written: it tells the child when this process ends, however it ends.
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, env=waiting() | os.environ)
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, env=environment())
         self._send(self._start_message)
         listener = asyncio.create_task(self._listen())
         self._tasks = [listener, asyncio.create_task(self._watch(self._process, listener))]

@@ -340,7 +340,8 @@ class Engine:
                 result = launched.result()
                 # While steps follow each other, each takes from the end of the last one to its own. A longer pause is the caller's.
                 last, self._booked = self._booked or began, perf_counter()
-                self._timed(planned, min(self._booked - last, 2 * (self._booked - began)))
+                own, since = self._booked - began, self._booked - last
+                self._timed(planned, since if since <= 2 * own else own)
                 events += self._report(self._scheduler.commit(planned, result), planned)
             except Exception as error:
                 events += self._failed(planned.seqs, error)

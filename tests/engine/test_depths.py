@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.request import Request, SpecChange
+from mtpserve.core.request import Request, SpecChange, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from tests.tiny import prompts, run, tiny_engine, tiny_model
@@ -76,3 +76,25 @@ def test_without_speculation_no_depths_are_counted() -> None:
     report = engine.set_spec(SpecChange())
     assert (report.configured, sum(report.steps_per_depth)) == (0, 0)
     assert report.fixed is not None and report.fixed.endswith("no speculation")
+
+
+@pytest.mark.parametrize("pause", [0.0, 1.0, 50.0])
+def test_a_callers_pause_is_no_part_of_a_step(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's time begins with the end of the one before, unless more than the step's own time has passed until it began."""
+    engine, told, now = tiny_engine(tiny_model(), 1, adaptive=True), list[float](), 0.0
+    assert engine.policy is not None
+    monkeypatch.setattr(engine.policy, "stepped", lambda planned, passes, seconds: told.append(seconds))
+    monkeypatch.setattr("mtpserve.engine.engine.perf_counter", lambda: now)
+    book = engine._book
+
+    def takes(leave: int) -> list[TokenEvent]:
+        nonlocal now
+        now += 2.0
+        return book(leave)
+
+    monkeypatch.setattr(engine, "_book", takes)
+    engine.add(Request("0", [3, 4, 5], SamplingParams(max_tokens=8, temperature=0)))
+    while engine.has_work:
+        engine.step()
+        now += pause
+    assert len(told) > 3 and set(told[1:]) == {2.0 + (pause if pause <= 2.0 else 0.0)}

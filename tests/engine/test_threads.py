@@ -13,7 +13,7 @@ import torch
 from mtpserve.config import CPUConfig, EngineConfig, ModelConfig, ParallelConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.engine import threads
-from mtpserve.engine.client import waiting
+from mtpserve.engine.client import environment, waiting
 
 needs_affinity = pytest.mark.skipif(threads.allowed() is None, reason="this system does not bind processes to cores")
 
@@ -123,3 +123,10 @@ def test_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting()["GOMP_SPINCOUNT"] == "100000"
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert waiting() == {}
+
+
+def test_huge_pages_unless_malloc_was_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1" and environment()["PATH"] == os.environ["PATH"]
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
+    assert environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=3"
