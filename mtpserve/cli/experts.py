@@ -22,7 +22,10 @@ def parser() -> Parser:
     made.add_argument(
         "files", metavar="FILE", nargs="+", help="what --record-expert-load wrote: the files of all engines, which are added up"
     )
-    made.add_argument("--engines", metavar="N", type=int, required=True, help="--data-parallel-size of the server that will read the file")
+    made.add_argument(
+        "--engines", metavar="N", type=int, required=True,
+        help="--data-parallel-size of the server that will read the file, times the processes of each engine",
+    )  # fmt: skip
     made.add_argument("--output", metavar="FILE", required=True, help="file for --expert-map")
     return made
 

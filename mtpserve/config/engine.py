@@ -224,14 +224,16 @@ class ParallelConfig:
     enable_expert_parallel: bool = option(
         False,
         "spread a model's routed experts over the engines of --data-parallel-size: each has requests, KV and all other weights itself. "
-        "With one engine over the processes of --tensor-parallel-size: each has some experts instead of a part of each",
+        "With --tensor-parallel-size over the processes of all engines: each has some experts instead of a part of each",
     )
-    enable_dp_attention: bool = option(False, "the same, as in SGLang, where --tensor-parallel-size is given as --data-parallel-size is")
-    expert_parallel_size: int = option(
-        1, "the same by a number: 1, or as many as --data-parallel-size, or, with one engine, as --tensor-parallel-size", "ep", "ep-size"
+    enable_dp_attention: bool = option(
+        False, "the same, as in SGLang, where --tensor-parallel-size is of all engines together: each has its --data-parallel-size-th part"
     )
+    expert_parallel_size: int = option(1, "the same by a number: 1, or that of all engines' processes", "ep", "ep-size")
     expert_map: str | None = option(
-        None, "JSON file: of a layer's number the engine of each expert, as `mtpserve experts` makes it (default: evenly, in order)"
+        None,
+        "JSON file: of a layer's number the EP rank of each expert, which is its engine, or of engines with T processes engine * T + "
+        "process, as `mtpserve experts` makes it (default: evenly, in order)",
     )
     record_expert_load: str | None = option(
         None,
@@ -249,21 +251,25 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         engines, experts = self.data_parallel_size, self.expert_parallel_size
-        if self.enable_dp_attention and self.tensor_parallel_size == engines:
-            object.__setattr__(self, "tensor_parallel_size", 1)  # SGLang counts the GPUs of all engines: each of them has one
-        own = self.tensor_parallel_size
-        check(1 <= own <= 64, "tensor_parallel_size", own, "in [1, 64]")
-        allowed = f"1, or as --data-parallel-size, with {self.spreading}: an engine that shares experts has one device"
-        check(own == 1 or self.spreading is None or not self.spreads, "tensor_parallel_size", own, allowed)
+        check(1 <= engines <= 64, "data_parallel_size", engines, "in [1, 64]")
+        check(1 <= self.tensor_parallel_size <= 64, "tensor_parallel_size", self.tensor_parallel_size, "in [1, 64]")
+        whole = not self.enable_dp_attention or self.tensor_parallel_size == 1 or self.tensor_parallel_size % engines == 0
+        allowed = f"1, or a multiple of --data-parallel-size, which is {engines}, with --enable-dp-attention"
+        check(whole, "tensor_parallel_size", self.tensor_parallel_size, allowed)
         check(self.pipeline_parallel_size == 1, "pipeline_parallel_size", self.pipeline_parallel_size, "1: it is not supported yet")
-        over, size = ("--data-parallel-size", engines) if engines > 1 else ("--tensor-parallel-size", own)
-        check(experts in (1, size), "expert_parallel_size", experts, f"1 or as {over}, which is {size}")
+        size = engines * self.ranks
+        check(experts in (1, size), "expert_parallel_size", experts, f"1 or {size}, the number of all engines' processes")
         for name in ("expert_map", "record_expert_load"):
             given = getattr(self, name)
             check(given is None or self.spreads, name, given, "given with --enable-expert-parallel and several engines")
-        check(1 <= self.data_parallel_size <= 64, "data_parallel_size", self.data_parallel_size, "in [1, 64]")
         check(0 <= self.engine_timeout < 1e6, "engine_timeout", self.engine_timeout, "at least 0")
         check(self.engine_restarts is None or self.engine_restarts >= 0, "engine_restarts", self.engine_restarts, "at least 0")
+
+    @property
+    def ranks(self) -> int:
+        """Processes of each engine."""
+        size, of_all = self.tensor_parallel_size, self.enable_dp_attention and self.tensor_parallel_size > 1
+        return size // self.data_parallel_size if of_all else size
 
     @property
     def spreading(self) -> str | None:
@@ -282,8 +288,8 @@ class ParallelConfig:
     @property
     def by_rank(self) -> bool:
         """Whether each of an engine's processes has some of the experts whole."""
-        asked = self.enable_expert_parallel or self.expert_parallel_size > 1
-        return asked and self.data_parallel_size == 1 and self.tensor_parallel_size > 1
+        asked = self.spreads or self.enable_expert_parallel or self.expert_parallel_size > 1
+        return asked and self.ranks > 1
 
     @property
     def restarts(self) -> int:

@@ -62,10 +62,10 @@ def share(numbers: int, size: int) -> int:
 
 
 class Peers(Protocol):
-    """How engines that share their experts talk. All call the same methods in the same order. Raises EngineDead where one of them is gone
-    or does not answer in time."""
+    """How engines that share their experts talk, or their ranks of one number. All call the same methods in the same order. Raises
+    EngineDead where one of them is gone or does not answer in time."""
 
-    rank: int  # 0 … size - 1
+    rank: int  # 0 … size - 1: the engine's number
     size: int
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -84,7 +84,7 @@ class SpreadExperts(Protocol):
     """Where a model's routed experts are, and the rows' way to them and back. Layers have the numbers of `ModelArch.layers`."""
 
     def owned(self, layer: int, experts: int) -> Sequence[int]:
-        """The numbers of this rank's experts, of so many of that layer, rising."""
+        """The numbers of this process's experts, of so many of that layer, rising."""
         ...
 
     def serve(self, layer: int, experts: int, compute: ComputeExperts) -> None:
@@ -92,5 +92,6 @@ class SpreadExperts(Protocol):
         ...
 
     def outputs(self, layer: int, x: Tensor, chosen: Tensor) -> Tensor:
-        """x [T, H], chosen [T, K] → [T, K, H]: what each chosen expert makes of the row. Raises EngineDead."""
+        """x [T, H], chosen [T, K] → [T, K, H]: what each chosen expert makes of the row; zeros where another rank of this engine has it
+        computed. Raises EngineDead."""
         ...

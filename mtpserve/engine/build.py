@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -29,7 +29,7 @@ from mtpserve.engine.planning import Plan, load_model, overlap_of, positions
 from mtpserve.engine.rank_messages import Order, Reached, Room, SharedFiles, Wire
 from mtpserve.engine.ranks import RankProcesses, joined
 from mtpserve.engine.recording import header_of, recorder_of
-from mtpserve.engine.spread import meet
+from mtpserve.engine.spread import meet, ticks_of
 from mtpserve.engine.threads import bind
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
@@ -103,9 +103,7 @@ def below_of(config: EngineConfig, planned: Plan, file: int | None) -> TierOptio
     """Pages of an engine with others behind one front end are its own. `file`: of the host memory that an engine's ranks share."""
     nodes = config.disaggregation
     known = {} if nodes.role is None else facts(config, planned)
-    return TierOptions(
-        config.host_bytes, config.cache, nodes, known, config.replica, config.rank, config.parallel.tensor_parallel_size, file
-    )
+    return TierOptions(config.host_bytes, config.cache, nodes, known, config.replica, config.rank, config.parallel.ranks, file)
 
 
 def warn(spec: SpecConfig, curve: Curve | None) -> None:
@@ -178,8 +176,11 @@ def in_room(planned: Plan, room: Room) -> Plan:
     return replace(planned, memory=fitting)
 
 
-def build_rank(config: EngineConfig, wire: Wire[Order], files: SharedFiles) -> tuple[Runner, PreparedGrammars | None] | None:
-    """In a process of rank 1 and up: what computes its part. None: rank 0 has given up. Raises LoadError and ConfigError."""
+def build_rank(
+    config: EngineConfig, wire: Wire[Order], files: SharedFiles
+) -> tuple[Runner, PreparedGrammars | None, Callable[[], None]] | None:
+    """In a process of rank 1 and up: what computes its part, and what ends its part of a tick. None: rank 0 has given up. Raises LoadError,
+    ConfigError and EngineDead."""
     bind(config)
     processors, planned = load_processors(config.sampling.logits_processors), planned_for(config)
     wire.send(room_of(planned.memory))
@@ -192,8 +193,11 @@ def build_rank(config: EngineConfig, wire: Wire[Order], files: SharedFiles) -> t
     model = load_part(planned, ranks, progress=False)
     wire.send(Reached("loaded"))
     options = replace(options_of(planned, processors, curve_of(config.spec)), below=below_of(config, planned, files.pages))
-    made = computing(model, sizes_of(planned), options)
-    return made.runner, made.grammars
+    made, spread = computing(model, sizes_of(planned), options), planned.described.spread
+    if spread is None:
+        return made.runner, made.grammars, lambda: None
+    meet(config, spread, planned.described.arch, planned.dtype, planned.device)
+    return made.runner, made.grammars, spread.finish
 
 
 def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
@@ -238,7 +242,9 @@ def build_with(others: RankProcesses, config: EngineConfig, progress: bool, pois
     )
     engine = assemble(model, sizes_of(planned), options)
     others.reach("ready")
-    engine.ticks, family = meet(config, planned.described.spread, arch, planned.dtype, device), planned.described.family
+    family, spread = planned.described.family, planned.described.spread
+    if spread is not None:
+        engine.ticks = ticks_of(spread, meet(config, spread, arch, planned.dtype, device), others)
     engine.card = replace(
         engine.card,
         synthetic_acceptance=None if curve is None else curve.name,

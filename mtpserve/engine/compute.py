@@ -21,7 +21,7 @@ def device_of(config: EngineConfig) -> torch.device:
         raise ConfigError("--device cuda: torch finds no GPU")
     if name == "cpu" or not there:
         return torch.device("cpu")
-    ranks = config.parallel.tensor_parallel_size
+    ranks = config.parallel.ranks
     check(ranks <= there, "tensor_parallel_size", ranks, f"at most {there}, one rank for each GPU")
     engines = config.parallel.data_parallel_size
     check(device_number(config) < there, "data_parallel_size", engines, f"at most {there // ranks}, one engine for each {gpus(ranks)}")
@@ -34,7 +34,7 @@ def gpus(count: int) -> str:
 
 def device_number(config: EngineConfig) -> int:
     """Of the process's GPU."""
-    return config.replica * config.parallel.tensor_parallel_size + config.rank
+    return config.replica * config.parallel.ranks + config.rank
 
 
 def dtype_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> torch.dtype:

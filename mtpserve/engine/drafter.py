@@ -100,7 +100,7 @@ def as_chosen(spec: SpecConfig, card: ModelCard) -> SpecConfig:
 
 def together(config: EngineConfig) -> bool:
     """Several processes compute together or exchange pages, and each looks at its own memory."""
-    return config.parallel.tensor_parallel_size > 1 or config.parallel.spreads or config.disaggregation.role is not None
+    return config.parallel.ranks > 1 or config.parallel.spreads or config.disaggregation.role is not None
 
 
 def require_usable(made: Plan, must_fit: bool) -> None:

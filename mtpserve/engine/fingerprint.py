@@ -22,7 +22,7 @@ def fingerprint(config: EngineConfig, planned: Plan) -> bytes:
     model, spec = planned.described, config.spec
     facts = (
         *(model.arch, model.dummy, planned.dtype, planned.storage, config.model.quantization, described(config, planned.device)),
-        *(planned.config.cache.page_size, spec.parts, spec.exact, config.parallel.tensor_parallel_size),
+        *(planned.config.cache.page_size, spec.parts, spec.exact, config.parallel.ranks),
     )
     made.update(repr(facts).encode())
     for checkpoint in model.checkpoints:
@@ -37,7 +37,7 @@ def facts(config: EngineConfig, planned: Plan) -> dict[str, str]:
     return {
         "version of pages": VERSION.decode(),
         "page size": str(planned.config.cache.page_size),
-        "--tensor-parallel-size": str(config.parallel.tensor_parallel_size),
+        "--tensor-parallel-size": str(config.parallel.ranks),
         "number format": f"{planned.dtype}, keys and values {storage.cache}",
         "layers in a page": f"{config.spec.parts}, exact {config.spec.exact}",
         "kernels": described(config, planned.device),

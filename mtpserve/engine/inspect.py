@@ -62,7 +62,7 @@ def inspect_model(config: EngineConfig) -> InspectReport:
     pages = f"{memory.counted} pages of {planned.config.cache.page_size} tokens"
     notes.append(f"planned for {str(dtype).removeprefix('torch.')} on {device}: {pages}, "
                  f"up to {memory.max_running} requests at once, {spec.steps} drafts per step")  # fmt: skip
-    if (ranks := config.parallel.tensor_parallel_size) > 1:
+    if (ranks := config.parallel.ranks) > 1:
         notes.append(f"the memory plan is that of each of {ranks} ranks")
     apart = None if described.head is None else str(described.head.checkpoint.directory)
     if described.head is not None:

@@ -196,7 +196,7 @@ def plan(config: EngineConfig) -> Plan:
     kept = storage_of(config, described.checkpoints, dtype, device, kernels == "triton")
     int8, draft_int8 = int8_of(config, described.arch, dtype, kernels)
     kept = replace(kept, int8=int8, draft_int8=draft_int8)
-    ranks = config.parallel.tensor_parallel_size
+    ranks = config.parallel.ranks
     sizes = fixed(described, dtype, positions(config, described.arch, device), kept, ranks)
     state, tables = state_of(config, described.arch, device)
     arch = one_rank(described.arch, ranks)

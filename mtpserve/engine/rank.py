@@ -12,6 +12,7 @@ import gc
 import logging
 import sys
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 
@@ -25,6 +26,7 @@ from mtpserve.engine.profiling import Profiling
 from mtpserve.engine.rank_messages import (
     ORDERS,
     Failed,
+    FinishTick,
     LaunchStep,
     Moved,
     Order,
@@ -45,8 +47,10 @@ log = logging.getLogger(__name__)
 class Follower:
     """Does what rank 0's runner is asked to do."""
 
-    def __init__(self, runner: ModelRunner, grammars: PreparedGrammars | None, profiling: Profiling) -> None:
-        self.runner, self.grammars, self.profiling = runner, grammars, profiling
+    def __init__(
+        self, runner: ModelRunner, grammars: PreparedGrammars | None, finish_tick: Callable[[], None], profiling: Profiling
+    ) -> None:
+        self.runner, self.grammars, self.finish_tick, self.profiling = runner, grammars, finish_tick, profiling
         self.launched: deque[Launched] = deque()
         self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.compiling: list[tuple[GrammarSpec, Future[None]]] = []
@@ -63,6 +67,8 @@ class Follower:
                 if digest(result) != expected:
                     raise EngineDead("it has chosen other tokens than rank 0")
                 return result.transferred
+            case FinishTick():
+                self.finish_tick()
             case Reshape(shape):
                 self.runner.reshape(shape)
             case ProfileRank(change):

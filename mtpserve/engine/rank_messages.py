@@ -1,6 +1,6 @@
 """What rank 0, the engine's process, and the other processes that compute the same model say to each other, as msgpack over pipes.
 
-    rank 0   StartRank          Room                      LaunchStep, Read, Reshape, Prepare …, and the end of the pipe
+    rank 0   StartRank          Room                      LaunchStep, Read, FinishTick, Reshape …, and the end of the pipe
     others              Room          Reached … Reached   Moved, after a Read                   Failed at any time
 
 Whatever rank 0's runner is asked to do the others do in the same order. They choose tokens for themselves, from the same numbers: a plan
@@ -61,6 +61,10 @@ class Read(RankMessage, frozen=True):
     digest: int  # of rank 0's
 
 
+class FinishTick(RankMessage, frozen=True):
+    """Of engines that share their experts: go on with rounds until all engines have finished theirs (runtime/rounds)."""
+
+
 class Reshape(RankMessage, frozen=True):
     shape: DraftShape
 
@@ -98,7 +102,7 @@ class Failed(RankMessage, frozen=True):
         return {"config": ConfigError, "load": LoadError}[self.kind](self.message)
 
 
-Order = StartRank | Room | LaunchStep | Read | Reshape | Prepare | ProfileRank
+Order = StartRank | Room | LaunchStep | Read | FinishTick | Reshape | Prepare | ProfileRank
 Answer = Room | Reached | Moved | Failed
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -79,7 +79,7 @@ class RankProcesses:
     """Those of ranks 1 … size - 1; none where the size is 1. `ranks` is what the layers need of them, once `connect` was called."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.size = config.parallel.tensor_parallel_size
+        self.size = config.parallel.ranks
         self.ranks: Ranks = ALONE
         self.failure: MTPServeError | None = None  # of the first one that has ended
         self.files, self.transfers = shared_files(config), TransfersOfEach(self.size)
@@ -220,7 +220,7 @@ class RankProcesses:
 
 def shared_files(config: EngineConfig) -> SharedFiles:
     """Raises ConfigError where pages need what this Python has not."""
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.ranks == 1:
         return SharedFiles()
     if hasattr(os, "memfd_create"):
         return SharedFiles(os.memfd_create("mtpserve-ranks"), make_file() if config.host_bytes else None)
@@ -232,7 +232,7 @@ def shared_files(config: EngineConfig) -> SharedFiles:
 
 def joined(config: EngineConfig, device: torch.device, file: int | None, port: int) -> Ranks:
     """In the process of rank 1 and up, what `connect` makes in rank 0's. `file`: SharedFiles.sums."""
-    size = config.parallel.tensor_parallel_size
+    size = config.parallel.ranks
     if port:
         return TorchRanks(config.rank, size, device, port)
     assert file is not None

@@ -1,5 +1,5 @@
-"""Experts that are spread over the engines of --data-parallel-size: from options to who has which, and to the ticks of all engines. Or
-over the ranks of one engine."""
+"""Experts that are spread over the processes of several engines: from options to who has which, and to the ticks of all engines. Or over
+the ranks of one engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from mtpserve.config import EngineConfig
 from mtpserve.core.arch import ModelArch, MoEArch
 from mtpserve.core.errors import ConfigError
+from mtpserve.engine.rank_messages import FinishTick
+from mtpserve.engine.ranks import RankProcesses
 from mtpserve.engine.ticks import Ticks
 from mtpserve.runtime.expert_load import ExpertLoad
 from mtpserve.runtime.peers import TorchPeers
@@ -35,29 +37,42 @@ def experts_of(config: EngineConfig, arch: ModelArch) -> MoEArch:
 def spread_of(config: EngineConfig, arch: ModelArch) -> Rounds | None:
     """None: each engine has all experts. Raises ConfigError."""
     parallel = config.parallel
-    size, rank = parallel.data_parallel_size, config.replica
+    engines, size = parallel.data_parallel_size, parallel.data_parallel_size * parallel.ranks
     if not parallel.spreads:
         if parallel.spreading is not None and not parallel.by_rank:
             log.info("%s has no effect with one engine: see --data-parallel-size", parallel.spreading)
         return None
     moe = experts_of(config, arch)
     if moe.experts < size:
-        raise ConfigError(f"--data-parallel-size must be at most {moe.experts}, the model's experts, with {parallel.spreading}, got {size}")
+        raise ConfigError(f"with {parallel.spreading} engines must have at most {moe.experts} processes, the model's experts, got {size}")
     if config.scheduler.record_steps is not None:
         raise ConfigError(f"--record-steps must be left out with {parallel.spreading}: a step cannot be run again by one engine alone")
     layers = {layer: moe.experts for layer in range(len(arch.layers)) if layer not in moe.dense}
     owners = {} if parallel.expert_map is None else read(parallel.expert_map, size, layers)
-    load = None if parallel.record_expert_load is None else ExpertLoad(Path(f"{parallel.record_expert_load}.{rank}"))
-    return Rounds(ExpertPlacement(rank, size, owners), load)
+    file = parallel.record_expert_load if config.rank == 0 else None  # the others have the same rows
+    load = None if file is None else ExpertLoad(Path(f"{file}.{config.replica}"))
+    return Rounds(ExpertPlacement(config.replica, engines, owners, config.rank, parallel.ranks), load)
 
 
-def meet(config: EngineConfig, spread: Rounds | None, arch: ModelArch, dtype: torch.dtype, device: torch.device) -> Ticks:
+def meet(config: EngineConfig, spread: Rounds, arch: ModelArch, dtype: torch.dtype, device: torch.device) -> TorchPeers:
     """When the weights are loaded; returns when all engines are there. Raises EngineDead."""
-    if spread is None:
-        return Ticks()
     assert arch.moe is not None
     place = spread.placement
-    log.info("%d experts in each layer, spread over %d engines: waiting for the others", arch.moe.experts, place.size)
-    peers = TorchPeers(place.rank, place.size, device, config.meeting)
+    owners = f"{place.engines} engines" + (f" of {place.ranks} processes" if place.ranks > 1 else "")
+    log.info("%d experts in each layer, spread over %s: waiting for the others", arch.moe.experts, owners)
+    peers = TorchPeers(place.engine, place.engines, device, f"{config.meeting}.{config.rank}")
     spread.join(peers, arch.moe.latent or arch.hidden, arch.moe.top_k, dtype, device)
-    return Ticks(peers, spread.finish)
+    return peers
+
+
+def ticks_of(spread: Rounds, peers: TorchPeers, others: RankProcesses) -> Ticks:
+    """`others`: this engine's."""
+    if others.size == 1:
+        return Ticks(peers, spread.finish)
+
+    def finish() -> None:
+        with others.together():
+            others.tell(FinishTick())
+            spread.finish()
+
+    return Ticks(peers, finish)

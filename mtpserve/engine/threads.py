@@ -30,7 +30,7 @@ def bind(config: EngineConfig) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)
     threads = cpu.cpu_threads or (None if cores is None else len(cores))
-    ranks = config.parallel.tensor_parallel_size
+    ranks = config.parallel.ranks
     if ranks > 1 and not on_gpu and here is not None:
         # All of them alike: what all compute has the same bits then, whatever its kernels do with threads.
         threads = cpu.cpu_threads or max(1, len(cpu.cores or here) // (ranks * config.parallel.data_parallel_size))
@@ -41,7 +41,7 @@ def bind(config: EngineConfig) -> None:
 
 def part(cores: frozenset[int] | None, chosen: bool, config: EngineConfig) -> frozenset[int] | None:
     """This process's. None: those that the system chooses. Processes that are more than the cores share all of them."""
-    ranks = config.parallel.tensor_parallel_size
+    ranks = config.parallel.ranks
     count, mine = config.parallel.data_parallel_size * ranks, config.replica * ranks + config.rank
     if cores is None or count == 1 or count > len(cores):
         return cores if chosen else None

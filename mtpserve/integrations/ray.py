@@ -96,7 +96,7 @@ def deployment(engine: EngineConfig, own: Mapping[str, Any], has_gpus: bool) -> 
         "max_ongoing_requests": 2 * busy,
     }
     if engine.model.device == "cuda" or (engine.model.device == "auto" and has_gpus):
-        found["ray_actor_options"] = {"num_gpus": parallel.data_parallel_size * parallel.tensor_parallel_size}
+        found["ray_actor_options"] = {"num_gpus": parallel.data_parallel_size * parallel.ranks}
     found |= own
     if isinstance(scaling := found.get("autoscaling_config"), Mapping):
         found["autoscaling_config"] = {"target_ongoing_requests": busy} | dict(scaling)

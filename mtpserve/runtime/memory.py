@@ -167,7 +167,7 @@ def plan_memory(
 
     if total is None:
         fraction = config.cache.mem_fraction_static or (GPU_FRACTION if device.type == "cuda" else CPU_FRACTION)
-        budget = int(usable_memory(device, config.parallel.tensor_parallel_size) * fraction) - weights
+        budget = int(usable_memory(device, config.parallel.ranks) * fraction) - weights
         typical = max(context // SHARE_OF_CONTEXT, 1)
         # Half of the states are kept ones, at least.
         each = sum(share.token * tokens_in(share, typical, 1) for share in shares) + 2 * state_bytes + waiting_bytes
@@ -193,7 +193,7 @@ def plan_memory(
 
 def require_memory(plan: MemoryPlan, config: EngineConfig, device: torch.device) -> None:
     """Before anything is allocated. Raises NoRoom."""
-    there, sure = usable_memory(device, config.parallel.tensor_parallel_size), [row for row in plan.rows if not row[0].endswith(ESTIMATE)]
+    there, sure = usable_memory(device, config.parallel.ranks), [row for row in plan.rows if not row[0].endswith(ESTIMATE)]
     needed = sum(size for _, size in sure)
     if needed <= there:
         return

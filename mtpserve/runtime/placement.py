@@ -1,7 +1,7 @@
-"""Which engine has which routed experts, where they are spread over several: evenly in their order, or as a file says.
+"""Which process has which routed experts, where they are spread over several engines: evenly in their order, or as a file says.
 
-A file (`--expert-map`) is JSON: {"3": [0, 1, 1, 0], …}, for layers by their numbers the engine of each expert. Layers that it does not
-name are spread in order.
+The processes are EP ranks: rank r of engine e has the number e * ranks + r, the engine's own where it has one rank. A file (`--expert-map`)
+is JSON: {"3": [0, 1, 1, 0], …}, for layers by their numbers the EP rank of each expert. Layers that it does not name are spread in order.
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ from pathlib import Path
 
 from mtpserve.core.errors import ConfigError
 
-Owners = Mapping[int, Sequence[int]]  # layer → the engine of each expert
+Owners = Mapping[int, Sequence[int]]  # layer → the EP rank of each expert
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlacement:
-    """`rank` of `size` engines."""
+    """Seen from `rank` of engine `engine`."""
 
-    rank: int
-    size: int
+    engine: int
+    engines: int
     chosen: Owners = field(default_factory=dict)
+    rank: int = 0
+    ranks: int = 1  # of each engine
 
     def owners(self, layer: int, experts: int) -> Sequence[int]:
-        return self.chosen[layer] if layer in self.chosen else in_order(experts, self.size)
+        return self.chosen[layer] if layer in self.chosen else in_order(experts, self.engines * self.ranks)
 
     def owned(self, layer: int, experts: int) -> list[int]:
-        return [expert for expert, owner in enumerate(self.owners(layer, experts)) if owner == self.rank]
+        me = self.engine * self.ranks + self.rank
+        return [expert for expert, owner in enumerate(self.owners(layer, experts)) if owner == me]
 
     def places(self, layer: int, experts: int) -> list[tuple[int, int]]:
-        """Of each expert its engine, and its number among that engine's."""
+        """Of each expert its engine, and its number among its EP rank's. The engine is -1 where another rank of each engine has to ask for
+        it: all ranks of an engine have the same rows, and each asks those of its own number."""
         owners = self.owners(layer, experts)
-        return [(owner, sum(other == owner for other in owners[:expert])) for expert, owner in enumerate(owners)]
+        engines = (owner // self.ranks if owner % self.ranks == self.rank else -1 for owner in owners)
+        return [(engine, sum(other == owners[expert] for other in owners[:expert])) for expert, engine in enumerate(engines)]
 
 
 def in_order(experts: int, size: int) -> list[int]:
@@ -41,27 +46,28 @@ def in_order(experts: int, size: int) -> list[int]:
 
 
 def read(file: str, size: int, layers: Mapping[int, int]) -> Owners:
-    """`layers`: those with experts, and how many. Raises ConfigError that names file, layer and what is wrong."""
+    """`size`: how many EP ranks there are. `layers`: those with experts, and how many. Raises ConfigError that names file, layer and what
+    is wrong."""
     try:
         given = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--expert-map {file}: {error}") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"--expert-map {file} must hold an object: of each layer's number the engines of its experts")
+        raise ConfigError(f"--expert-map {file} must hold an object: of each layer's number the EP ranks of its experts")
     for name, owners in given.items():
         if not name.isdecimal() or int(name) not in layers:
             raise ConfigError(f"--expert-map {file}: {name!r} is not the number of a layer with experts")
         count = layers[int(name)]
         good = isinstance(owners, list) and len(owners) == count and all(type(owner) is int and 0 <= owner < size for owner in owners)
         if not good:
-            raise ConfigError(f"--expert-map {file}: layer {name} must have {count} numbers of engines in [0, {size - 1}]")
+            raise ConfigError(f"--expert-map {file}: layer {name} must have {count} numbers of EP ranks in [0, {size - 1}]")
         if missing := sorted(set(range(size)) - set(owners)):
-            raise ConfigError(f"--expert-map {file}: in layer {name} engine {missing[0]} has no expert, and each must have one")
+            raise ConfigError(f"--expert-map {file}: in layer {name} EP rank {missing[0]} has no expert, and each must have one")
     return {int(name): owners for name, owners in given.items()}
 
 
 def balanced(load: Sequence[int], size: int) -> list[int]:
-    """The engine of each expert: the one with the highest load that is left goes to the engine with the lowest, of those that have room,
+    """The EP rank of each expert: the one with the highest load that is left goes to the rank with the lowest, of those that have room,
     as all have the same number of experts (longest processing time first, Graham 1969)."""
     owners, carried, room = [0] * len(load), [0] * size, [len(in_order_of(rank, len(load), size)) for rank in range(size)]
     for expert in sorted(range(len(load)), key=lambda expert: -load[expert]):
@@ -77,6 +83,6 @@ def in_order_of(rank: int, experts: int, size: int) -> list[int]:
 
 
 def imbalance(load: Sequence[int], owners: Sequence[int], size: int) -> float:
-    """The busiest engine's load as a multiple of the mean: 1.0 is even."""
+    """The busiest EP rank's load as a multiple of the mean: 1.0 is even."""
     carried = [sum(each for each, owner in zip(load, owners, strict=True) if owner == rank) for rank in range(size)]
     return max(carried) * size / sum(carried) if any(carried) else 1.0

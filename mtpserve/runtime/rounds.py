@@ -12,6 +12,10 @@ So one may be in the first of these layers while another is in the last one, or 
 all. One that has finished its step goes on without rows, until nobody has any: all know from the same gather that all have finished.
 
 A row's weighted sum is taken where the row is (layers/moe), in the order of the experts' numbers: who else took part does not change it.
+
+Of engines with several ranks those of one number are peers, and ranks of other numbers have rounds of their own: all ranks of an engine
+have the same rows, each asks for the experts that its peers have, and the sum over the ranks, which ends such a layer in any case, has all
+of them. The ranks of an engine come to the same layers in the same order, so that the n-th round is at the same place in each of them.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class Rounds:
     def __init__(self, placement: ExpertPlacement, load: ExpertLoad | None = None) -> None:
         self.placement, self.load = placement, load
         self.computes: dict[int, ComputeExperts] = {}
-        self.places: dict[int, Tensor] = {}  # [2, experts]: the owner of each, and its number there
+        self.places: dict[int, Tensor] = {}  # [2, experts]: the peer that has each, -1: none, and its number there
 
     def join(self, peers: Peers, hidden: int, top_k: int, dtype: torch.dtype, device: torch.device) -> None:
         """Before the first layer is computed. In all of a model's layers rows have `hidden` numbers in `dtype`, and `top_k` experts."""
@@ -57,21 +61,21 @@ class Rounds:
         if self.load is not None:
             self.load.count(layer, chosen, self.places[layer].shape[1])
         owners, numbers = self.places[layer][:, chosen]  # [T, K] each
-        here = owners == torch.arange(self.placement.size, device=self.device)[:, None, None]  # [ranks, T, K]
+        here = owners == torch.arange(self.peers.size, device=self.device)[:, None, None]  # [peers, T, K]
         goes = here.any(-1)
         rows, pairs = torch.stack([goes.sum(1), here.sum((1, 2))]).tolist()
         wanted = torch.where(here, numbers, -1)[goes]
         answers = self.round(layer, x[goes.nonzero()[:, 1]], wanted, rows, pairs)
         assert answers is not None
         _, row, choice = here.nonzero(as_tuple=True)  # the order in which they come
-        out = torch.empty(*chosen.shape, self.hidden, dtype=x.dtype, device=self.device)
+        out = torch.zeros(*chosen.shape, self.hidden, dtype=x.dtype, device=self.device)
         out[row, choice] = answers
         return out
 
     def finish(self) -> None:
         """After a tick's steps, or none: returns when all have finished. Raises EngineDead."""
         nothing = torch.empty(0, self.hidden, dtype=self.dtype, device=self.device)
-        none = [0] * self.placement.size
+        none = [0] * self.peers.size
         idle = True
         while self.round(DONE, nothing, nothing.new_empty(0, self.top_k, dtype=torch.int64), none, none) is not None:
             idle = False

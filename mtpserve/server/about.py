@@ -158,7 +158,7 @@ async def health(service: Served, verbose: bool = False) -> Response:
         return JSON(Healthy(status))
     known = service.client.stats().draft_health
     drafting = Drafting(known.state, known.start, known.floor, known.faults_total, known.reason or None)
-    ranks = service.engine_config.parallel.tensor_parallel_size
+    ranks = service.engine_config.parallel.ranks
     states = [EngineHealth(each.number, each.state, each.restarts_total, each.reason or None, ranks) for each in engines]
     return JSON(VerboseHealth(status, drafting, states))
 
@@ -239,7 +239,7 @@ async def server_info(service: Served) -> Response:
     model = service.engine_config.model
     state: dict[str, Any] = {"model_path": str(model.directory.absolute()), "tokenizer_path": str(model.tokenizer_directory.absolute())}
     parallel = service.engine_config.parallel
-    state |= {"dp_size": parallel.data_parallel_size, "tp_size": parallel.tensor_parallel_size}
+    state |= {"dp_size": parallel.data_parallel_size, "tp_size": parallel.ranks}
     state |= {"version": __version__, "lossy": card.lossy, "synthetic_acceptance": curve, "kernels": card.kernels, "drafter": card.drafting}
     internal = InternalState(stats.accept_length(), pool, **counted)
     return JSON(ServerInfo(**launched, **state, max_total_num_tokens=pool, internal_states=[internal]))

@@ -34,12 +34,14 @@ def test_there_are_such_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "tensor", "data", "spreads", "drafts"),
+    ("line", "ranks", "data", "spreads", "drafts"),
     [
         ("--model-path m --tp-size 8 --speculative-algorithm NEXTN --speculative-num-steps 1 --speculative-eagle-topk 1 "
          "--speculative-num-draft-tokens 2", 8, 1, False, 1),
         ("--model m --tp 8 --speculative-algorithm MTP --speculative-num-steps 3", 8, 1, False, 3),
         ("--model m --tp 8 --dp 8 --enable-dp-attention --ep 8 --speculative-algorithm MTP", 1, 8, True, None),
+        ("--model m --tp-size 8 --dp-size 2 --enable-dp-attention --speculative-algorithm MTP", 4, 2, True, None),
+        (f"m --tensor-parallel-size 2 --data-parallel-size 4 --enable-expert-parallel {MTP}", 2, 4, True, 1),
         (f"m --data-parallel-size 8 --enable-expert-parallel {MTP}", 1, 8, True, 1),
         (f"--model-path m --tp-size 8 {GLM} --speculative-algorithm EAGLE {CHAIN}", 8, 1, False, 3),
         (f"m --tensor-parallel-size 4 {GLM} --enable-auto-tool-choice {MTP}", 4, 1, False, 1),
@@ -47,10 +49,10 @@ def test_there_are_such_commands() -> None:
         (f"m --tp 8 --disaggregation-mode prefill --kv-offload-gib 64 {MTP}", 8, 1, False, 1),
     ],
 )  # fmt: skip
-def test_published_commands(line: str, tensor: int, data: int, spreads: bool, drafts: int | None) -> None:
+def test_published_commands(line: str, ranks: int, data: int, spreads: bool, drafts: int | None) -> None:
     engine = parse(line).engine
     parallel = engine.parallel
-    assert (parallel.tensor_parallel_size, parallel.data_parallel_size, parallel.spreads) == (tensor, data, spreads)
+    assert (parallel.ranks, parallel.data_parallel_size, parallel.spreads) == (ranks, data, spreads)
     assert engine.spec.speculative_num_steps == drafts
 
 
@@ -59,12 +61,12 @@ def test_published_commands(line: str, tensor: int, data: int, spreads: bool, dr
     [
         ("--tp 16 --dp 16 --enable-dp-attention --nnodes 2", "unknown option --nnodes; a server's engines are on one machine"),
         ("--tp 8 --dp 8 --enable-dp-attention --moe-a2a-backend deepep", "rows are exchanged by torch.distributed: leave it out"),
-        ("--tp 8 --dp 2 --enable-dp-attention", "--tensor-parallel-size must be 1, or as --data-parallel-size"),
+        ("--tp 8 --dp 3 --enable-dp-attention", "--tensor-parallel-size must be 1, or a multiple of --data-parallel-size, which is 3"),
         (
             "--dp 8 --enable-expert-parallel --disaggregation-mode decode --speculative-algorithm MTP",
             "its engines compute each step together",
         ),
-        ("--tp 8 --ep 4", "--expert-parallel-size must be 1 or as --tensor-parallel-size, which is 8"),
+        ("--tp 8 --ep 4", "--expert-parallel-size must be 1 or 8, the number of all engines' processes"),
         ("--enable-mtp", "use --speculative-algorithm MTP"),
     ],
 )

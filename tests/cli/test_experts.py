@@ -34,15 +34,23 @@ def test_every_engine_has_as_many_experts_as_in_order() -> None:
     assert places.owned(3, 4) == [0, 2, 3] and places.places(3, 4) == [(1, 0), (0, 0), (1, 1), (1, 2)] and places.owned(4, 4) == [2, 3]
 
 
+def test_experts_of_an_engines_ranks() -> None:
+    """Each rank asks those of its own number; between them they ask for every expert once."""
+    seen = [ExpertPlacement(engine, 2, {3: [3, 0, 1, 2, 3, 2]}, rank, 2) for engine in range(2) for rank in range(2)]
+    assert [each.owned(3, 6) for each in seen] == [[1], [2], [3, 5], [0, 4]]
+    assert seen[0].places(3, 6) == seen[2].places(3, 6) == [(-1, 0), (0, 0), (-1, 0), (1, 0), (-1, 1), (1, 1)]
+    assert seen[1].places(3, 6) == seen[3].places(3, 6) == [(1, 0), (-1, 0), (0, 0), (-1, 0), (1, 1), (-1, 1)]
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         ("[]", "must hold an object"),
         ("{", "Expecting"),
         ('{"9": [0, 1]}', "'9' is not the number of a layer with experts"),
-        ('{"1": [0, 1, 2, 0]}', r"layer 1 must have 4 numbers of engines in \[0, 1\]"),
+        ('{"1": [0, 1, 2, 0]}', r"layer 1 must have 4 numbers of EP ranks in \[0, 1\]"),
         ('{"1": [0, 1, 0]}', "layer 1 must have 4 numbers"),
-        ('{"1": [0, 0, 0, 0]}', "in layer 1 engine 1 has no expert"),
+        ('{"1": [0, 0, 0, 0]}', "in layer 1 EP rank 1 has no expert"),
     ],
 )
 def test_what_is_no_map(tmp_path: Path, text: str, error: str) -> None:

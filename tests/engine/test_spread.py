@@ -34,6 +34,7 @@ from mtpserve.layers.kernels import KERNELS
 from tests.models.checkpoints import DEEPSEEK, deepseek, glm4_moe, llama
 
 ROOT = Path(__file__).resolve().parents[2]
+EVEN = {"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 24}  # what ranks can divide
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2)
 
@@ -123,14 +124,35 @@ def test_two_engines_are_one_and_outlive_the_death_of_either(tmp_path: Path) -> 
     serve(config, tmp_path, work)
 
 
-def test_the_sources_command(tmp_path: Path) -> None:
-    """SGLang's for eight GPUs, with four engines and a small model of random weights, which are the same in parts as in one engine."""
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+def test_engines_of_several_ranks_outlive_the_death_of_one(tmp_path: Path) -> None:
+    deepseek(tmp_path / "model", **EVEN)
+    parallel = {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True, "engine_restarts": 1}
+    config = config_of(tmp_path / "model", CHAIN, **parallel)
+    requests = asked(20)
+    expected = alone(config, requests)
+
+    async def work(replicas: Replicas, made: list[ProcessClient]) -> None:
+        tasks = [asyncio.create_task(text(replicas, request)) for request in requests]
+        while not any(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+        process = made[0]._process
+        assert process is not None
+        (rank,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(rank), signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == expected
+        assert [each.restarts_total for each in replicas.engines] == [1, 1]
+
+    serve(config, tmp_path, work)
+
+
+@pytest.mark.parametrize("devices", ["--tp-size 4 --dp 4 --ep 4", "--tp-size 4 --dp-size 2"])
+def test_the_sources_commands(tmp_path: Path, devices: str) -> None:
+    """SGLang's for eight GPUs, of which each, or four, are an engine; with half as many, and a small model of random weights, which are the
+    same in parts as in one engine."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | EVEN))
     owners, load = {"1": [0, 1, 2, 3, 3, 2, 1, 0], "3": [3, 0, 0, 1, 2, 0, 0, 0]}, tmp_path / "load"
     (tmp_path / "map.json").write_text(json.dumps(owners))
-    options = (
-        "--tp-size 4 --enable-dp-attention --dp 4 --ep 4 --speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 2"
-    )
+    options = f"{devices} --enable-dp-attention --speculative-algorithm NEXTN --speculative-num-steps 3 --speculative-eagle-topk 2"
     command = [sys.executable, "-m", "mtpserve", "launch", "--model-path", str(tmp_path), "--load-format", "dummy", *options.split()]
     command += ["--speculative-num-draft-tokens", "6", "--expert-map", str(tmp_path / "map.json"), "--record-expert-load", str(load)]
     command += ["--port", "0", "--max-total-tokens", "512", "--log-level", "warning", "--speculative-draft-model-quantization", "none"]
@@ -197,15 +219,15 @@ def test_each_engine_plans_for_its_own_experts(tmp_path: Path) -> None:
     [
         (
             {"data_parallel_size": 2, "expert_parallel_size": 4},
-            "--expert-parallel-size must be 1 or as --data-parallel-size, which is 2, got 4",
+            "--expert-parallel-size must be 1 or 2, the number of all engines' processes, got 4",
         ),
         (
             {"tensor_parallel_size": 4, "expert_parallel_size": 2},
-            "--expert-parallel-size must be 1 or as --tensor-parallel-size, which is 4, got 2",
+            "--expert-parallel-size must be 1 or 4, the number of all engines' processes, got 2",
         ),
         (
-            {"data_parallel_size": 2, "enable_dp_attention": True, "tensor_parallel_size": 4},
-            "--tensor-parallel-size must be 1, or as --data-par",
+            {"data_parallel_size": 4, "enable_dp_attention": True, "tensor_parallel_size": 6},
+            "--tensor-parallel-size must be 1, or a multiple of --data-parallel-size, which is 4, with --enable-dp-attention, got 6",
         ),
         (
             {"expert_map": "x", "enable_expert_parallel": True},
@@ -223,7 +245,7 @@ def test_a_model_without_experts_and_one_with_too_few(tmp_path: Path) -> None:
     llama(tmp_path / "none")
     for model, engines, error in (
         ("none", 2, "--enable-expert-parallel spreads the experts of a model, and this one has none"),
-        ("few", 4, "--data-parallel-size must be at most 2, the model's experts"),
+        ("few", 4, "with --enable-expert-parallel engines must have at most 2 processes, the model's experts, got 4"),
     ):
         config = config_of(
             tmp_path / model, SpecConfig(speculative_algorithm="none"), data_parallel_size=engines, enable_expert_parallel=True

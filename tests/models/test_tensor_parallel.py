@@ -23,8 +23,10 @@ from mtpserve.engine.assemble import assemble
 from mtpserve.engine.build import load_part, options_of, sizes_of
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.planning import plan
+from mtpserve.engine.ticks import Ticks
 from mtpserve.layers import cpu_kernels
 from mtpserve.layers.decoder import DecoderModel, MTPHead
+from tests.engine.peers import Table, ThreadPeers, together
 from tests.heads import test_dflash as dflash, test_medusa as medusa
 from tests.heads.eagles import eagle, eagle3
 from tests.models.chained import step
@@ -119,9 +121,15 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
     return seen
 
 
-def engine_of_rank(config: EngineConfig, ranks: Ranks) -> Engine:
+def engine_of_rank(config: EngineConfig, ranks: Ranks, peers: ThreadPeers | None = None) -> Engine:
     planned = plan(config)
-    return assemble(load_part(planned, ranks, False), sizes_of(planned), replace(options_of(planned, [], None), poison=True))
+    model, arch, spread = load_part(planned, ranks, False), planned.described.arch, planned.described.spread
+    engine = assemble(model, sizes_of(planned), replace(options_of(planned, [], None), poison=True))
+    if peers is not None:
+        assert spread is not None and arch.moe is not None
+        spread.join(peers, arch.moe.latent or arch.hidden, arch.moe.top_k, torch.float32, planned.device)
+        engine.ticks = Ticks(peers, spread.finish)
+    return engine
 
 
 def written(config: EngineConfig, ranks: Ranks) -> list[list[int]]:
@@ -172,6 +180,29 @@ def test_ranks_with_some_experts_each_have_no_more_of_them(tmp_path: Path) -> No
     config = config_of(deepseek(tmp_path, **HEADS).directory, MTP)
     divided, spread = (fixed_weights(config, 4, expert_parallel_size=number) for number in (1, 4))
     assert divided == spread
+
+
+@pytest.mark.parametrize(
+    "case", ["deepseek", "deepseek, C++", "gpt-oss, biases", "glm, float8", "nemotron 3, latent experts", "deepseek v4"]
+)
+def test_ranks_of_engines_that_share_experts(tmp_path: Path, case: str) -> None:
+    """Two engines, of which one has more to do, each of two ranks."""
+    make, options, _, spec, backend = BY_RANK[case]
+    config = config_of(make(tmp_path, **options).directory, spec, backend)
+    wanted, tables = written(config, ALONE), [Table(2) for _ in range(2)]
+    divided = replace(config, parallel=ParallelConfig(data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True))
+    texts: dict[tuple[int, int], list[list[int]]] = {}
+
+    def work(number: int) -> None:
+        replica, rank = divmod(number, 2)
+        engine = engine_of_rank(replace(divided, replica=replica, rank=rank), of_engine[replica][rank], ThreadPeers(tables[rank], replica))
+        mine = slice(2) if replica else slice(2, None)
+        texts[replica, rank] = run(engine, PROMPTS[mine], ASKED[mine])
+        engine.ticks.finish()
+
+    of_engine = [thread_ranks(2) for _ in range(2)]
+    together(4, work)
+    assert texts[1, 0] + texts[0, 0] == texts[1, 1] + texts[0, 1] == wanted
 
 
 @pytest.mark.parametrize(("make", "options", "size", "spec"), CASES.values(), ids=CASES.keys())
