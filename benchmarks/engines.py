@@ -4,7 +4,7 @@ python benchmarks/engines.py --json FILE
 python benchmarks/engines.py --arm "--cpu-affinity 0" --arm "--tensor-parallel-size 2" --json FILE
 
 All servers are there at once, an idle one computes nothing, and they are loaded in turns by `mtpserve bench serve`: what slows the machine
-down for a while slows all of them down. The model is the demo inflated to some hundred million parameters (common/inflate.py).
+down for a while slows all of them down. The model is the demo inflated to 475 million parameters (common/inflate.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mtpserve.config import ModelConfig
 
 # One core, and both of them: the ratio is what the second one gives.
 ARMS = ("--cpu-affinity 0", "--data-parallel-size 2")
-SHAPE = {"layers": 12, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 32, "experts_per_token": 4}
+SHAPE = {"layers": 36, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 32, "experts_per_token": 4}
 START_LIMIT = 300.0  # seconds
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {
