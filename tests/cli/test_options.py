@@ -91,7 +91,7 @@ def test_both_dialects_mean_the_same(arguments: str) -> None:
 )
 def test_both_dialects_spread_experts(arguments: str) -> None:
     parallel = parse(*arguments.split()).engine.parallel
-    assert parallel.spreads and (parallel.data_parallel_size, parallel.tensor_parallel_size) == (8, 1)
+    assert parallel.spreads and (parallel.data_parallel_size, parallel.ranks) == (8, 1)
 
 
 @pytest.mark.parametrize(
