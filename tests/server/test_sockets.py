@@ -129,8 +129,8 @@ def test_a_client_that_never_reads_is_cut_off(checkpoint: Path) -> None:
     with launched(checkpoint, "--write-timeout", "1", "--log-level", "info", FAKE_PAUSE="0.0005") as server:
         with connect(server, 4096) as stalled:
             stalled.sendall(HEAD % len(body) + body)
-            until(server, "mtpserve_requests_running 1.0", 5)
-            until(server, 'mtpserve_requests_total{outcome="abort"} 1.0', 20)
+            # That it runs is not waited for: on a busy machine it may be cut off between two looks.
+            until(server, 'mtpserve_requests_total{outcome="abort"} 1.0', 30)
         until(server, "mtpserve_requests_running 0.0", 5)
 
 
