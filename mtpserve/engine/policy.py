@@ -11,7 +11,7 @@ tokens per second by them,
 
 Another depth must have been better for 12 steps, and a deeper one by 2 %, so that errors of the expected times do not make a step slower
 than a plain one, and changes, which cost something themselves, are few. What is not drafted is not learned, so that now and then a step
-tries another depth, where that is expected to cost no more than 0.5 % of the time. So drafting comes back when the text
+tries another depth, where that is expected to cost no more than 0.25 % of the time. So drafting comes back when the text
 changes.
 
 Texts do not depend on any of this: greedy text never depends on drafts, the law of a sampled text does not, and a request with a seed gets
@@ -40,12 +40,14 @@ RISK = 0.99  # value of drafting at all, relative to what is expected of it: pro
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
 OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.05 to 0.3 ms each
 EVERY, SELDOM = 8, 64  # steps between two trials, at least, and after one whose turn it was not
+RESERVED = 4  # trials that what is saved must be enough for, where the turn is another one's
+AGAIN, FAR = 1, 3  # and after one of which so many times more was accepted than expected
 SURE = 12  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
 CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
-TRIALS = 0.005  # of the time
+TRIALS = 0.0025  # of the time
 FIRST = 0.02  # seconds that the first trials may cost
-SAVED = 20.0  # seconds of work from which a share is saved for trials, at most
+SAVED = 40.0  # seconds of work from which a share is saved for trials, at most
 POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial of a single step drafts for: it is for what is accepted
 FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
@@ -54,7 +56,7 @@ HELD, SEEN = 8, 3  # steps of a trial beyond what is expected of it, and times a
 # Seconds of steps that are not measured after the number of passes has changed. A processor's caches have what the other steps needed: on 2
 # cores of Zen 4 steps of 0.92 ms take 1.13, 1.04, 1.02, 1.00, 0.98, 0.95 … ms at first, and trials would consist of such steps.
 SETTLING, MOST_SETTLING = 0.01, 40  # and steps of a trial, at most
-LEARNED = 0.004  # seconds of steps of which one is learned, where nothing changes: learning takes 12 µs
+LEARNED = 0.02  # seconds of steps of which one is learned, where nothing changes: learning takes 12 to 35 µs
 CHANGE = 0.001  # seconds that the first steps after a trial's beginning and end take longer
 NEAR = 0.9  # a depth that is expected to give this share of the best is tried for as long
 CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured, but for plain decoding's
@@ -206,14 +208,14 @@ class DepthPolicy:
         single = deeper and (deeper[0], 1)
         candidates = [found for found in ((oldest, deeper, single) if self._timing else (deeper, oldest, single)) if found is not None]
         for number, (depth, steps) in enumerate(candidates):
-            if self._tries(seqs, depth, steps, values[depth]):
+            if self._tries(seqs, depth, steps, values[depth], RESERVED if number else 1):
                 self._rest = SELDOM if number else EVERY
                 self._timing ^= number == 0
                 return depth
         return None
 
-    def _tries(self, seqs: Seq[Sequence], depth: int, steps: int, value: float) -> bool:
-        """A trial begins, if it can be afforded."""
+    def _tries(self, seqs: Seq[Sequence], depth: int, steps: int, value: float, reserve: int) -> bool:
+        """A trial begins, if `reserve` such trials can be afforded."""
         if steps > 1 and not self._measurable:
             return False
         # Steps of fewer rows would not tell what this depth's own ones take.
@@ -221,7 +223,7 @@ class DepthPolicy:
         gained = sum(self._expected(seq, self._ranks(depth)) - self._expected(seq, seq.most or 0) for seq in tried)
         self._rows, self._gain = len(seqs) + sum(seq.most or 0 for seq in seqs), gained / max(self.value, 1e-9)
         cost = self._cost(seqs, depth, tried, value)
-        if steps * cost + CHANGE > self._saved:
+        if reserve * (steps * cost + CHANGE) > self._saved:
             return False
         self._saved -= CHANGE + (max(cost, 0.0) if steps == 1 else 0.0)
         self.trials += 1
@@ -329,6 +331,7 @@ class DepthPolicy:
         expected = self._trying.pop(seq.id, None)
         if expected is not None and self.value > 0:
             found = self._saved + (len(accepted) - expected) / self.value
+            self._rest = min(self._rest, AGAIN) if len(accepted) > FAR * expected else self._rest
             self._saved = min(max(found, min(self._saved, 0.0)), TRIALS * SAVED)
 
     def forget(self) -> None:
