@@ -250,7 +250,7 @@ def test_killed() -> None:
         for stream in streams:
             with pytest.raises(EngineDead, match="SIGKILL"):
                 await stream
-        assert time.monotonic() - at < 1
+        assert time.monotonic() - at < 3  # not when a timeout ends
         with pytest.raises(EngineDead, match="SIGKILL"):
             await asked
         assert client.dead is not None
