@@ -118,12 +118,14 @@ class DepthPolicy:
 
     def choose(self, seqs: Seq[Sequence]) -> int:
         """The depth of the next step's drafts; each request is told how many it may have."""
-        if self.forced is not None or not self.adaptive or not seqs:
+        if self.forced is not None or not self.adaptive:
             for seq in seqs:
                 seq.most = None
-            if self.forced is None and not self.adaptive:
+            if self.forced is None:
                 self.depth = self.deepest
             return self.deepest if self.forced is None else self.forced
+        if not seqs:  # the first ones are about to be admitted
+            return min(self.depth, self.deepest)
         self._steps += 1
         if self._held > 0:
             self._held -= 1

@@ -204,6 +204,28 @@ def test_nothing_is_timed_where_prompts_take_most_of_each_step() -> None:
     assert policy.trials > 3 and not any(depth and after for depth, after in pairwise(depths))
 
 
+@pytest.mark.parametrize(("accepted", "at_once"), [([1], True), ([], False)])
+def test_a_trial_with_much_more_accepted_than_expected_is_followed_by_the_next_one(accepted: list[int], at_once: bool) -> None:
+    """Until now nothing was accepted."""
+    cost, seqs, trials = StepCost(overhead=0.01, row=0.001, draft_pass=0.001), [sequence(0)], list[int]()
+    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 1, cost)
+    for _ in range(100):
+        policy.verified(seqs[0], 3, [])
+    for step in range(1000):
+        before, depth = policy.trials, policy.choose(seqs)
+        trials += [step] * (policy.trials - before)
+        plan = StepPlan([SpanPlan(0, 10, 1, 0, True, True, seqs[0].most)], depth)
+        policy.stepped(Planned(plan, seqs), depth, cost.seconds(1, 10, 10, depth))
+        if depth > 0:
+            policy.verified(seqs[0], depth, accepted)
+    assert len(trials) > 3 and (min(after - first for first, after in pairwise(trials)) < EVERY) == at_once
+
+
+def test_an_idle_engine_begins_with_the_depth_of_its_last_choice() -> None:
+    policy = run(texts(1, 600), 1, costs("h100")[1], DEEP, NEVER, adaptive=True).policy
+    assert policy is not None and policy.depth == policy.choose([]) == 0
+
+
 def test_what_guesses_nothing_is_soon_not_drafted_for() -> None:
     """Steps of many requests are long, and each one tells much."""
     cost = costs("cpu")[1]

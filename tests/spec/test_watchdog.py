@@ -279,6 +279,8 @@ def test_a_head_that_breaks_while_serving(how: str, shape: dict[str, Any], adapt
     now = [0.0]
     engine = demo(adaptive=adaptive, **shape)
     engine._watch.clock = lambda: now[0]
+    if engine.policy is not None:  # drafting that works is worth its time on any machine
+        engine.policy.times.seconds = lambda work: 0.001 * (1 + 0.02 * work.passes)  # type: ignore[method-assign]
     engine.try_out()
     health = engine.stats.draft_health
     assert health.state == "ok" and health.start is not None and health.start > 0.4
