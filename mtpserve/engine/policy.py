@@ -47,7 +47,7 @@ CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
 TRIALS = 0.0025  # of the time
 FIRST = 0.02  # seconds that the first trials may cost
-SAVED = 40.0  # seconds of work from which a share is saved for trials, at most
+SAVED = 40.0  # seconds of work whose share is saved for trials, at most; a longer step may be saved whole
 POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial of a single step drafts for: it is for what is accepted
 FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
@@ -100,7 +100,7 @@ class DepthPolicy:
         self.depth, self.value = deepest, 0.0  # of the last choice
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start
-        self._saved = 0.0  # seconds that may be spent on trials
+        self._saved, self._most = 0.0, TRIALS * SAVED  # seconds that may be spent on trials, and how many of them are saved
         self._count, self._age = -1, OFTEN  # requests of the last choice, and the steps since
         self._every = OFTEN  # steps from the last choice to the next one
         self._rest = EVERY  # steps without a trial that are left
@@ -217,7 +217,7 @@ class DepthPolicy:
         return None
 
     def _tries(self, seqs: Seq[Sequence], depth: int, steps: int, value: float, reserve: int) -> bool:
-        """A trial begins, if `reserve` such trials can be afforded."""
+        """A trial begins, if `reserve` such trials can be afforded, or if one can and no more is saved."""
         if steps > 1 and not self._measurable:
             return False
         # Steps of fewer rows would not tell what this depth's own ones take.
@@ -225,7 +225,8 @@ class DepthPolicy:
         gained = sum(self._expected(seq, self._ranks(depth)) - self._expected(seq, seq.most or 0) for seq in tried)
         self._rows, self._gain = len(seqs) + sum(seq.most or 0 for seq in seqs), gained / max(self.value, 1e-9)
         cost = self._cost(seqs, depth, tried, value)
-        if reserve * (steps * cost + CHANGE) > self._saved:
+        whole = steps * cost + CHANGE
+        if max(whole, min(reserve * whole, self._most)) > self._saved:
             return False
         self._saved -= CHANGE + (max(cost, 0.0) if steps == 1 else 0.0)
         self.trials += 1
@@ -280,7 +281,8 @@ class DepthPolicy:
 
     def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
         """A step took so long. `passes`: as passes_of. The first step of a depth, which catches up on rows to draft, is not learned."""
-        self._saved = min(self._saved + TRIALS * seconds, TRIALS * SAVED)
+        self._most = max(TRIALS * SAVED, seconds)
+        self._saved = min(self._saved + TRIALS * seconds, self._most)
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
         self._unlearned += seconds
@@ -313,7 +315,7 @@ class DepthPolicy:
     def _charge(self, work: StepWork, seconds: float) -> None:
         """What a step of a trial has lost, which ends when nothing is left for it."""
         usual = self.times.seconds(work._replace(rows=self._rows, passes=self.depth))
-        self._saved = max(self._saved - (seconds - usual - self._gain), -TRIALS * SAVED)
+        self._saved = max(self._saved - (seconds - usual - self._gain), -self._most)
         if self._saved < 0:
             self._held = 0
 
@@ -334,7 +336,7 @@ class DepthPolicy:
         if expected is not None and self.value > 0:
             found = self._saved + (len(accepted) - expected) / self.value
             self._rest = min(self._rest, AGAIN) if len(accepted) > FAR * expected else self._rest
-            self._saved = min(max(found, min(self._saved, 0.0)), TRIALS * SAVED)
+            self._saved = min(max(found, min(self._saved, 0.0)), self._most)
 
     def forget(self) -> None:
         """What was accepted is void; what steps take is not."""
