@@ -47,7 +47,7 @@ CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
 TRIALS = 0.0025  # of the time
 FIRST = 0.02  # seconds that the first trials may cost
-SAVED = 40.0  # seconds of work whose share is saved for trials, at most; a longer step may be saved whole
+SAVED = 40.0  # seconds of work from which a share is saved for trials, at most, where no single step costs more
 POINTS = 8  # numbers of drafts of the whole batch that are compared for each depth
 TRIED = 8  # requests that a trial of a single step drafts for: it is for what is accepted
 FRESH, FRESH_S = 200, 1.0  # steps, and seconds of steps, after which a time may be measured again
@@ -100,7 +100,7 @@ class DepthPolicy:
         self.depth, self.value = deepest, 0.0  # of the last choice
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start
-        self._saved, self._most = 0.0, TRIALS * SAVED  # seconds that may be spent on trials, and how many of them are saved
+        self._saved, self._most = 0.0, TRIALS * SAVED  # seconds that may be spent on trials, and how many may be saved
         self._count, self._age = -1, OFTEN  # requests of the last choice, and the steps since
         self._every = OFTEN  # steps from the last choice to the next one
         self._rest = EVERY  # steps without a trial that are left
@@ -226,6 +226,8 @@ class DepthPolicy:
         self._rows, self._gain = len(seqs) + sum(seq.most or 0 for seq in seqs), gained / max(self.value, 1e-9)
         cost = self._cost(seqs, depth, tried, value)
         whole = steps * cost + CHANGE
+        if steps == 1:
+            self._most = max(TRIALS * SAVED, whole)
         if max(whole, min(reserve * whole, self._most)) > self._saved:
             return False
         self._saved -= CHANGE + (max(cost, 0.0) if steps == 1 else 0.0)
@@ -281,7 +283,6 @@ class DepthPolicy:
 
     def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
         """A step took so long. `passes`: as passes_of. The first step of a depth, which catches up on rows to draft, is not learned."""
-        self._most = max(TRIALS * SAVED, seconds)
         self._saved = min(self._saved + TRIALS * seconds, self._most)
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
