@@ -40,8 +40,8 @@ RISK = 0.99  # value of drafting at all, relative to what is expected of it: pro
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
 OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.05 to 0.3 ms each
 EVERY, SELDOM = 8, 64  # steps between two trials, at least, and after one whose turn it was not
-RESERVED = 4  # trials that what is saved must be enough for, where the turn is another one's
 AGAIN, FAR = 1, 3  # and after one of which so many times more was accepted than expected
+RESERVED = 4  # trials that what is saved must be enough for, where the turn is another one's
 SURE = 12  # steps for which another depth must have been better: changing has a cost of its own, and times of few steps are noise
 CLEAR = 1.25  # how many times as good another depth must be to be taken at once
 STEPS = 20  # of a request's factor: requests with nearly the same are one kind
@@ -121,9 +121,10 @@ class DepthPolicy:
         if self.forced is not None or not self.adaptive:
             for seq in seqs:
                 seq.most = None
-            if self.forced is None:
-                self.depth = self.deepest
-            return self.deepest if self.forced is None else self.forced
+            if self.forced is not None:
+                return self.forced
+            self.depth = self.deepest
+            return self.depth
         if not seqs:  # the first ones are about to be admitted
             return min(self.depth, self.deepest)
         self._steps += 1
@@ -336,7 +337,8 @@ class DepthPolicy:
         expected = self._trying.pop(seq.id, None)
         if expected is not None and self.value > 0:
             found = self._saved + (len(accepted) - expected) / self.value
-            self._rest = min(self._rest, AGAIN) if len(accepted) > FAR * expected else self._rest
+            if len(accepted) > FAR * expected:
+                self._rest = min(self._rest, AGAIN)
             self._saved = min(max(found, min(self._saved, 0.0)), self._most)
 
     def forget(self) -> None:
