@@ -113,7 +113,11 @@ def engine_of(model: Path, spec: SpecConfig, most: int) -> Engine:
 
 
 class Load:
-    """As many requests at a time as are asked for: when one ends, the next one starts. All arms get the same ones in the same order."""
+    """As many requests at a time as are asked for: when one ends, the next one starts. All arms get the same ones in the same order.
+
+    The first ones are as if they had begun long ago, with more and more of their tokens left, so that prompts come at the same rate from
+    the first turn to the last. Were all at their beginning, an arm that gets through them sooner would have more prompts in its turns.
+    """
 
     def __init__(self, engine: Engine, requests: int, temperature: float, model: str = "demo") -> None:
         """`model`: whose tokenizer makes the prompts."""
@@ -124,6 +128,8 @@ class Load:
         number, self.started = self.started, self.started + 1
         # They differ in length, so that they do not end together.
         tokens = TOKENS // 2 + 37 * number % TOKENS
+        if number < self.requests:
+            tokens = max(tokens * (number + 1) // self.requests, 1)
         # No seeds: a seeded request's drafts are coupled to its noise while depths are chosen, and fewer of them are accepted.
         params = SamplingParams(max_tokens=tokens, temperature=self.temperature, ignore_eos=True)
         self.engine.add(Request(str(number), self.prompts[number % len(self.prompts)], params))
