@@ -7,7 +7,8 @@
 For each depth the drafts of all requests compete for the step's rows: the likeliest come first, as long as the whole batch gets more
 tokens per second by them,
 
-    tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes)
+    tokens / seconds = (requests + Σ chances of the drafts taken) / (seconds of a step with so many rows and so many passes,
+                                                                     in part beside rows of prompts)
 
 Another depth must have been better for 12 steps, and a deeper one by 2 %, so that errors of the expected times do not make a step slower
 than a plain one, and changes, which cost something themselves, are few. What is not drafted is not learned, so that now and then a step
@@ -65,7 +66,8 @@ CLOSE = 0.6  # times of depths that are expected to give less than this share of
 class DepthChoice(NamedTuple):
     depth: int
     most: list[int]  # drafts of each request
-    value: float  # tokens per second
+    tokens: float  # that a step yields
+    value: float  # of them per second
 
 
 def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> tuple[StepWork, int]:
@@ -97,7 +99,7 @@ class DepthPolicy:
     def __init__(self, sizes: DraftSizes, deepest: int) -> None:
         self.sizes, self.configured, self.deepest, self.adaptive = sizes, deepest, deepest, True
         self.times, self.survival = StepTimes(), Survival(sizes.proposed, sizes.trees)
-        self.depth, self.value = deepest, 0.0  # of the last choice
+        self.depth, self.value, self._tokens = deepest, 0.0, 1.0  # of the last choice
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start
         self._saved, self._most = 0.0, TRIALS * SAVED  # seconds that may be spent on trials, and how many may be saved
@@ -113,6 +115,7 @@ class DepthPolicy:
         self._measurable = True  # enough of the last step was not that of prompts
         self._turn = 0  # steps of which was learned: see part_of
         self._trying: dict[str, float] = {}  # whose drafts are a trial's, and how many are expected to be accepted
+        self._hoped, self._found = 0.0, 0  # of the drafts of a trial's step: how many were expected to be accepted, and were
 
     # ------------------------------------------------------------------------------------------------- choice
 
@@ -158,7 +161,7 @@ class DepthPolicy:
         self._every = max(OFTEN, round(PAUSE / (self._usual(seqs) or PAUSE)))
 
     def _take(self, seqs: Seq[Sequence], choice: DepthChoice) -> None:
-        self.depth, self.value, self._count = choice.depth, choice.value, len(seqs)
+        self.depth, self.value, self._tokens, self._count = choice.depth, choice.value, choice.tokens, len(seqs)
         for seq, most in zip(seqs, choice.most, strict=True):
             seq.most = most
 
@@ -190,15 +193,16 @@ class DepthPolicy:
         most = [0] * len(seqs)
         for _, _, i in nodes[:count]:
             most[i] += 1
-        return DepthChoice(depth, most, value)
+        return DepthChoice(depth, most, len(seqs) + gained[count], value)
 
     def _ranks(self, depth: int) -> int:
         return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
 
     def _value(self, work: StepWork, gained: float) -> float:
-        seconds = self.times.seconds(work)
+        tokens = work.requests + gained
+        seconds = self.times.seconds(work) + (self.times.crowded(work, tokens) if work.passes else 0.0)
         # Before anything was measured all depths cost the same.
-        return (work.requests + gained) / (seconds or 1.0) * (RISK if work.passes else 1.0)
+        return tokens / (seconds or 1.0) * (RISK if work.passes else 1.0)
 
     # ------------------------------------------------------------------------------------------------- trials
 
@@ -285,6 +289,8 @@ class DepthPolicy:
     def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
         """A step took so long. `passes`: as passes_of. The first step of a depth, which catches up on rows to draft, is not learned."""
         self._saved = min(self._saved + TRIALS * seconds, self._most)
+        spans = planned.plan.spans  # of which those of prompts are the last ones
+        self.times.count(self._tokens, bool(spans and spans[-1].length > 1))
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
         self._unlearned += seconds
@@ -323,10 +329,12 @@ class DepthPolicy:
 
     def learn(self, outcomes: Seq[Outcome]) -> None:
         """What one step yielded. Drafts of trials are always looked at."""
-        self._turn += 1
+        self._turn, self._hoped, self._found = self._turn + 1, 0.0, 0
         for outcome in part_of(outcomes, self._turn) if not self._trying else outcomes:
             if outcome.proposal.tokens:
                 self.verified(outcome.seq, len(outcome.proposal.tokens), outcome.proposal.path)
+        if self._found > FAR * self._hoped:
+            self._rest = min(self._rest, AGAIN)
 
     def verified(self, seq: Sequence, drafts: int, path: Seq[int]) -> None:
         """What came of a request's drafts: the nodes that were accepted, from 1 on."""
@@ -337,8 +345,7 @@ class DepthPolicy:
         expected = self._trying.pop(seq.id, None)
         if expected is not None and self.value > 0:
             found = self._saved + (len(accepted) - expected) / self.value
-            if len(accepted) > FAR * expected:
-                self._rest = min(self._rest, AGAIN)
+            self._hoped, self._found = self._hoped + expected, self._found + len(accepted)
             self._saved = min(max(found, min(self._saved, 0.0)), self._most)
 
     def forget(self) -> None:

@@ -10,7 +10,7 @@ change). `context` is what attention to the tokens before a step's rows takes. I
 short texts: further rows of a request add much less to it than to products. So a depth that was last computed a minute ago is compared with
 one that is computed now.
 
-Rows of prompts beside those that decode add what such rows have added lately.
+Rows of prompts beside those that decode add what such rows have added lately; so does each further row of a request in such a step.
 
 Between the cells, and where nothing was measured yet, a formula with non-negative coefficients is fitted:
 
@@ -50,6 +50,7 @@ NOISE = 0.07  # of an observation's logarithm
 CONTEXT = 4096  # tokens of context that may be expected to take as long as a step of one request
 FURTHER = 0.4  # what a request's further rows add to attention's time, each, relative to the first one: all read the same keys and values
 SURE = 0.01  # variance of what context takes, of a step's time, from which on it is followed
+RECENT, FEW = 0.97, 0.02  # share of a step in what is known of the one after it; of steps that have prompts, less does not matter
 PROMPTS = 0.05  # share of the last step with a prompt in what a prompt's row takes
 
 
@@ -113,6 +114,7 @@ class StepTimes:
         self.token = 0.0  # seconds that a token of context takes at the usual pace
         self._unsure = 0.0  # its variance, relative to that of an observation
         self._prompts = 0.0, 0.0  # of the last ones: rows, and the seconds that they have added at the usual pace
+        self._beside = 1.0, 0.0  # tokens of the last steps, and how many of these had prompts
         self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
 
     def observe(self, work: StepWork, seconds: float, noise: float = 1.0) -> None:
@@ -149,6 +151,22 @@ class StepTimes:
             most = (alone + self.prompts(work, rows)) * exp(SLOWER)
             added = max(min(seconds, most) - alone, 0.0) * exp(-self.pace)
             self._prompts = (1 - PROMPTS) * self._prompts[0] + rows, (1 - PROMPTS) * self._prompts[1] + added
+
+    def count(self, tokens: float, prompts: bool) -> None:
+        """A step is expected to have yielded so many tokens, and had rows of prompts, or none."""
+        yielded, beside = self._beside
+        self._beside = RECENT * yielded + tokens, RECENT * beside + prompts
+
+    def crowded(self, work: StepWork, tokens: float) -> float:
+        """Seconds that the requests' further rows take more on average, since some steps have rows of prompts, than in steps without. There
+        each takes what a prompt's row takes, since these fill up the room for more rows that a step has on a GPU. `tokens`: that such steps
+        yield; as many prompts come with as many tokens."""
+        (yielded, beside), (seen, took), further = self._beside, self._prompts, work.rows - work.requests
+        share = min(beside / yielded * tokens, 1.0)
+        if share < FEW or not seen or not further:
+            return 0.0
+        alone = self.seconds(work) - self.seconds(work._replace(rows=work.requests))
+        return share * max(took / seen * further * exp(self.pace) - max(alone, 0.0), 0.0)
 
     def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:
         own = exp(cell.log)
