@@ -96,7 +96,7 @@ def test_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_depth(devi
     assert chosen.speed / max(fixed) >= 0.95
 
 
-@pytest.mark.parametrize(("prompt", "rate", "least"), [(256, 0.15, 0.96), (512, 0.35, 0.99)])
+@pytest.mark.parametrize(("prompt", "rate", "least"), [(256, 0.15, 0.95), (512, 0.35, 0.99)])
 def test_rows_of_drafts_are_not_free_beside_those_of_prompts(prompt: int, rate: float, least: float) -> None:
     """On a GPU three drafts of each of 64 requests cost next to nothing in steps without prompts here, and most steps have some."""
     plain_cost, cost = costs("h100")
