@@ -106,7 +106,7 @@ def table_engine(
     lookahead = draft_sizes(spec, budget).lookahead(0)
     with BACKENDS.extended("none", "tests.parity.table:NoAttention"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(KERNELS, "none", kernels())
-        return assemble(
+        engine = assemble(
             model,
             EngineSizes(pages=[seats * (1 + (80 + lookahead) // PAGE)], page_size=PAGE, seats=seats, context=80),
             EngineOptions(
@@ -119,6 +119,9 @@ def table_engine(
                 grammars=grammars,
             ),
         )
+    if engine.policy is not None:
+        engine.policy.forced = spec.steps  # it would not draft at all where that takes longer, and laws are held to drafts
+    return engine
 
 
 def run(engine: Engine, requests: Seq[Request]) -> list[list[int]]:
