@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from copy import copy
 from itertools import count
 from pathlib import Path
+from socket import AF_INET, SOCK_DGRAM, socket
 from typing import Any
 
 import msgspec
@@ -237,9 +238,21 @@ def test_another_machines_endpoint_is_connected_to(caplog: pytest.LogCaptureFixt
     assert not any(listens(each) for each in ("tcp://10.0.0.7:5557", "tcp://router:5557", "tcp://[fe80:0:0:0:0:0:0:1]:5557"))
     with published(endpoint="tcp://*:*"):
         assert "everybody who reaches" in caplog.text
-    with zmq.Context() as context, context.socket(zmq.SUB) as sub, published(endpoint="tcp://10.255.0.7:5557") as events:
-        sub.subscribe("")
-        assert events.endpoint == "tcp://10.255.0.7:5557"
+    elsewhere = f"tcp://{not_loopback()}:1"
+    with published(endpoint=elsewhere) as events:
+        assert events.endpoint == elsewhere
+
+
+def not_loopback() -> str:
+    """This machine's address, where nobody listens at port 1, or another one, where it has none. What answers at others may not be ZeroMQ:
+    libzmq 4.3 ends the process when such a peer says something while the socket is closed (zmtp_engine.cpp, EAGAIN)."""
+    with socket(AF_INET, SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 9))  # nothing is sent
+        except OSError:
+            return "10.255.0.7"
+        own: str = probe.getsockname()[0]
+    return "10.255.0.7" if own.startswith("127.") else own
 
 
 @pytest.mark.parametrize(
