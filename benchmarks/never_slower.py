@@ -7,7 +7,7 @@ random projection in its draft layer, which guesses next to nothing. MODEL+ALGOR
 heads/train_heads.py has written for it.
 
 Each arm has two engines, which are made in the order of the arms and then in the opposite one: of two equal engines the first one has been
-4 % faster.
+4 % faster. `--engines 1` is for GPUs, where memory does not differ so.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def arms(**drafter: str) -> dict[str, SpecConfig]:
 
 
 ARMS = arms()
-Arms = list[tuple[str, Engine]]  # two of each
+Arms = list[tuple[str, Engine]]  # one or two of each
 
 
 def arms_of(model: str, algorithm: str) -> dict[str, SpecConfig]:
@@ -191,7 +191,7 @@ def measured(
     for _, load in loads:
         load.fill()
     before, steps = accept_lengths(engines), steps_per_depth(engines)
-    rounds = -(-turns // 2)  # of two engines of each arm
+    rounds = -(-turns * len(ARMS) // len(engines))
     for number in range(rounds + rounds // 10):
         for name, load in loads if number % 2 else reversed(loads):
             turn = load.run(seconds)
@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--turns", type=int, default=60, help="of each arm, for each cell")
     parser.add_argument("--turn-seconds", type=float, default=SLICE_S)
+    parser.add_argument("--engines", type=int, choices=[1, 2], default=2, help="of each arm")
     parser.add_argument("--json")
     args = parser.parse_args()
     table, rows = Table("model", "requests", "T", "accept length", *ARMS, "adaptive / plain", "adaptive / best k"), list[Row]()
@@ -258,7 +259,8 @@ def main() -> None:
             path = named.directory if inflated is None or model not in ("large", "untrained") else inflated
             path = untrained(path, folder) if model == "untrained" else path
             made = list(arms_of(base, algorithm).items())
-            engines = [(arm, engine_of(path, spec, max(args.requests))) for arm, spec in (*made, *reversed(made))]
+            made += made[::-1] * (args.engines - 1)
+            engines = [(arm, engine_of(path, spec, max(args.requests))) for arm, spec in made]
             gc.collect()
             gc.freeze()  # as an engine's process does: otherwise each arm's garbage is looked for among the models of all of them
             for requests, temperature in product(args.requests, args.temperatures):

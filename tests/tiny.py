@@ -162,7 +162,7 @@ def tiny_engine(
 
     The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     return assemble(
-        model.to(device),
+        model if device == CPU else finished(model.to(device)),  # what is made of the weights is made again there
         EngineSizes(
             pages=[pages, window_pages][: len(page_groups(model.arch.layers))],
             page_size=page_size,

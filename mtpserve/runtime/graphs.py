@@ -62,11 +62,13 @@ class Recorder(Protocol):
 
 class CudaRecorder:
     """All graphs share one pool of memory: only one of them runs at a time, and what one returns is kept alive by its owner. They share
-    one stream too, since libraries keep a workspace for each stream that they have seen."""
+    one stream too, since libraries keep a workspace for each stream that they have seen. After a failed capture the next ones share
+    another pool."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
+        self.failed: list[torch.cuda.CUDAGraph] = []
 
     def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         current = torch.cuda.current_stream()
@@ -81,18 +83,21 @@ class CudaRecorder:
             with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 made = body()
         except Exception as error:
-            self.clean_up()
+            self.clean_up(graph)
             raise CaptureFailed from error
         return made, graph.replay
 
-    def clean_up(self) -> None:
-        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for unfinished in its allocator,
-        and the next one dies of an internal assertion. That the pool may never be given back
-        (https://github.com/pytorch/pytorch/pull/190348) does no harm: the other graphs use it.
+    def clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for unfinished in its allocators:
+        in the device's, by which the next one would die of an internal assertion, and in the one of pinned memory, which cannot be told. That
+        one refuses the pool from then on (seen with torch 2.11), and asks the failed graph now and then what is its own: it is kept. That the
+        pool may never be given back (https://github.com/pytorch/pytorch/pull/190348) does no harm: the graphs before use it.
 
         Raises torch.AcceleratorError where the device itself has failed."""
         with contextlib.suppress(RuntimeError):  # the capture has ended there, too
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+        self.failed.append(graph)
+        self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
 
 

@@ -19,7 +19,7 @@ def test_paths_overlap_with_where_they_go(device: torch.device, heads: int, dim:
     reference.compact(wanted, source, target)
     compact(pool, source, target)
     assert torch.equal(pool.view(torch.uint8), wanted.view(torch.uint8))
-    assert not torch.equal(pool.float(), torch.zeros(()))
+    assert pool.float().any()
 
 
 @pytest.mark.parametrize(("number", "page"), [(0, 16), (1, 1), (7, 16), (300, 5), (513, 64)])

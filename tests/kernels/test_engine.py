@@ -68,8 +68,9 @@ def test_captured_launched_and_in_plain_torch(family: str, shape: int | SpecConf
     params = [SamplingParams(max_tokens=20 + i, temperature=0.7 * (i % 2), top_p=1 - 0.1 * (i % 3), seed=i) for i in range(11)]
     asked = prompts(11, longest=40)
     wanted = run(tiny_engine(tiny_model(family), shape, page_size=16, device=device), asked, params)
-    assert run(tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, device=device), asked, params) == wanted
-    engine = tiny_engine(tiny_model(family), shape, page_size=16, kernels=True, overlap=1, recorder=CudaRecorder(), seats=12, device=device)
+    given: dict[str, Any] = {"page_size": 16, "backend": "triton", "device": device}
+    assert run(tiny_engine(tiny_model(family, kernels="triton"), shape, **given), asked, params) == wanted
+    engine = tiny_engine(tiny_model(family, kernels="triton"), shape, overlap=1, recorder=CudaRecorder(), seats=12, **given)
     runner = runner_of(engine)
     assert runner.graphs is not None
     runner.graphs.record_all(usual(runner.drafter.coupled), trees=shape is TREE)

@@ -27,8 +27,9 @@ def whole(x: Tensor, gates: Tensor, conv: Tensor, rule: Rule, skip: Tensor | Non
         found: Tensor = mamba2_chunk_scan(v, gates[None, :, 1], rate, k, q, chunk_size=5, D=skip)
         return found[0]
     q, k, v = mixed.split([keys, keys, rule.value_heads * rule.value_dim], -1)
-    parts = (part.unflatten(-1, (heads, -1))[None] for part, heads in ((q, rule.key_heads), (k, rule.key_heads), (v, rule.value_heads)))
-    out, _ = torch_recurrent_gated_delta_rule(*parts, g=gates[None, :, 0], beta=gates[None, :, 1], use_qk_l2norm_in_kernel=True)
+    q, k, v = (part.unflatten(-1, (heads, -1))[None] for part, heads in ((q, rule.key_heads), (k, rule.key_heads), (v, rule.value_heads)))
+    q, k = (part.repeat_interleave(rule.value_heads // rule.key_heads, 2) for part in (q, k))  # older releases do not do it themselves
+    out, _ = torch_recurrent_gated_delta_rule(q, k, v, g=gates[None, :, 0], beta=gates[None, :, 1], use_qk_l2norm_in_kernel=True)
     return out[0]
 
 

@@ -18,8 +18,6 @@ from tests.models.test_parity import FEW, compare
 from tests.runtime.recorders import Again, nothing_is_read
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny engine is on the CPU: interpreted alone")
-
 
 def test_logits_are_transformers(tmp_path: Path) -> None:
     """A layer that selects, and one that takes its choice."""
@@ -28,21 +26,21 @@ def test_logits_are_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-def test_tokens_are_those_of_plain_torch(shape: SpecConfig) -> None:
+def test_tokens_are_those_of_plain_torch(shape: SpecConfig, device: torch.device) -> None:
     """Replayed steps, padding rows and all."""
     asked, greedy = [prompts(1, longest=8)[0], list(range(25))], SamplingParams(max_tokens=4, temperature=0)
     wanted = run(tiny_engine(tiny_model("sparse"), 0), asked, greedy)
     model, recorder = tiny_model("sparse", kernels="triton"), Again()
-    engine = tiny_engine(model, shape, page_size=16, backend="triton", overlap=1, recorder=recorder, seats=4)
+    engine = tiny_engine(model, shape, page_size=16, backend="triton", overlap=1, recorder=recorder, seats=4, device=device)
     assert run(engine, asked, greedy) == wanted
     assert recorder.replayed
     assert wanted != run(tiny_engine(tiny_model(), 0), asked, greedy), "the choice would not matter"
 
 
-def test_what_rows_see_is_computed_on_the_device() -> None:
+def test_what_rows_see_is_computed_on_the_device(device: torch.device) -> None:
     """Two spans, the second a tree whose last two rows are padding; one row after the tokens that count sees no more than these."""
     given = {"ids": range(7), "cu_q": (0, 3, 7), "index": (4, 5, 6, 10, 11, 12, 13), "kv_len": (7, 12), "tree_start": (6, 10)}
-    batch: Any = SimpleNamespace(**{name: torch.tensor(list(values)) for name, values in given.items()})
+    batch: Any = SimpleNamespace(**{name: torch.tensor(list(values), device=device) for name, values in given.items()})
     with nothing_is_read():
         seen = RowsSeen.of(batch)
     assert seen.ends.tolist() == [5, 6, 7, 11, 12, 12, 12]

@@ -14,8 +14,6 @@ from tests.models.checkpoints import mimo
 from tests.models.test_parity import FEW, compare
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny engine is on the CPU: interpreted alone")
-
 
 def test_logits_are_transformers(tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention"]
@@ -23,9 +21,9 @@ def test_logits_are_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "shape"), [("deepseek", CHAIN), ("deepseek", TREE), ("mimo", TREE), ("oss", CHAIN)])
-def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig) -> None:
+def test_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig, device: torch.device) -> None:
     asked, greedy = [prompts(1, longest=8)[0], list(range(25))], SamplingParams(max_tokens=4, temperature=0)
     wanted = run(tiny_engine(tiny_model(family, window=10), 0), asked, greedy)
-    engine = tiny_engine(tiny_model(family, window=10, kernels="triton"), shape, page_size=16, backend="triton")
+    engine = tiny_engine(tiny_model(family, window=10, kernels="triton"), shape, page_size=16, backend="triton", device=device)
     assert run(engine, asked, greedy) == wanted
     assert wanted != run(tiny_engine(tiny_model(family), 0), asked, greedy), "the window would not matter"

@@ -27,11 +27,13 @@ from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 
-CPU, SIZES = torch.device("cpu"), DraftSizes(steps=4, proposed=4, written=4)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SIZES = DraftSizes(steps=4, proposed=4, written=4)
 
 
 class Harness:
-    """`prompts` are what the spans run over. The pools are poisoned with NaN and the pages are dealt out of order."""
+    """`prompts` are what the spans run over. The pools are poisoned with NaN and the pages are dealt out of order. Where there is a GPU,
+    Triton's kernels run there."""
 
     def __init__(
         self,
@@ -43,21 +45,22 @@ class Harness:
         cache: torch.dtype | None = None,
         backend: str = "reference",
     ) -> None:
-        found = describe(EngineConfig(model=ModelConfig(model=str(directory), device="cpu")), want_mtp=with_mtp)
+        self.device = device = CUDA if backend == "triton" and torch.cuda.is_available() else CPU
+        found = describe(EngineConfig(model=ModelConfig(model=str(directory), device=device.type)), want_mtp=with_mtp)
         arch, longest = found.arch, max(map(len, prompts))
         groups = page_groups(arch.layers)
-        self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, CPU, spare_pages=[0] * len(groups))
-        self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), CPU), CPU)
+        self.seats = SeatTensors(len(prompts), longest, SIZES, arch.vocab, page_size, device, spare_pages=[0] * len(groups))
+        self.sampling = SeatSampling(len(prompts), LogitRules(self.seats, len(prompts), arch.vocab, (), (), device), device)
         kernels = KERNELS.get({"reference": "torch"}.get(backend, backend))()
         kept = Storage(keep_blocks, torch.float32, keep_int4=keep_blocks)
-        self.model = load_model(found, torch.float32, CPU, longest + SIZES.lookahead(0), kernels, False, kept)
+        self.model = load_model(found, torch.float32, device, longest + SIZES.lookahead(0), kernels, False, kept)
         each = -(-(longest + SIZES.lookahead(0)) // page_size)
         generator = torch.Generator().manual_seed(3)
         orders = [torch.randperm(each * len(prompts), generator=generator).tolist() for _ in groups]
         trunk, layers = arch.layers[: arch.num_layers], attention_kinds(arch.layers)
-        self.stores = Stores(layers, [len(order) for order in orders], page_size, torch.float32, CPU, poison=True, stored=cache)
+        self.stores = Stores(layers, [len(order) for order in orders], page_size, torch.float32, device, poison=True, stored=cache)
         kinds = recurrent_kinds(trunk)
-        states = States(kinds, len(prompts) + 1, SIZES.nodes, 1, torch.float32, CPU, poison=True) if kinds else None
+        states = States(kinds, len(prompts) + 1, SIZES.nodes, 1, torch.float32, device, poison=True) if kinds else None
         self.attention = trunk_attention(backend, arch, self.stores, states, recur_of(backend))
         self.prompts, self.computed = prompts, [0] * len(prompts)
         params = SamplingParams(temperature=0)
@@ -75,16 +78,16 @@ class Harness:
         layout = tuple((rows[i] - count, count, end and not count) for i, count, end in zip(running, proposed, ends, strict=True))
         sampler = BatchSampler(self.sampling, Asked.of([self.records[i] for i in running], False))
         given = Rows(
-            row_layout(layout, CPU),
-            torch.tensor(running),
+            row_layout(layout, self.device),
+            torch.tensor(running, device=self.device),
             None,
-            Want(torch.zeros(len(running)), 0),
+            Want(torch.zeros(len(running), device=self.device), 0),
             False,
             sampler,
         )
         batch = build(given, self.seats)
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), Features())
-        by_span = iter(self.model.logits(hidden.head).split([rows[i] for i in running]))
+        by_span = iter(self.model.logits(hidden.head).cpu().split([rows[i] for i in running]))
         for i in running:
             self.computed[i] += rows[i]
             self.seats.computed[i] += rows[i]
@@ -96,7 +99,7 @@ class Harness:
         for kind, pool, group, *_ in self.stores.stores:
             unseen = 0 if kind.held is None else max(self.computed[i] - kind.held + 1, 0)
             for part in pool.parts:
-                part[:, self.seats.slots(torch.tensor(i), torch.arange(unseen), group)] = torch.nan
+                part[:, self.seats.slots(torch.tensor(i, device=self.device), torch.arange(unseen, device=self.device), group)] = torch.nan
 
     def all_logits(self, widths: Seq[int], drafts: int = 0) -> list[Tensor]:
         """Steps of these widths until everything is computed → logits [tokens, vocabulary] for each sequence."""

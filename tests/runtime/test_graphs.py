@@ -268,10 +268,12 @@ def test_what_cannot_be_captured_is_launched(spec: SpecConfig, caplog: pytest.Lo
 
 
 class FakeCuda:
-    """torch.cuda as far as a capture goes: streams, whose captures may fail in the middle or at the end, and an allocator that notices."""
+    """torch.cuda as far as a capture goes: streams, whose captures may fail in the middle or at the end, and allocators that notice: the
+    device's, which can be told that a capture has ended, and the one of pinned memory, which refuses its pool for ever."""
 
     def __init__(self, fault: str) -> None:
         self.fault, self.current, self.capturing, self.log = fault, "main", False, list[str]()
+        self.pools, self.refused = 0, set[int]()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fake = self
@@ -296,14 +298,16 @@ class FakeCuda:
 
         class Graph:
             def __init__(self, graph: Any, pool: Any, stream: Stream) -> None:
-                self.stream = stream
+                self.stream, self.pool = stream, pool
 
             def __enter__(self) -> None:
                 assert not fake.capturing, "captures_underway.empty() INTERNAL ASSERT FAILED"
+                assert self.pool not in fake.refused, "beginAllocateToPool: already recording to mempool_id"
                 fake.before, fake.current, fake.capturing = fake.current, self.stream.name, True
 
             def __exit__(self, *raised: Any) -> None:
                 if fake.fault == "end" or raised[0] is not None:
+                    fake.refused.add(self.pool)
                     raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
                 fake.current, fake.capturing = fake.before, False
 
@@ -313,12 +317,16 @@ class FakeCuda:
             fake.capturing = False
 
         cuda = {
-            "Stream": Stream, "stream": stream, "graph": Graph, "current_stream": lambda: main, "graph_pool_handle": lambda: (0, 1),
+            "Stream": Stream, "stream": stream, "graph": Graph, "current_stream": lambda: main, "graph_pool_handle": self.pool,
             "current_device": lambda: 0, "synchronize": self.synchronize, "CUDAGraph": type("Graph", (), {"replay": None}),
         }  # fmt: skip
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+
+    def pool(self) -> int:
+        self.pools += 1
+        return self.pools
 
     def synchronize(self) -> None:
         if self.fault == "device":
@@ -346,7 +354,9 @@ def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(fault: str, m
     if fault in ("body", "warm-up"):
         assert isinstance(caught.value.__cause__, (RuntimeError, torch.OutOfMemoryError))
     cuda.fault = fault = ""
-    assert recorder.record(body)[0] is made
+    for _ in range(2):
+        assert recorder.record(body)[0] is made
+    assert cuda.pools <= 2
     assert cuda.log.count("new stream side") == 1, "libraries would keep a workspace for each"
 
 
