@@ -10,7 +10,8 @@ change). `context` is what attention to the tokens before a step's rows takes. I
 short texts: further rows of a request add much less to it than to products. So a depth that was last computed a minute ago is compared with
 one that is computed now.
 
-Rows of prompts beside those that decode add what such rows have added lately; so does each further row of a request in such a step.
+Prompts beside requests that decode add what they have added lately: a part that every step with prompts has, since such steps are launched
+kernel by kernel on a GPU, and one for each of their rows. Each further row of a request takes as much as one of these in such a step.
 
 Between the cells, and where nothing was measured yet, a formula with non-negative coefficients is fitted:
 
@@ -51,7 +52,12 @@ CONTEXT = 4096  # tokens of context that may be expected to take as long as a st
 FURTHER = 0.4  # what a request's further rows add to attention's time, each, relative to the first one: all read the same keys and values
 SURE = 0.01  # variance of what context takes, of a step's time, from which on it is followed
 RECENT, FEW = 0.97, 0.02  # share of a step in what is known of the one after it; of steps that have prompts, less does not matter
-PROMPTS = 0.05  # share of the last step with a prompt in what a prompt's row takes
+PROMPTS = 0.05  # share of the last step with a prompt in what prompts take
+# What rows of prompts take each is seen where steps have more and fewer of them. Without that it is their mean: this share of a mean
+# number's square is what their variance is compared with.
+ALIKE = 0.02
+TRUSTED = 10.0  # steps with prompts, after which one that takes far longer than expected is a disturbance, too
+STEEPEST = 2.0  # times the mean that a row takes, at most
 
 
 class StepWork(NamedTuple):
@@ -105,6 +111,34 @@ def tokens_of(work: StepWork) -> float:
     return work.context * (1 + FURTHER * (work.rows / work.requests - 1)) if work.requests else 0.0
 
 
+@dataclass(slots=True)
+class BesidePrompts:
+    """What the last steps' prompts have added, at the usual pace: sums over these steps, each of which counts less than the one after it."""
+
+    steps: float = 0.0
+    rows: float = 0.0
+    squares: float = 0.0  # of rows
+    took: float = 0.0  # seconds
+    products: float = 0.0  # of rows and seconds
+
+    def observe(self, rows: int, seconds: float) -> None:
+        old = 1 - PROMPTS
+        self.steps, self.rows, self.squares = old * self.steps + 1, old * self.rows + rows, old * self.squares + rows * rows
+        self.took, self.products = old * self.took + seconds, old * self.products + rows * seconds
+
+    @property
+    def row(self) -> float:
+        """Seconds for each row: the slope of a line through the steps (a ridge regression towards the mean)."""
+        middle = self.rows / self.steps
+        alike = ALIKE * middle * self.rows
+        varied = self.squares - middle * self.rows + alike
+        together = self.products - middle * self.took + alike * self.took / self.rows
+        return min(max(together / varied, 0.0), STEEPEST * self.took / self.rows)
+
+    def seconds(self, rows: int) -> float:
+        return max(self.took + self.row * (rows * self.steps - self.rows), 0.0) / self.steps
+
+
 class StepTimes:
     def __init__(self) -> None:
         self.cells: dict[CellKey, Cell] = {}
@@ -113,7 +147,7 @@ class StepTimes:
         self.observed = 0
         self.token = 0.0  # seconds that a token of context takes at the usual pace
         self._unsure = 0.0  # its variance, relative to that of an observation
-        self._prompts = 0.0, 0.0  # of the last ones: rows, and the seconds that they have added at the usual pace
+        self._beside_prompts = BesidePrompts()
         self._beside = 1.0, 0.0  # tokens of the last steps, and how many of these had prompts
         self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
 
@@ -138,9 +172,8 @@ class StepTimes:
 
     def prompts(self, work: StepWork, rows: int) -> float:
         """Seconds that so many rows of prompts are expected to add to such a step."""
-        seen, took = self._prompts
-        if seen:
-            return took / seen * rows * exp(self.pace)
+        if self._beside_prompts.steps:
+            return self._beside_prompts.seconds(rows) * exp(self.pace)
         alone, together = terms_of(work), terms_of(work._replace(rows=work.rows + rows))
         return (self._formula(together) - self._formula(alone)) * exp(self.pace)
 
@@ -148,9 +181,8 @@ class StepTimes:
         """A step with so many rows of prompts took so long."""
         alone = self.seconds(work)
         if alone > 0:
-            most = (alone + self.prompts(work, rows)) * exp(SLOWER)
-            added = max(min(seconds, most) - alone, 0.0) * exp(-self.pace)
-            self._prompts = (1 - PROMPTS) * self._prompts[0] + rows, (1 - PROMPTS) * self._prompts[1] + added
+            most = (alone + self.prompts(work, rows)) * exp(SLOWER if self._beside_prompts.steps > TRUSTED else FASTER)
+            self._beside_prompts.observe(rows, max(min(seconds, most) - alone, 0.0) * exp(-self.pace))
 
     def count(self, tokens: float, prompts: bool) -> None:
         """A step is expected to have yielded so many tokens, and had rows of prompts, or none."""
@@ -161,12 +193,12 @@ class StepTimes:
         """Seconds that the requests' further rows take more on average, since some steps have rows of prompts, than in steps without. There
         each takes what a prompt's row takes, since these fill up the room for more rows that a step has on a GPU. `tokens`: that such steps
         yield; as many prompts come with as many tokens."""
-        (yielded, beside), (seen, took), further = self._beside, self._prompts, work.rows - work.requests
+        (yielded, beside), further = self._beside, work.rows - work.requests
         share = min(beside / yielded * tokens, 1.0)
-        if share < FEW or not seen or not further:
+        if share < FEW or not self._beside_prompts.steps or not further:
             return 0.0
         alone = self.seconds(work) - self.seconds(work._replace(rows=work.requests))
-        return share * max(took / seen * further * exp(self.pace) - max(alone, 0.0), 0.0)
+        return share * max(self._beside_prompts.row * further * exp(self.pace) - max(alone, 0.0), 0.0)
 
     def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:
         own = exp(cell.log)

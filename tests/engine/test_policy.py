@@ -21,7 +21,7 @@ from mtpserve.engine.costs import PROFILES, ModelShape, StepCost
 from mtpserve.engine.policy import EVERY, DepthPolicy
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.simulator import Simulation
-from mtpserve.engine.step_times import FURTHER, StepTimes, StepWork
+from mtpserve.engine.step_times import StepWork
 from mtpserve.engine.traces import TraceConversation, TraceTurn
 from mtpserve.spec.simulated import SimulatedDevice
 from mtpserve.spec.sizes import draft_sizes
@@ -96,15 +96,39 @@ def test_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_depth(devi
     assert chosen.speed / max(fixed) >= 0.95
 
 
-@pytest.mark.parametrize(("prompt", "rate", "least"), [(256, 0.15, 0.95), (512, 0.35, 0.99)])
-def test_rows_of_drafts_are_not_free_beside_those_of_prompts(prompt: int, rate: float, least: float) -> None:
+@pytest.mark.parametrize(("prompt", "rate"), [(256, 0.15), (512, 0.15), (256, 0.25), (512, 0.35)])
+def test_rows_of_drafts_are_not_free_beside_those_of_prompts(prompt: int, rate: float) -> None:
     """On a GPU three drafts of each of 64 requests cost next to nothing in steps without prompts here, and most steps have some."""
     plain_cost, cost = costs("h100")
-    load = [TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * (32 + 37 * i % 64))]) for i in range(384)]
+    load = [TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * (32 + 37 * i % 64))]) for i in range(1536)]
     fixed = [run(load, 64, cost, depth, [rate] * 3).speed for depth in range(1, DEEP + 1)]
     chosen = run(load, 64, cost, DEEP, [rate] * 3, adaptive=True).speed
-    assert chosen / run(load, 64, plain_cost, 0).speed >= least
+    assert chosen / run(load, 64, plain_cost, 0).speed >= 0.98
     assert chosen / max(fixed) >= 0.98
+
+
+class LaunchedPrompts(StepCost):
+    """An H200 with 475 million parameters in 36 layers. Decoding is captured; steps with prompts are launched kernel by kernel, which takes
+    18 ms whatever their rows. Steps vary by 6 %."""
+
+    __slots__ = ("random",)
+    random: Random
+
+    def __init__(self, drafts: bool = True) -> None:
+        super().__init__(overhead=0.0032, row=25e-6, draft_pass=0.00035, absorb=drafts * 0.0003, absorbed_row=drafts * 1e-6)
+        object.__setattr__(self, "random", Random(1))
+
+    def seconds(self, rows: int, tokens: int, pairs: int, passes: int = 0, absorbed: Seq[int] = ()) -> float:
+        launched = 0.018 * (rows > 32 * (1 + DEEP))  # of 32 requests
+        return (super().seconds(rows, tokens, pairs, passes, absorbed) + launched) * (1 + 0.06 * self.random.gauss(0, 1))
+
+
+def test_what_a_step_with_prompts_takes_in_any_case_is_not_what_rows_take() -> None:
+    """As measured on an H200, where one draft was chosen and three gave 1.16 times as many tokens per second."""
+    load = [TraceConversation(0.0, [TraceTurn([1] * 300, [1] * (64 + 37 * i % 128))]) for i in range(32 * 12)]
+    fixed = [run(load, 32, LaunchedPrompts(), depth, DEMO).speed for depth in range(1, DEEP + 1)]
+    chosen = run(load, 32, LaunchedPrompts(), DEEP, DEMO, adaptive=True)
+    assert chosen.speed >= 0.97 * max(fixed)
 
 
 class SharedMachine(StepCost):
@@ -247,41 +271,6 @@ def test_what_guesses_nothing_is_soon_not_drafted_for() -> None:
     assert 0 in run(texts(64), 64, cost, DEEP, NEVER, adaptive=True).depths[:6]
 
 
-def test_what_long_contexts_take_is_learned_from_one_depth() -> None:
-    """Other depths are known from a start with short contexts alone."""
-    random, requests = Random(0), 64
-
-    def seconds(depth: int, context: int, pace: float) -> float:
-        read = 3e-6 * context * (1 + FURTHER * depth)
-        return (0.05 * (1 + 0.8 * depth) + read) * pace
-
-    times = StepTimes()
-    for depth in range(DEEP + 1):
-        for _ in range(4):
-            times.observe(StepWork(requests, requests * (1 + depth), depth, False, requests * 8), seconds(depth, requests * 8, 1.0))
-    times.serve()
-    for tokens in range(200):
-        work = StepWork(requests, requests, 0, False, requests * (100 + tokens))
-        times.observe(work, seconds(0, work.context, 1.05) * exp(random.gauss(0, 0.03)))
-    for depth in range(DEEP + 1):
-        work = StepWork(requests, requests * (1 + depth), depth, False, requests * 300)
-        assert times.seconds(work) == pytest.approx(seconds(depth, work.context, 1.05), rel=0.08)
-
-
-def test_what_prompts_add_is_learned_apart() -> None:
-    """Of 16 requests of which each step computes another one's prompt of 20 to 60 rows, which take twice as long as the formula says."""
-    times, random, work = StepTimes(), Random(0), StepWork(16, 32, 1)
-    for requests, rows in ((1, 1), (16, 16), (16, 32), (64, 64), (64, 256)):
-        times.observe(StepWork(requests, rows, 1), 0.01 + 0.001 * rows)
-    times.serve()
-    assert times.prompts(work, 50) == pytest.approx(0.05, rel=0.2)
-    for _ in range(60):
-        rows = random.randrange(20, 60)
-        times.observe_prompts(work, rows, (0.042 + 0.002 * rows) * (1 + random.gauss(0, 0.03)))
-    times.observe_prompts(work, 50, 30.0)  # a disturbance
-    assert times.prompts(work, 50) == pytest.approx(0.1, rel=0.1) and times.seconds(work) == pytest.approx(0.042, rel=0.02)
-
-
 def test_each_depth_is_measured_with_all_requests() -> None:
     """More than those whose drafts a trial of one step looks at."""
     batch = 32
@@ -356,40 +345,3 @@ def test_a_tree_gets_as_many_nodes_as_pay() -> None:
     for i in range(300):
         policy.verified(seq, 8, [1, 3, 6] if i % 3 else [2])
     assert policy.choose([seq]) == 3 and seq.most == 6  # no node after the sixth was ever accepted
-
-
-def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
-    """Drawing may cost more where drafts are drawn, too: what is known of greedy steps holds until sampled ones are seen."""
-    times = StepTimes()
-    for _ in range(300):
-        for depth, seconds in ((0, 0.02), (1, 0.025)):
-            times.observe(StepWork(4, 4 * (1 + depth), depth), seconds)
-    times.serve()
-    drawn = [StepWork(4, 4 * (1 + depth), depth, sampled=True) for depth in (0, 1)]
-    assert [times.seconds(work) for work in drawn] == pytest.approx([0.02, 0.025], rel=0.02)
-    for _ in range(40):
-        times.observe(drawn[1], 0.03)
-        times.observe(drawn[0], 0.02)
-    assert times.seconds(drawn[1]) / times.seconds(drawn[0]) == pytest.approx(1.5, rel=0.05)
-    greedy = [times.seconds(work._replace(sampled=False)) for work in drawn]
-    assert greedy[1] / greedy[0] == pytest.approx(1.25, rel=0.02)
-
-
-def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
-    """Steps take 10 ms whatever is in them, but each row of a prompt adds 50 µs."""
-    times, work = StepTimes(), StepWork(16, 64, 3)
-    for requests, rows, passes in ((1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)):
-        for _ in range(20):
-            times.observe(StepWork(requests, rows, passes), 0.01)
-    times.serve()
-    assert times.crowded(work, 30.0) == 0
-    for step in range(300):
-        times.count(20.0, prompts=step % 5 == 0)
-        if step % 5 == 0:
-            times.observe_prompts(work, 200, 0.02)
-    assert times.crowded(work, 20.0) == pytest.approx(0.2 * 48 * 50e-6, rel=0.15)
-    assert times.crowded(work, 40.0) == pytest.approx(0.4 * 48 * 50e-6, rel=0.15)  # twice as many prompts come with twice as many tokens
-    assert times.crowded(work, 400.0) == pytest.approx(48 * 50e-6, rel=0.15) and times.crowded(StepWork(16, 16, 1), 20.0) == 0
-    for _ in range(200):
-        times.count(20.0, prompts=False)
-    assert times.crowded(work, 20.0) == 0

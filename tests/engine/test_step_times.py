@@ -1,0 +1,101 @@
+"""What steps take, as it is learned from observations."""
+
+from __future__ import annotations
+
+from math import exp
+from random import Random
+
+import pytest
+
+from mtpserve.engine.step_times import FURTHER, StepTimes, StepWork
+
+DEEP = 3
+
+
+def test_what_long_contexts_take_is_learned_from_one_depth() -> None:
+    """Other depths are known from a start with short contexts alone."""
+    random, requests = Random(0), 64
+
+    def seconds(depth: int, context: int, pace: float) -> float:
+        read = 3e-6 * context * (1 + FURTHER * depth)
+        return (0.05 * (1 + 0.8 * depth) + read) * pace
+
+    times = StepTimes()
+    for depth in range(DEEP + 1):
+        for _ in range(4):
+            times.observe(StepWork(requests, requests * (1 + depth), depth, False, requests * 8), seconds(depth, requests * 8, 1.0))
+    times.serve()
+    for tokens in range(200):
+        work = StepWork(requests, requests, 0, False, requests * (100 + tokens))
+        times.observe(work, seconds(0, work.context, 1.05) * exp(random.gauss(0, 0.03)))
+    for depth in range(DEEP + 1):
+        work = StepWork(requests, requests * (1 + depth), depth, False, requests * 300)
+        assert times.seconds(work) == pytest.approx(seconds(depth, work.context, 1.05), rel=0.08)
+
+
+def test_what_prompts_add_is_learned_apart() -> None:
+    """Of 16 requests of which each step computes another one's prompt of 20 to 60 rows, which take twice as long as the formula says."""
+    times, random, work = StepTimes(), Random(0), StepWork(16, 32, 1)
+    for requests, rows in ((1, 1), (16, 16), (16, 32), (64, 64), (64, 256)):
+        times.observe(StepWork(requests, rows, 1), 0.01 + 0.001 * rows)
+    times.serve()
+    assert times.prompts(work, 50) == pytest.approx(0.05, rel=0.2)
+    for _ in range(60):
+        rows = random.randrange(20, 60)
+        times.observe_prompts(work, rows, (0.042 + 0.002 * rows) * (1 + random.gauss(0, 0.03)))
+    times.observe_prompts(work, 50, 30.0)  # a disturbance
+    assert times.prompts(work, 50) == pytest.approx(0.1, rel=0.1) and times.seconds(work) == pytest.approx(0.042, rel=0.02)
+
+
+@pytest.mark.parametrize("lengths", [[128] * 20 + [256], [20, 60, 150, 400]])
+def test_what_any_prompt_takes_is_no_row_s(lengths: list[int]) -> None:
+    """Steps with prompts take 20 ms more, and 10 µs for each of their rows. Hardly any difference in lengths is enough to see it."""
+    times, random, work = StepTimes(), Random(0), StepWork(32, 128, 3)
+    for requests, rows, passes in ((1, 1, 0), (32, 32, 0), (32, 128, 3), (1, 4, 3)):
+        for _ in range(20):
+            times.observe(StepWork(requests, rows, passes), 0.005)
+    times.serve()
+    for _ in range(100):
+        times.count(100.0, prompts=True)
+        rows = random.choice(lengths)
+        times.observe_prompts(work, rows, (0.025 + 10e-6 * rows) * (1 + random.gauss(0, 0.02)))
+    assert times.prompts(work, 128) == pytest.approx(0.0213, rel=0.1)
+    # A mean row of a prompt takes 145 µs.
+    assert times.crowded(work, 100.0) < 96 * 80e-6
+
+
+def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
+    """Drawing may cost more where drafts are drawn, too: what is known of greedy steps holds until sampled ones are seen."""
+    times = StepTimes()
+    for _ in range(300):
+        for depth, seconds in ((0, 0.02), (1, 0.025)):
+            times.observe(StepWork(4, 4 * (1 + depth), depth), seconds)
+    times.serve()
+    drawn = [StepWork(4, 4 * (1 + depth), depth, sampled=True) for depth in (0, 1)]
+    assert [times.seconds(work) for work in drawn] == pytest.approx([0.02, 0.025], rel=0.02)
+    for _ in range(40):
+        times.observe(drawn[1], 0.03)
+        times.observe(drawn[0], 0.02)
+    assert times.seconds(drawn[1]) / times.seconds(drawn[0]) == pytest.approx(1.5, rel=0.05)
+    greedy = [times.seconds(work._replace(sampled=False)) for work in drawn]
+    assert greedy[1] / greedy[0] == pytest.approx(1.25, rel=0.02)
+
+
+def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
+    """Steps take 10 ms whatever is in them, but each row of a prompt adds 50 µs."""
+    times, work = StepTimes(), StepWork(16, 64, 3)
+    for requests, rows, passes in ((1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)):
+        for _ in range(20):
+            times.observe(StepWork(requests, rows, passes), 0.01)
+    times.serve()
+    assert times.crowded(work, 30.0) == 0
+    for step in range(300):
+        times.count(20.0, prompts=step % 5 == 0)
+        if step % 5 == 0:
+            times.observe_prompts(work, 200, 0.02)
+    assert times.crowded(work, 20.0) == pytest.approx(0.2 * 48 * 50e-6, rel=0.15)
+    assert times.crowded(work, 40.0) == pytest.approx(0.4 * 48 * 50e-6, rel=0.15)  # twice as many prompts come with twice as many tokens
+    assert times.crowded(work, 400.0) == pytest.approx(48 * 50e-6, rel=0.15) and times.crowded(StepWork(16, 16, 1), 20.0) == 0
+    for _ in range(200):
+        times.count(20.0, prompts=False)
+    assert times.crowded(work, 20.0) == 0
