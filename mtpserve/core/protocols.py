@@ -342,8 +342,21 @@ class Drafter(Protocol):
         ...
 
 
+class StepEnd(Protocol):
+    """A moment on a device."""
+
+    def seconds_after(self, before: StepEnd) -> float | None:
+        """None: one of them may still be to come."""
+        ...
+
+
 class Launched(Protocol):
     """A step on its way."""
+
+    @property
+    def ended(self) -> StepEnd | None:
+        """Its end as the device has it, which is certainly over when a later step has been read. None: it ends when it can be read."""
+        ...
 
     def result(self) -> StepResult:
         """Waits for it. Raises what went wrong in it."""

@@ -34,6 +34,7 @@ from mtpserve.core.protocols import Launched, ModelRunner
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
+from mtpserve.engine.clock import StepClock
 from mtpserve.engine.faults import is_fatal
 from mtpserve.engine.first_times import ladder, measure
 from mtpserve.engine.grammars import PreparedGrammars
@@ -102,7 +103,7 @@ class Engine:
         self._want = want
         self.policy = DepthPolicy(sizes, want) if adaptive and want > 0 else None
         self._seeded = config.random_seed is not None
-        self._booked = 0.0  # when the last step was; 0: none was since the engine was idle
+        self._clock = StepClock()
         self._max_queued = config.max_queued_requests
         self._policy = config.scheduling_policy
         self._seeds = SystemRandom() if config.random_seed is None else Random(config.random_seed)
@@ -150,7 +151,7 @@ class Engine:
         `compiled`: `compile` was called for the request's grammar; otherwise that happens here.
         """
         if not self.has_work:
-            self._booked = 0.0
+            self._clock.idle()
         own = self._watch.owns(request.id)  # it waits for nobody, and shares no pages
         if not own:
             self._validate(request)
@@ -338,10 +339,8 @@ class Engine:
             planned, launched, began = self._in_flight.popleft()
             try:
                 result = launched.result()
-                # While steps follow each other, each takes from the end of the last one to its own. A longer pause is the caller's.
-                last, self._booked = self._booked or began, perf_counter()
-                own, since = self._booked - began, self._booked - last
-                self._timed(planned, since if since <= 2 * own else own)
+                if (timed := self._clock.booked(planned, began, launched.ended)) is not None:
+                    self._timed(*timed)
                 events += self._report(self._scheduler.commit(planned, result), planned)
             except Exception as error:
                 events += self._failed(planned.seqs, error)

@@ -331,7 +331,7 @@ class StepOfEach:
     """core.protocols.Launched."""
 
     def __init__(self, launched: Launched, others: RankProcesses) -> None:
-        self.launched, self.others = launched, others
+        self.launched, self.others, self.ended = launched, others, launched.ended
 
     def result(self) -> StepResult:
         with self.others.together():

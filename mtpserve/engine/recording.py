@@ -118,7 +118,7 @@ class RecordedStep:
     """core.protocols.Launched."""
 
     def __init__(self, recorder: StepRecorder, step: int, launched: Launched) -> None:
-        self.recorder, self.step, self.launched = recorder, step, launched
+        self.recorder, self.step, self.launched, self.ended = recorder, step, launched, launched.ended
 
     def result(self) -> StepResult:
         try:

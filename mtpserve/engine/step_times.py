@@ -113,7 +113,7 @@ def tokens_of(work: StepWork) -> float:
 
 @dataclass(slots=True)
 class BesidePrompts:
-    """What the last steps' prompts have added, at the usual pace: sums over these steps, each of which counts less than the one after it."""
+    """What the last steps' prompts have added, at the usual pace: sums over these steps, each of which counts less than the next one."""
 
     steps: float = 0.0
     rows: float = 0.0

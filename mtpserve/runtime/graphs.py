@@ -88,10 +88,10 @@ class CudaRecorder:
         return made, graph.replay
 
     def clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for unfinished in its allocators:
-        in the device's, by which the next one would die of an internal assertion, and in the one of pinned memory, which cannot be told. That
-        one refuses the pool from then on (seen with torch 2.11), and asks the failed graph now and then what is its own: it is kept. That the
-        pool may never be given back (https://github.com/pytorch/pytorch/pull/190348) does no harm: the graphs before use it.
+        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for unfinished in its allocators.
+        The device's can be told; the next capture would die of an internal assertion otherwise. The one of pinned memory cannot: it refuses
+        the pool from then on (seen with torch 2.11), and still asks the failed graph what is its own, so that this is kept. That the pool
+        may never be given back (https://github.com/pytorch/pytorch/pull/190348) does no harm: the graphs before use it.
 
         Raises torch.AcceleratorError where the device itself has failed."""
         with contextlib.suppress(RuntimeError):  # the capture has ended there, too

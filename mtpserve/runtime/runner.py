@@ -29,7 +29,7 @@ from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import BatchRules
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.step import Step
-from mtpserve.runtime.transfer import Download, staged
+from mtpserve.runtime.transfer import Download, Moment, moment, staged
 from mtpserve.spec.build import DraftersByShape
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ class LaunchedStep:
     parts: Seq[Part]
     refused: Seq[Span]
     transfers: Transfers | None = None
+    ended: Moment | None = None
 
     def result(self) -> StepResult:
         by_place = {place: SpanResult([], 0, 0, error=record.error) for place, _, record in self.refused}
@@ -150,7 +151,7 @@ class Runner:
                 parts.append(self.replay(replayed, plan.want, self.graphs))
         if spans:
             parts.append(self.run(spans, plan.want))
-        return LaunchedStep(parts, refused, self.transfers)
+        return LaunchedStep(parts, refused, self.transfers, moment(self.seats.device))
 
     def catch_up(self, plans: Seq[SpanPlan]) -> None:
         layout = row_layout(tuple((plan.late, 0, False) for plan in plans), self.seats.device)

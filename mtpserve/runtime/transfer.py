@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtpserve.core.protocols import StepEnd
+
 ALIGNED = 2  # numbers, 16 bytes: kernels are compiled anew for pointers with less
 
 Integers = Seq[int] | np.ndarray[Any, np.dtype[np.int64]]
@@ -51,6 +53,23 @@ def write(target: Tensor, values: Seq[Any]) -> None:
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory() if device.type == "cuda" else host
+
+
+class Moment:
+    """core.protocols.StepEnd: when the device comes to it."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def seconds_after(self, before: StepEnd) -> float | None:
+        assert isinstance(before, Moment)
+        return before.event.elapsed_time(self.event) / 1000 if self.event.query() and before.event.query() else None
+
+
+def moment(device: torch.device) -> Moment | None:
+    """None on a CPU, where everything is over when it has been called."""
+    return Moment() if device.type == "cuda" else None
 
 
 class Download:

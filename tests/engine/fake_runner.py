@@ -85,6 +85,7 @@ class FakeStep:
     given: list[Given]
     made: StepResult | None = None
     error: Exception | None = None
+    ended: None = None
 
     def result(self) -> StepResult:
         self.runner.run_until(self)

@@ -71,7 +71,7 @@ class Wired:
 
 class WiredStep:
     def __init__(self, launched: Launched) -> None:
-        self.launched = launched
+        self.launched, self.ended = launched, launched.ended
 
     def result(self) -> StepResult:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(self.launched.result()), type=StepResult)
