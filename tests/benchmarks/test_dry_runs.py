@@ -31,6 +31,12 @@ def test_depths_that_are_chosen_side_by_side(tmp_path: Path) -> None:
     assert 0 < row["least"] <= row["most"] and row["against_plain"] > 0 and row["accept_length"] > 1.3 and sum(row["depths"]) > 10
 
 
+def test_traces_of_depths(tmp_path: Path) -> None:
+    output(["depth_traces.py", "--requests", "2", "--turns", "1", "--turn-seconds", "0.05", "--out", str(tmp_path / "out.json")])
+    parts = json.loads((tmp_path / "out.json").read_text())["parts"]
+    assert len(parts) == 3 and all(len(part["microseconds"]) == 4 and all(turn for (turn,) in part["microseconds"]) for part in parts)
+
+
 def test_servers_side_by_side(tmp_path: Path) -> None:
     """Of the engines only ours: the others are not installed where tests run."""
     command = ["peers/cpu.py", "--size", "toy", "--minutes", "0.01", "--models", "small", "--modes", "plain,mtp", "--concurrency", "2"]
