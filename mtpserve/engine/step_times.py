@@ -56,7 +56,7 @@ PROMPTS = 0.05  # share of the last step with a prompt in what prompts take
 # What rows of prompts take each is seen where steps have more and fewer of them. Without that it is their mean: this share of a mean
 # number's square is what their variance is compared with.
 ALIKE = 0.02
-TRUSTED = 10.0  # steps with prompts, after which one that takes far longer than expected is a disturbance, too
+TRUSTED = 10.0  # of `PromptTimes.steps`, after which one that takes far longer than expected is a disturbance, too
 STEEPEST = 2.0  # times the mean that a row takes, at most
 
 
@@ -112,7 +112,7 @@ def tokens_of(work: StepWork) -> float:
 
 
 @dataclass(slots=True)
-class BesidePrompts:
+class PromptTimes:
     """What the last steps' prompts have added, at the usual pace: sums over these steps, each of which counts less than the next one."""
 
     steps: float = 0.0
@@ -136,6 +136,7 @@ class BesidePrompts:
         return min(max(together / varied, 0.0), STEEPEST * self.took / self.rows)
 
     def seconds(self, rows: int) -> float:
+        """That so many rows are expected to add."""
         return max(self.took + self.row * (rows * self.steps - self.rows), 0.0) / self.steps
 
 
@@ -147,7 +148,7 @@ class StepTimes:
         self.observed = 0
         self.token = 0.0  # seconds that a token of context takes at the usual pace
         self._unsure = 0.0  # its variance, relative to that of an observation
-        self._beside_prompts = BesidePrompts()
+        self._prompts = PromptTimes()
         self._beside = 1.0, 0.0  # tokens of the last steps, and how many of these had prompts
         self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
 
@@ -172,8 +173,8 @@ class StepTimes:
 
     def prompts(self, work: StepWork, rows: int) -> float:
         """Seconds that so many rows of prompts are expected to add to such a step."""
-        if self._beside_prompts.steps:
-            return self._beside_prompts.seconds(rows) * exp(self.pace)
+        if self._prompts.steps:
+            return self._prompts.seconds(rows) * exp(self.pace)
         alone, together = terms_of(work), terms_of(work._replace(rows=work.rows + rows))
         return (self._formula(together) - self._formula(alone)) * exp(self.pace)
 
@@ -181,8 +182,8 @@ class StepTimes:
         """A step with so many rows of prompts took so long."""
         alone = self.seconds(work)
         if alone > 0:
-            most = (alone + self.prompts(work, rows)) * exp(SLOWER if self._beside_prompts.steps > TRUSTED else FASTER)
-            self._beside_prompts.observe(rows, max(min(seconds, most) - alone, 0.0) * exp(-self.pace))
+            most = (alone + self.prompts(work, rows)) * exp(SLOWER if self._prompts.steps > TRUSTED else FASTER)
+            self._prompts.observe(rows, max(min(seconds, most) - alone, 0.0) * exp(-self.pace))
 
     def count(self, tokens: float, prompts: bool) -> None:
         """A step is expected to have yielded so many tokens, and had rows of prompts, or none."""
@@ -195,10 +196,10 @@ class StepTimes:
         yield; as many prompts come with as many tokens."""
         (yielded, beside), further = self._beside, work.rows - work.requests
         share = min(beside / yielded * tokens, 1.0)
-        if share < FEW or not self._beside_prompts.steps or not further:
+        if share < FEW or not self._prompts.steps or not further:
             return 0.0
         alone = self.seconds(work) - self.seconds(work._replace(rows=work.requests))
-        return share * max(self._beside_prompts.row * further * exp(self.pace) - max(alone, 0.0), 0.0)
+        return share * max(self._prompts.row * further * exp(self.pace) - max(alone, 0.0), 0.0)
 
     def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:
         own = exp(cell.log)
