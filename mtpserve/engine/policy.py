@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 RISK = 0.99  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
-OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.05 to 0.3 ms each
+OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.1 to 0.8 ms each
 EVERY, SELDOM = 8, 64  # steps between two trials, at least, and after one whose turn it was not
 AGAIN, FAR = 1, 3  # and after one of which so many times more was accepted than expected
 RESERVED = 4  # trials that what is saved must be enough for, where the turn is another one's

@@ -19,13 +19,16 @@ Between the cells, and where nothing was measured yet, a formula with non-negati
                  + c6 · passes + c7 · passes · requests
 
 The first term is what weights cost to read, the next ones what rows cost to multiply: concave on a CPU, flat and then rising on a GPU. By
-what a cell differs from the formula, steps like its own are expected to differ, too.
+what a cell differs from the formula, steps like its own are expected to differ, too. Where only some of a step's requests have further
+rows, steps with none and with all of these rows tell together. By the formula alone, a few further rows would seem to make a step faster
+where steps without them take longer than the formula says.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, log, log2, pow
+from math import exp, log, log2
+from operator import mul
 from typing import NamedTuple
 
 from mtpserve.core.request import StepCosts, StepTime
@@ -146,6 +149,7 @@ class StepTimes:
         self.coefficients = [0.0] * TERMS  # at the usual pace
         self.pace = 0.0  # logarithm of how much longer steps take now than usually
         self.observed = 0
+        self._fullest: dict[int, float] = {}  # most rows for each request in a step of so many passes
         self.token = 0.0  # seconds that a token of context takes at the usual pace
         self._unsure = 0.0  # its variance, relative to that of an observation
         self._prompts = PromptTimes()
@@ -163,6 +167,8 @@ class StepTimes:
         else:
             self._correct(cell, work, found, noise)
         cell.seen += 1
+        if work.requests:
+            self._fullest[work.passes] = max(self._fullest.get(work.passes, 1.0), work.rows / work.requests)
         if max(work.requests, work.rows) > EXACT:
             share, terms = 1 / min(cell.seen, KEPT), terms_of(work)
             cell.terms = [old + share * (new - old) for old, new in zip(cell.terms, terms, strict=True)]
@@ -229,11 +235,27 @@ class StepTimes:
 
     def seconds(self, work: StepWork) -> float:
         """Expected; 0 before anything was fitted. Of sampled steps that were not seen yet what greedy ones take."""
-        expected = self._formula(terms_of(work))
-        cell = self.cells.get(key_of(work)) or self._greedy(work)
-        if cell is not None and (usual := self._formula(cell.terms)) > 0:
-            expected *= pow(exp(cell.log) / usual, cell.seen / (cell.seen + FULL))
+        differs, known = self._differs(work)
+        expected = self._formula(terms_of(work)) * exp(known * differs + (1 - known) * self._between(work))
         return (expected + self._attention(work)) * exp(self.pace)
+
+    def _differs(self, work: StepWork) -> tuple[float, float]:
+        """By what the logarithm of a cell differs from the formula's, and how far that is known, from 0 to 1."""
+        cell = self.cells.get(key_of(work)) or self._greedy(work)
+        if cell is None or (usual := self._formula(cell.terms)) <= 0:
+            return 0.0, 0.0
+        return cell.log - log(usual), cell.seen / (cell.seen + FULL)
+
+    def _between(self, work: StepWork) -> float:
+        """By what it is expected to differ, by the cells of steps where none and all of the same requests have further rows."""
+        requests, rows, passes, sampled, _ = work
+        further = requests * (self._fullest.get(passes, 1.0) - 1)
+        if not requests < rows < requests + further:
+            return 0.0
+        share = (rows - requests) / further
+        none, none_known = self._differs(StepWork(requests, requests, 0, sampled))
+        all_, all_known = self._differs(StepWork(requests, requests + round(further), passes, sampled))
+        return (1 - share) * none_known * none + share * all_known * all_
 
     def _attention(self, work: StepWork) -> float:
         """Seconds at the usual pace that the context takes."""
@@ -258,7 +280,7 @@ class StepTimes:
         return StepCosts(steps, {name: scale * value for name, value in zip((*NAMES, "context_tokens"), values, strict=True)})
 
     def _formula(self, terms: list[float]) -> float:
-        return sum(c * t for c, t in zip(self.coefficients, terms, strict=True))
+        return float(sum(map(mul, self.coefficients, terms)))
 
     def fit(self) -> None:
         """Least squares of relative errors over the cells, each coefficient at least 0, by coordinate descent."""

@@ -99,3 +99,32 @@ def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
     for _ in range(200):
         times.count(20.0, prompts=False)
     assert times.crowded(work, 20.0) == 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("slower", "deep"), [(1.5, None), (1.5, 1.2), (1.3, 1.0)])
+def test_drafts_for_some_requests_take_what_drafts_for_none_and_for_all_do(slower: float, deep: float | None, sampled: bool) -> None:
+    """Steps of 128 requests take longer than those of fewer ones would let one expect. None with drafts for some of them was seen."""
+    times, requests = StepTimes(), 128
+
+    def formula(work: StepWork) -> float:
+        return 0.01 + 0.001 * work.rows + 0.003 * work.passes
+
+    for count in (1, 2, 4, 8, 16, 32, 64):
+        for passes in (0, 1):
+            for _ in range(4):
+                work = StepWork(count, count * (1 + passes), passes)
+                times.observe(work, formula(work))
+    times.serve()
+    plain, full = StepWork(requests, requests, 0, sampled), StepWork(requests, 2 * requests, 1, sampled)
+    for _ in range(30):
+        times.observe(plain, slower * formula(plain))
+        if deep is not None:
+            times.observe(full, deep * formula(full))
+        for work in (StepWork(8, 8, 0), StepWork(8, 16, 1)):  # the pace is as it was
+            times.observe(work, formula(work))
+    few, half = (plain._replace(rows=requests + drafts, passes=1) for drafts in (13, 64))
+    assert times.seconds(few) == pytest.approx(slower * formula(few), rel=0.12)
+    if deep is not None:
+        assert times.seconds(half) == pytest.approx((slower * deep) ** 0.5 * formula(half), rel=0.12)
+    assert times.seconds(few) > times.seconds(plain)
