@@ -268,12 +268,18 @@ def main() -> None:
                 rows.append(row)
                 found = f"{row.against_plain:.2f} x plain, {row.against_best:.2f} x {row.best}; steps by depth {row.depths}"
                 print(f"{model}, {requests} requests, T = {temperature}: {found}", file=sys.stderr, flush=True)
+                save(
+                    args.json,
+                    {"tokens": TOKENS, "turns": args.turns, "turn_seconds": args.turn_seconds, "rows": [asdict(row) for row in rows]},
+                )
+            engines.clear()  # two models' do not fit
+            gc.unfreeze()
+            gc.collect()
     for row in rows:
         speeds = (f"{row.tokens_per_s[arm]:.0f}" for arm in ARMS)
         ratios = f"{row.against_plain:.2f} ({row.least:.2f} to {row.most:.2f})", f"{row.against_best:.2f}"
         table.add_row(row.model, str(row.requests), str(row.temperature), f"{row.accept_length:.2f}", *speeds, *ratios)
     Console().print(table)
-    save(args.json, {"tokens": TOKENS, "turns": args.turns, "turn_seconds": args.turn_seconds, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

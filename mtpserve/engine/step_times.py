@@ -38,7 +38,7 @@ from mtpserve.core.request import StepCosts, StepTime
 KEPT, FOLLOWED = 200, 4
 UNKNOWN = 4.0  # variance of a pace of which nothing is known, relative to that of an observation
 SLOWER, FASTER = 0.3, 1.0  # of an observation's logarithm: more than that is a disturbance, and counts as so much
-REFIT = 512  # observations between two fits, and fewer at the beginning
+REFIT, REFIT_S = 512, 4.0  # observations, or seconds of observed steps, between two fits, which take 1 ms; fewer at the beginning
 SWEEPS = 120  # of coordinate descent in each
 EXACT = 8  # numbers up to this are cells of their own; larger ones share one with those that differ by less than a seventh
 BENDS = (16, 64, 256)  # rows from which on more may cost more
@@ -149,6 +149,7 @@ class StepTimes:
         self.coefficients = [0.0] * TERMS  # at the usual pace
         self.pace = 0.0  # logarithm of how much longer steps take now than usually
         self.observed = 0
+        self._unfitted = 0.0  # seconds of what was observed since the last fit
         self._fullest: dict[int, float] = {}  # most rows for each request in a step of so many passes
         self.token = 0.0  # seconds that a token of context takes at the usual pace
         self._unsure = 0.0  # its variance, relative to that of an observation
@@ -174,7 +175,8 @@ class StepTimes:
             cell.terms = [old + share * (new - old) for old, new in zip(cell.terms, terms, strict=True)]
         self.observed += 1
         cell.last = None if self._paced is None else self.observed
-        if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64, 128, 256):
+        self._unfitted += seconds
+        if self.observed % REFIT == 0 or self.observed in (4, 8, 16, 32, 64, 128, 256) or self._unfitted > REFIT_S:
             self.fit()
 
     def prompts(self, work: StepWork, rows: int) -> float:
@@ -284,6 +286,7 @@ class StepTimes:
 
     def fit(self) -> None:
         """Least squares of relative errors over the cells, each coefficient at least 0, by coordinate descent."""
+        self._unfitted = 0.0
         normal = [[0.0] * TERMS for _ in range(TERMS)]
         right = [0.0] * TERMS
         for cell in self.cells.values():

@@ -128,3 +128,17 @@ def test_drafts_for_some_requests_take_what_drafts_for_none_and_for_all_do(slowe
     if deep is not None:
         assert times.seconds(half) == pytest.approx((slower * deep) ** 0.5 * formula(half), rel=0.12)
     assert times.seconds(few) > times.seconds(plain)
+
+
+def test_slow_steps_teach_others_within_seconds() -> None:
+    """Steps of 128 requests take half as long again as those of fewer would let one expect, and so do those of 118, which were not seen."""
+    times = StepTimes()
+    for count in (1, 2, 4, 8, 16, 32):
+        for _ in range(60):
+            times.observe(StepWork(count, count, 0), 0.01 + 0.001 * count)
+    times.serve()
+    others = StepWork(118, 118, 0)
+    for _ in range(30):
+        times.observe(StepWork(128, 128, 0), 0.2)
+        times.observe(StepWork(8, 8, 0), 0.018)  # the pace is as it was
+    assert times.seconds(others) == pytest.approx(0.2 * 118 / 128, rel=0.1)
