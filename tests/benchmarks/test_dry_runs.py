@@ -48,7 +48,8 @@ def test_servers_side_by_side(tmp_path: Path) -> None:
     assert (plain["mode"], mtp["mode"]) == ("plain", "mtp")
     assert plain["same_text"] == mtp["same_text"] == 1.0, "drafts change the text"
     assert plain["accept_length"] is None
-    assert 1 <= mtp["accept_length"] <= 4
+    # The depth is chosen while it serves: where the machine is busy, so few tokens may all come without drafts.
+    assert mtp["accept_length"] is None or 1 <= mtp["accept_length"] <= 4
     assert all(row["tokens_per_s"] > 0 and row["ttft_ms"] > 0 and row["client_share"] > 0 for row in (plain, mtp))
     assert all(row["least_ttft_ms"] == row["ttft_ms"] == row["most_ttft_ms"] for row in (plain, mtp)), "one round has no spread"
     assert all(0 < start["health_s"] <= start["first_completion_s"] for start in numbers["starts"])
