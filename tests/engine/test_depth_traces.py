@@ -31,7 +31,7 @@ class Over(Exception):
 
 
 class Trace:
-    """`now`: seconds since its beginning, of a run that is going through it. `order`: steps of another number come first in each turn."""
+    """`now`: seconds since its beginning, of a run that is going through it. `order`: recorded steps are taken from another place on."""
 
     def __init__(self, path: Path, order: int) -> None:
         recorded = json.loads(path.read_text())
@@ -128,7 +128,7 @@ def test_depths_follow_a_recorded_trace_and_do_not_oscillate(name: str, least: f
         best = max(run(path, order, depth).tokens for depth in range(DEEP + 1))
         chosen = run(path, order, DEEP, adaptive=True)
         assert chosen.policy is not None and len(chosen.depths) > 300
-        # The text changes twice. Without what keeps a depth for a while there are 20 changes and more on the two cores.
+        # The text changes twice. Without what keeps a depth for a while there are 17 to 29 changes with 4 requests on the two cores.
         assert 1 <= chosen.policy.changes <= 9
         found.append(chosen.tokens / best)
     assert mean(found) >= least
