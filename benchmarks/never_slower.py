@@ -7,7 +7,7 @@ random projection in its draft layer, which guesses next to nothing. MODEL+ALGOR
 heads/train_heads.py has written for it.
 
 Each arm has two engines, which are made in the order of the arms and then in the opposite one: of two equal engines the first one has been
-4 % faster. `--engines 1` is for GPUs, where memory does not differ so.
+4 % faster. More of them, `--engines 4`, tell differences of a percent. One is for GPUs, where memory does not differ so.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def arms(**drafter: str) -> dict[str, SpecConfig]:
 
 
 ARMS = arms()
-Arms = list[tuple[str, Engine]]  # one or two of each
+Arms = list[tuple[str, Engine]]  # as many of each
 
 
 def arms_of(model: str, algorithm: str) -> dict[str, SpecConfig]:
@@ -179,6 +179,7 @@ class Row:
     best: str
     against_best: float
     depths: list[int]  # the adaptive arm's steps by depth
+    engines: dict[str, list[float]]  # tokens per second of each: equal ones differ
 
 
 def measured(
@@ -187,26 +188,28 @@ def measured(
     """All engines have their requests open, always as many, admitted before the first of the short turns that they step in. The first tenth
     of the turns warms up."""
     loads = [(name, Load(engine, requests, temperature, texts)) for name, engine in engines]
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name, _ in engines}
+    turned: list[list[tuple[int, float]]] = [[] for _ in loads]
     for _, load in loads:
         load.fill()
     before, steps = accept_lengths(engines), steps_per_depth(engines)
-    rounds = -(-turns * len(ARMS) // len(engines))
+    rounds, both = -(-turns * len(ARMS) // len(engines)), list(zip(loads, turned, strict=True))
     for number in range(rounds + rounds // 10):
-        for name, load in loads if number % 2 else reversed(loads):
+        for (_, load), own in both if number % 2 else reversed(both):
             turn = load.run(seconds)
             if number >= rounds // 10:
-                found[name].append(turn)
+                own.append(turn)
     for _, load in loads:
         load.end()
     lengths = [now - then for now, then in zip(accept_lengths(engines), before, strict=True)]
+    found = {arm: [turn for (name, _), own in both if name == arm for turn in own] for arm in ARMS}
     rates = {arm: rate(of) for arm, of in found.items()}
     best = max((arm for arm in ARMS if arm.startswith("k")), key=rates.__getitem__)
     least, most = spread(found["adaptive"], found["plain"])
     length = sum((n + 1) * count for n, count in enumerate(lengths)) / max(1, sum(lengths))
     depths = [now - then for now, then in zip(steps_per_depth(engines), steps, strict=True)]
+    each = {arm: [rate(own) for (name, _), own in both if name == arm] for arm in ARMS}
     against = rates["adaptive"] / rates["plain"], rates["adaptive"] / rates[best]
-    return Row(model, requests, temperature, length, rates, against[0], least, most, best, against[1], depths)
+    return Row(model, requests, temperature, length, rates, against[0], least, most, best, against[1], depths, each)
 
 
 def accept_lengths(engines: Arms) -> list[int]:
@@ -244,9 +247,11 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--turns", type=int, default=60, help="of each arm, for each cell")
     parser.add_argument("--turn-seconds", type=float, default=SLICE_S)
-    parser.add_argument("--engines", type=int, choices=[1, 2], default=2, help="of each arm")
+    parser.add_argument("--engines", type=int, default=2, help="of each arm")
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.engines < 1:
+        parser.error(f"--engines must be at least 1, got {args.engines}")
     table, rows = Table("model", "requests", "T", "accept length", *ARMS, "adaptive / plain", "adaptive / best k"), list[Row]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -259,8 +264,8 @@ def main() -> None:
             path = named.directory if inflated is None or model not in ("large", "untrained") else inflated
             path = untrained(path, folder) if model == "untrained" else path
             made = list(arms_of(base, algorithm).items())
-            made += made[::-1] * (args.engines - 1)
-            engines = [(arm, engine_of(path, spec, max(args.requests))) for arm, spec in made]
+            orders = [made[:: 1 - 2 * (number % 2)] for number in range(args.engines)]
+            engines = [(arm, engine_of(path, spec, max(args.requests))) for order in orders for arm, spec in order]
             gc.collect()
             gc.freeze()  # as an engine's process does: otherwise each arm's garbage is looked for among the models of all of them
             for requests, temperature in product(args.requests, args.temperatures):
