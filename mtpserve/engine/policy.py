@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence as Seq
-from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
 
@@ -33,13 +32,14 @@ from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecRepor
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.scheduler import Outcome, Planned
 from mtpserve.engine.step_times import StepTimes, StepWork
+from mtpserve.spec.ranking import Ranking
 from mtpserve.spec.survival import Survival, part_of
 
 log = logging.getLogger(__name__)
 
 RISK = 0.99  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
-OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.1 to 0.8 ms each
+OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.1 to 0.4 ms each
 EVERY, SELDOM = 8, 64  # steps between two trials, at least, and after one whose turn it was not
 AGAIN, FAR = 1, 3  # and after one of which so many times more was accepted than expected
 RESERVED = 4  # trials that what is saved must be enough for, where the turn is another one's
@@ -63,6 +63,9 @@ NEAR = 0.9  # a depth that is expected to give this share of the best is tried f
 CLOSE = 0.6  # times of depths that are expected to give less than this share of the best are not measured, but for plain decoding's
 
 
+Kind = tuple[int, int | None]  # requests with nearly the same factor, rounded, and the same limit
+
+
 class DepthChoice(NamedTuple):
     depth: int
     most: list[int]  # drafts of each request
@@ -82,6 +85,13 @@ def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> tuple[StepWork, int]:
 def work_with(seqs: Seq[Sequence], drafts: int, depth: int) -> StepWork:
     """Of a step that verifies so many of these requests' drafts."""
     return StepWork(len(seqs), len(seqs) + drafts, depth, is_sampled(seqs), sum(len(seq.tokens) for seq in seqs))
+
+
+def kinds_of(seqs: Iterable[Sequence]) -> dict[Kind, list[int]]:
+    kinds = dict[Kind, list[int]]()
+    for i, seq in enumerate(seqs):
+        kinds.setdefault((round(seq.factor * STEPS), seq.depth), []).append(i)
+    return kinds
 
 
 def passes_of(plan: StepPlan) -> int:
@@ -137,12 +147,13 @@ class DepthPolicy:
         self._age, self._rest = self._age + 1, self._rest - 1
         if self._age < self._every:
             if self._count != len(seqs):
-                self._take(seqs, self._best(seqs, self.depth))
+                self._take(seqs, self._best(work_with(seqs, 0, 0), kinds_of(seqs), self.depth))
             return self.depth
         for seq in seqs:
             if not seq.most:
                 seq.factor = self.survival.unseen(seq.factor)
-        choices = {depth: self._best(seqs, depth) for depth in {*self.depths, min(self.depth, self.deepest)}}
+        work, kinds = work_with(seqs, 0, 0), kinds_of(seqs)
+        choices = {depth: self._best(work, kinds, depth) for depth in {*self.depths, min(self.depth, self.deepest)}}
         self._decide(seqs, choices)
         tried = self._tried(seqs, {depth: choice.value for depth, choice in choices.items()})
         return self.depth if tried is None else tried
@@ -170,37 +181,28 @@ class DepthPolicy:
         # A tree is grown to its whole depth or not at all: fewer nodes are those with the best scores.
         return (0, self.deepest) if self.sizes.trees and self.deepest > 0 else range(self.deepest + 1)
 
-    def _best(self, seqs: Seq[Sequence], depth: int) -> DepthChoice:
-        """The best numbers of drafts for a step of this depth."""
-        ranks, work = self._ranks(depth), work_with(seqs, 0, depth)
-        kinds = dict[tuple[int, int], list[int]]()
-        for i, seq in enumerate(seqs):
-            kinds.setdefault((round(seq.factor * STEPS), _limit(seq, ranks)), []).append(i)
-        nodes = [
-            (chance, -rank, i)
-            for (factor, limit), own in kinds.items()
-            for rank, chance in enumerate(self.survival.chances(factor / STEPS, limit), 1)
-            for i in own
-        ]
-        nodes.sort(reverse=True)
-        gained = [0.0, *accumulate(chance for chance, _, _ in nodes)]
+    def _best(self, work: StepWork, kinds: Mapping[Kind, list[int]], depth: int) -> DepthChoice:
+        """The best numbers of drafts for a step of this depth. `work`: of a step without drafts."""
+        ranks, work = self._ranks(depth), work._replace(passes=depth)
+        ranking = Ranking(
+            (self.survival.chances(factor / STEPS, ranks if most is None else min(ranks, most)), own)
+            for (factor, most), own in kinds.items()
+        )
         # Passes for drafts that no request has are worth nothing; their steps are hardly ever seen, and expected with large errors.
-        needed = 1 if self.sizes.trees else ranks
-        least = next((count for count, (_, rank, _) in enumerate(nodes, 1) if -rank == needed), len(nodes)) if depth else 0
-        step = max(len(nodes) // POINTS, 1)
-        counts = sorted({*(count for count in range(step, len(nodes), step) if count >= least), len(nodes)} if depth else {0})
-        value, count = max((self._value(work._replace(rows=len(seqs) + count), gained[count]), count) for count in counts)
-        most = [0] * len(seqs)
-        for _, _, i in nodes[:count]:
-            most[i] += 1
-        return DepthChoice(depth, most, len(seqs) + gained[count], value)
+        least = ranking.least(0 if self.sizes.trees else ranks - 1) if depth else 0
+        step, none = max(len(ranking) // POINTS, 1), self.times.seconds(work)
+        tried = (*range(step, len(ranking), step), len(ranking)) if depth else (0,)
+        counts = {count: ranking.gained(count) for count in tried if count >= least}
+        value, count = max((self._value(work._replace(rows=work.rows + n), gained, none), n) for n, gained in counts.items())
+        return DepthChoice(depth, ranking.shared(count, work.requests), work.requests + counts[count], value)
 
     def _ranks(self, depth: int) -> int:
         return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
 
-    def _value(self, work: StepWork, gained: float) -> float:
-        tokens = work.requests + gained
-        seconds = self.times.seconds(work) + (self.times.crowded(work, tokens) if work.passes else 0.0)
+    def _value(self, work: StepWork, gained: float, none: float) -> float:
+        """Tokens per second. `none`: seconds of such a step without drafts."""
+        tokens, seconds = work.requests + gained, self.times.seconds(work)
+        seconds += self.times.crowded(work, tokens, seconds - none) if work.passes else 0.0
         # Before anything was measured all depths cost the same.
         return tokens / (seconds or 1.0) * (RISK if work.passes else 1.0)
 
@@ -389,7 +391,3 @@ def report(policy: DepthPolicy | None, configured: int, stats: EngineStats) -> S
         stats.accepted_tokens_per_position,
         stats.steps_per_depth[: configured + 1],
     )
-
-
-def _limit(seq: Sequence, ranks: int) -> int:
-    return ranks if seq.depth is None else min(ranks, seq.depth)

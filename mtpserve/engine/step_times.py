@@ -27,6 +27,7 @@ where steps without them take longer than the formula says.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import exp, log, log2
 from operator import mul
 from typing import NamedTuple
@@ -90,6 +91,7 @@ class Cell:
     last: int | None = None
 
 
+@cache
 def bucket(number: int) -> int:
     return number if number <= EXACT else EXACT + round(5 * log2(number / EXACT))
 
@@ -198,15 +200,14 @@ class StepTimes:
         yielded, beside = self._beside
         self._beside = RECENT * yielded + tokens, RECENT * beside + prompts
 
-    def crowded(self, work: StepWork, tokens: float) -> float:
-        """Seconds that the requests' further rows take more on average, since some steps have rows of prompts, than in steps without. There
-        each takes what a prompt's row takes, since these fill up the room for more rows that a step has on a GPU. `tokens`: that such steps
-        yield; as many prompts come with as many tokens."""
+    def crowded(self, work: StepWork, tokens: float, alone: float) -> float:
+        """Seconds that the requests' further rows take more on average, since some steps have rows of prompts, than in steps without, where
+        they take `alone`. There each takes what a prompt's row takes, since these fill up the room for more rows that a step has on a GPU.
+        `tokens`: that such steps yield; as many prompts come with as many tokens."""
         (yielded, beside), further = self._beside, work.rows - work.requests
         share = min(beside / yielded * tokens, 1.0)
         if share < FEW or not self._prompts.steps or not further:
             return 0.0
-        alone = self.seconds(work) - self.seconds(work._replace(rows=work.requests))
         return share * max(self._prompts.row * further * exp(self.pace) - max(alone, 0.0), 0.0)
 
     def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:

@@ -12,6 +12,10 @@ from mtpserve.engine.step_times import FURTHER, StepTimes, StepWork
 DEEP = 3
 
 
+def crowded(times: StepTimes, work: StepWork, tokens: float) -> float:
+    return times.crowded(work, tokens, times.seconds(work) - times.seconds(work._replace(rows=work.requests)))
+
+
 def test_what_long_contexts_take_is_learned_from_one_depth() -> None:
     """Other depths are known from a start with short contexts alone."""
     random, requests = Random(0), 64
@@ -61,7 +65,7 @@ def test_what_any_prompt_takes_is_no_row_s(lengths: list[int]) -> None:
         times.observe_prompts(work, rows, (0.025 + 10e-6 * rows) * (1 + random.gauss(0, 0.02)))
     assert times.prompts(work, 128) == pytest.approx(0.0213, rel=0.1)
     # A mean row of a prompt takes 145 µs.
-    assert times.crowded(work, 100.0) < 96 * 80e-6
+    assert crowded(times, work, 100.0) < 96 * 80e-6
 
 
 def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
@@ -88,17 +92,17 @@ def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
         for _ in range(20):
             times.observe(StepWork(requests, rows, passes), 0.01)
     times.serve()
-    assert times.crowded(work, 30.0) == 0
+    assert crowded(times, work, 30.0) == 0
     for step in range(300):
         times.count(20.0, prompts=step % 5 == 0)
         if step % 5 == 0:
             times.observe_prompts(work, 200, 0.02)
-    assert times.crowded(work, 20.0) == pytest.approx(0.2 * 48 * 50e-6, rel=0.15)
-    assert times.crowded(work, 40.0) == pytest.approx(0.4 * 48 * 50e-6, rel=0.15)  # twice as many prompts come with twice as many tokens
-    assert times.crowded(work, 400.0) == pytest.approx(48 * 50e-6, rel=0.15) and times.crowded(StepWork(16, 16, 1), 20.0) == 0
+    assert crowded(times, work, 20.0) == pytest.approx(0.2 * 48 * 50e-6, rel=0.15)
+    assert crowded(times, work, 40.0) == pytest.approx(0.4 * 48 * 50e-6, rel=0.15)  # twice as many prompts come with twice as many tokens
+    assert crowded(times, work, 400.0) == pytest.approx(48 * 50e-6, rel=0.15) and crowded(times, StepWork(16, 16, 1), 20.0) == 0
     for _ in range(200):
         times.count(20.0, prompts=False)
-    assert times.crowded(work, 20.0) == 0
+    assert crowded(times, work, 20.0) == 0
 
 
 @pytest.mark.parametrize("sampled", [False, True])
