@@ -35,6 +35,8 @@ from mtpserve.spec.build import DraftersByShape
 log = logging.getLogger(__name__)
 
 NOWHERE = KeptState(0, 0, 0)
+# Requests whose deferred rows a CPU absorbs at once: 1,549 rows together took 130 ms, in parts of at most 512 8 ms (2 cores of a Zen 5).
+CAUGHT_UP = 8
 
 Span = tuple[int, SpanPlan, Record]  # its place in the plan
 
@@ -141,8 +143,10 @@ class Runner:
         if refused:
             spans = [span for span in spans if span[2].error is None]
         parts = []
-        if any(span.late for _, span, _ in spans):
-            self.catch_up([span for _, span, _ in spans if span.late])
+        late = [span for _, span, _ in spans if span.late]
+        each = CAUGHT_UP if self.seats.device.type == "cpu" else max(len(late), 1)  # a GPU's parts would be launched kernel by kernel
+        for first in range(0, len(late), each):
+            self.catch_up(late[first : first + each])
         if self.graphs is not None:
             replayed = [span for span in spans if self.replayable(span)][: self.graphs.most]
             places = {place for place, _, _ in replayed}

@@ -34,13 +34,14 @@ from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
-DEFERRED = 16
+DEFERRED, CAUGHT_UP = 16, 2
 
 
 @pytest.fixture(autouse=True)
 def few_rows_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that texts may be short."""
+    """So that texts may be short, and of few requests at once."""
     monkeypatch.setattr(sizes, "DEFERRED", DEFERRED)
+    monkeypatch.setattr("mtpserve.runtime.runner.CAUGHT_UP", CAUGHT_UP)
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,7 @@ def test_drafts_after_steps_without_any(tmp_path: Path, make: Callable[[Path], T
     assert (engine.stats.preemptions_total > 0) == (tokens == 60)
     late = [span.late for plan in plans for span in plan.spans]
     assert max(late) == DEFERRED and any(0 < rows < DEFERRED for rows in late)
+    assert max(sum(span.late > 0 for span in plan.spans) for plan in plans) > CAUGHT_UP  # in parts
     check(tiny, listener.rounds)
 
 
