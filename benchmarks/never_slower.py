@@ -42,7 +42,7 @@ from mtpserve.engine.engine import Engine
 from mtpserve.weights.hub import fetched
 
 DEPTH, TOKENS, PROMPT = 3, 128, 128
-SLICE_S = 0.25  # an arm's turn: what slows the machine down for seconds slows all arms down. Slow steps need longer ones
+SLICE_S = 0.25  # plain decoding's turn: what slows the machine down for seconds slows all arms down. Slow steps need longer ones
 RESAMPLED = 1000  # times, for the spread of a ratio
 # As many layers as MiMo-7B has, the smallest of the published models with a draft layer: what drafting costs, it costs relative to them.
 LARGE = {"layers": 36, "hidden": 1024, "heads": 8, "kv_heads": 8, "experts": 32, "experts_per_token": 4}
@@ -116,13 +116,14 @@ class Load:
     """As many requests at a time as are asked for: when one ends, the next one starts. All arms get the same ones in the same order.
 
     The first ones are as if they had begun long ago, with more and more of their tokens left, so that prompts come at the same rate from
-    the first turn to the last. Were all at their beginning, an arm that gets through them sooner would have more prompts in its turns.
+    the first turn to the last. Were all at their beginning, they would come in waves.
     """
 
     def __init__(self, engine: Engine, requests: int, temperature: float, model: str = "demo") -> None:
         """`model`: whose tokenizer makes the prompts."""
         self.engine, self.requests, self.temperature = engine, requests, temperature
         self.prompts, self.started, self.ended = prompts(16, model), 0, 0
+        self.tokens = 0  # in all
 
     def start(self) -> None:
         number, self.started = self.started, self.started + 1
@@ -142,20 +143,26 @@ class Load:
             self.step()
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """A turn of at least `seconds` → tokens, and seconds."""
-        began, tokens, took = time.perf_counter(), 0, 0.0
+        """At least so long → tokens, and seconds."""
+        began, tokens, took = time.perf_counter(), self.tokens, 0.0
         while took < seconds:
-            tokens += self.step()
+            self.step()
             took = time.perf_counter() - began
-        return tokens, took
+        return self.tokens - tokens, took
 
-    def step(self) -> int:
-        """→ tokens."""
+    def until(self, tokens: float) -> tuple[int, float]:
+        """Until there are so many tokens in all → how many of them came now, and seconds."""
+        began, before = time.perf_counter(), self.tokens
+        while self.tokens < tokens:
+            self.step()
+        return self.tokens - before, time.perf_counter() - began
+
+    def step(self) -> None:
         while self.started - self.ended < self.requests:
             self.start()
         events = self.engine.step()
         self.ended += sum(event.finish is not None for event in events)
-        return sum(len(event.tokens) for event in events)
+        self.tokens += sum(len(event.tokens) for event in events)
 
     def end(self) -> None:
         for number in range(self.started):
@@ -185,19 +192,23 @@ class Row:
 def measured(
     model: str, engines: Arms, requests: int, temperature: float, turns: int, *, seconds: float = SLICE_S, texts: str = "demo"
 ) -> Row:
-    """All engines have their requests open, always as many, admitted before the first of the short turns that they step in. The first tenth
-    of the turns warms up."""
+    """All engines have their requests open, always as many, admitted before the first of the short turns that they step in. A turn is as
+    many tokens as plain decoding yields in `seconds` while the engines warm up, and begins with the same token in all arms: were turns as
+    long instead, arms would have other prompts in theirs, which are a third of the time with 128 requests."""
     loads = [(name, Load(engine, requests, temperature, texts)) for name, engine in engines]
     turned: list[list[tuple[int, float]]] = [[] for _ in loads]
     for _, load in loads:
         load.fill()
-    before, steps = accept_lengths(engines), steps_per_depth(engines)
     rounds, both = -(-turns * len(ARMS) // len(engines)), list(zip(loads, turned, strict=True))
-    for number in range(rounds + rounds // 10):
+    warmed = [(name, load.run(seconds * max(rounds // 10, 1))) for name, load in loads]
+    work = seconds * rate([turn for name, turn in warmed if name == "plain"])
+    begin = max(load.tokens for _, load in loads)
+    for _, load in loads:
+        load.until(begin)
+    before, steps = accept_lengths(engines), steps_per_depth(engines)
+    for number in range(rounds):
         for (_, load), own in both if number % 2 else reversed(both):
-            turn = load.run(seconds)
-            if number >= rounds // 10:
-                own.append(turn)
+            own.append(load.until(begin + (number + 1) * work))
     for _, load in loads:
         load.end()
     lengths = [now - then for now, then in zip(accept_lengths(engines), before, strict=True)]
