@@ -22,7 +22,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.runner import CAUGHT_UP, Runner
 from mtpserve.spec import sizes
 from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
@@ -34,14 +34,14 @@ from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
-DEFERRED, CAUGHT_UP = 16, 2
+DEFERRED, AT_ONCE = 16, 2
 
 
 @pytest.fixture(autouse=True)
 def few_rows_are_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that texts may be short, and of few requests at once."""
     monkeypatch.setattr(sizes, "DEFERRED", DEFERRED)
-    monkeypatch.setattr("mtpserve.runtime.runner.CAUGHT_UP", CAUGHT_UP)
+    monkeypatch.setitem(CAUGHT_UP, "cpu", AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def test_drafts_after_steps_without_any(tmp_path: Path, make: Callable[[Path], T
     assert (engine.stats.preemptions_total > 0) == (tokens == 60)
     late = [span.late for plan in plans for span in plan.spans]
     assert max(late) == DEFERRED and any(0 < rows < DEFERRED for rows in late)
-    assert max(sum(span.late > 0 for span in plan.spans) for plan in plans) > CAUGHT_UP  # in parts
+    assert max(sum(span.late > 0 for span in plan.spans) for plan in plans) > AT_ONCE  # in parts
     check(tiny, listener.rounds)
 
 
