@@ -50,28 +50,27 @@ INFLATED = ("demo", "large", "untrained")
 HEADS = Path(__file__).parent / "heads" / "checkpoints"
 
 
-def arms(**drafter: str) -> dict[str, SpecConfig]:
-    """`drafter`: options of SpecConfig."""
+def arms(fixed: Sequence[int], **drafter: str) -> dict[str, SpecConfig]:
+    """`fixed`: depths. `drafter`: options of SpecConfig."""
     options: dict[str, Any] = drafter or {"speculative_algorithm": "NEXTN"}
-    fixed = {f"k = {k}": SpecConfig(speculative_num_steps=k, speculative_adaptive=False, **options) for k in (1, DEPTH)}
-    return {"plain": SpecConfig(speculative_algorithm="none"), **fixed, "adaptive": SpecConfig(speculative_num_steps=DEPTH, **options)}
+    depths = {f"k = {k}": SpecConfig(speculative_num_steps=k, speculative_adaptive=False, **options) for k in sorted(fixed)}
+    return {"plain": SpecConfig(speculative_algorithm="none"), **depths, "adaptive": SpecConfig(speculative_num_steps=DEPTH, **options)}
 
 
-ARMS = arms()
 Arms = list[tuple[str, Engine]]  # as many of each
 
 
-def arms_of(model: str, algorithm: str) -> dict[str, SpecConfig]:
+def arms_of(model: str, algorithm: str, fixed: Sequence[int]) -> dict[str, SpecConfig]:
     """With the head that was trained for it."""
     if not algorithm:
-        return ARMS
+        return arms(fixed)
     head = HEADS / f"{model}-{algorithm.lower()}"
     if not head.is_dir():
         raise SystemExit(f"{head} is not there: heads/train_heads.py writes it")
     options = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head)}
     if (tokens := head / "token_map.json").is_file():
         options["speculative_token_map"] = str(tokens)
-    return arms(**options)
+    return arms(fixed, **options)
 
 
 def large(folder: Path) -> Path:
@@ -173,18 +172,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model, number of requests and temperature. `least`, `most`: the quartiles of `against_plain` when turns are drawn again."""
+    """One model, number of requests and temperature. `least`, `most`: the quartiles of `against_plain` when turns are drawn again. `best`:
+    of the arms with a fixed depth."""
 
     model: str
     requests: int
     temperature: float
-    accept_length: float  # of the deepest fixed arm
+    accept_length: float | None  # of the deepest fixed arm
     tokens_per_s: dict[str, float]
     against_plain: float
     least: float
     most: float
-    best: str
-    against_best: float
+    best: str | None
+    against_best: float | None
     depths: list[int]  # the adaptive arm's steps by depth
     engines: dict[str, list[float]]  # tokens per second of each: equal ones differ
 
@@ -199,33 +199,38 @@ def measured(
     turned: list[list[tuple[int, float]]] = [[] for _ in loads]
     for _, load in loads:
         load.fill()
-    rounds, both = -(-turns * len(ARMS) // len(engines)), list(zip(loads, turned, strict=True))
+    names = list(dict.fromkeys(name for name, _ in engines))
+    fixed, both = [name for name in names if name.startswith("k")], list(zip(loads, turned, strict=True))
+    rounds = -(-turns * len(names) // len(engines))
     warmed = [(name, load.run(seconds * max(rounds // 10, 1))) for name, load in loads]
     work = seconds * rate([turn for name, turn in warmed if name == "plain"])
     begin = max(load.tokens for _, load in loads)
     for _, load in loads:
         load.until(begin)
-    before, steps = accept_lengths(engines), steps_per_depth(engines)
+    before, steps = accept_lengths(engines, fixed[-1:]), steps_per_depth(engines)
     for number in range(rounds):
         for (_, load), own in both if number % 2 else reversed(both):
             own.append(load.until(begin + (number + 1) * work))
     for _, load in loads:
         load.end()
-    lengths = [now - then for now, then in zip(accept_lengths(engines), before, strict=True)]
-    found = {arm: [turn for (name, _), own in both if name == arm for turn in own] for arm in ARMS}
+    found = {arm: [turn for (name, _), own in both if name == arm for turn in own] for arm in names}
+    each = {arm: [rate(own) for (name, _), own in both if name == arm] for arm in names}
     rates = {arm: rate(of) for arm, of in found.items()}
-    best = max((arm for arm in ARMS if arm.startswith("k")), key=rates.__getitem__)
-    least, most = spread(found["adaptive"], found["plain"])
-    length = sum((n + 1) * count for n, count in enumerate(lengths)) / max(1, sum(lengths))
     depths = [now - then for now, then in zip(steps_per_depth(engines), steps, strict=True)]
-    each = {arm: [rate(own) for (name, _), own in both if name == arm] for arm in ARMS}
-    against = rates["adaptive"] / rates["plain"], rates["adaptive"] / rates[best]
-    return Row(model, requests, temperature, length, rates, against[0], least, most, best, against[1], depths, each)
+    length = best = against = None
+    if fixed:
+        best = max(fixed, key=rates.__getitem__)
+        against = rates["adaptive"] / rates[best]
+        counts = [now - then for now, then in zip(accept_lengths(engines, fixed[-1:]), before, strict=True)]
+        length = sum((n + 1) * count for n, count in enumerate(counts)) / max(1, sum(counts))
+    least, most = spread(found["adaptive"], found["plain"])
+    return Row(
+        model, requests, temperature, length, rates, rates["adaptive"] / rates["plain"], least, most, best, against, depths, each
+    )  # fmt: skip
 
 
-def accept_lengths(engines: Arms) -> list[int]:
-    """Of the deepest fixed arm."""
-    return added(engine.stats.accept_lengths for name, engine in engines if name == f"k = {DEPTH}")
+def accept_lengths(engines: Arms, of: Sequence[str]) -> list[int]:
+    return added(engine.stats.accept_lengths for name, engine in engines if name in of)
 
 
 def steps_per_depth(engines: Arms) -> list[int]:
@@ -259,11 +264,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=60, help="of each arm, for each cell")
     parser.add_argument("--turn-seconds", type=float, default=SLICE_S)
     parser.add_argument("--engines", type=int, default=2, help="of each arm")
+    parser.add_argument("--fixed", type=int, nargs="*", default=[1, DEPTH], help="depths of the fixed arms; none: plain decoding alone")
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.engines < 1:
         parser.error(f"--engines must be at least 1, got {args.engines}")
-    table, rows = Table("model", "requests", "T", "accept length", *ARMS, "adaptive / plain", "adaptive / best k"), list[Row]()
+    if not all(0 < depth <= DEPTH for depth in args.fixed):
+        parser.error(f"--fixed must be in [1, {DEPTH}], got {args.fixed}")
+    names = list(arms(args.fixed))
+    table, rows = Table("model", "requests", "T", "accept length", *names, "adaptive / plain", "adaptive / best k"), list[Row]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inflated = large(folder) if {"large", "untrained"} & set(args.models) else None
@@ -274,7 +283,7 @@ def main() -> None:
             named = fetched(EngineConfig(model=ModelConfig(model=base))).model if algorithm else ModelConfig()
             path = named.directory if inflated is None or model not in ("large", "untrained") else inflated
             path = untrained(path, folder) if model == "untrained" else path
-            made = list(arms_of(base, algorithm).items())
+            made = list(arms_of(base, algorithm, args.fixed).items())
             orders = [made[:: 1 - 2 * (number % 2)] for number in range(args.engines)]
             engines = [(arm, engine_of(path, spec, max(args.requests))) for order in orders for arm, spec in order]
             gc.collect()
@@ -282,7 +291,8 @@ def main() -> None:
             for requests, temperature in product(args.requests, args.temperatures):
                 row = measured(model, engines, requests, temperature, args.turns, seconds=args.turn_seconds, texts=str(named.directory))
                 rows.append(row)
-                found = f"{row.against_plain:.2f} x plain, {row.against_best:.2f} x {row.best}; steps by depth {row.depths}"
+                best = "" if row.against_best is None else f", {row.against_best:.2f} x {row.best}"
+                found = f"{row.against_plain:.3f} x plain{best}; steps by depth {row.depths}"
                 print(f"{model}, {requests} requests, T = {temperature}: {found}", file=sys.stderr, flush=True)
                 save(
                     args.json,
@@ -292,9 +302,10 @@ def main() -> None:
             gc.unfreeze()
             gc.collect()
     for row in rows:
-        speeds = (f"{row.tokens_per_s[arm]:.0f}" for arm in ARMS)
-        ratios = f"{row.against_plain:.2f} ({row.least:.2f} to {row.most:.2f})", f"{row.against_best:.2f}"
-        table.add_row(row.model, str(row.requests), str(row.temperature), f"{row.accept_length:.2f}", *speeds, *ratios)
+        speeds = (f"{row.tokens_per_s[arm]:.0f}" for arm in names)
+        length, best = ("" if value is None else f"{value:.2f}" for value in (row.accept_length, row.against_best))
+        against = f"{row.against_plain:.2f} ({row.least:.2f} to {row.most:.2f})"
+        table.add_row(row.model, str(row.requests), str(row.temperature), length, *speeds, against, best)
     Console().print(table)
 
 
