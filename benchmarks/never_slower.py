@@ -18,12 +18,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common.demo import prompts
@@ -111,6 +111,12 @@ def engine_of(model: Path, spec: SpecConfig, most: int) -> Engine:
     return engine
 
 
+class Turn(NamedTuple):
+    tokens: int
+    prompts: int  # tokens of prompts that were computed
+    seconds: float
+
+
 class Load:
     """As many requests at a time as are asked for: when one ends, the next one starts. All arms get the same ones in the same order.
 
@@ -141,20 +147,25 @@ class Load:
         while self.engine.stats.waiting and self.ended < self.requests:
             self.step()
 
-    def run(self, seconds: float) -> tuple[int, float]:
-        """At least so long → tokens, and seconds."""
-        began, tokens, took = time.perf_counter(), self.tokens, 0.0
-        while took < seconds:
-            self.step()
-            took = time.perf_counter() - began
-        return self.tokens - tokens, took
+    def run(self, seconds: float) -> Turn:
+        """At least so long."""
+        began = time.perf_counter()
+        return self.turn(lambda: time.perf_counter() - began < seconds)
 
-    def until(self, tokens: float) -> tuple[int, float]:
-        """Until there are so many tokens in all → how many of them came now, and seconds."""
-        began, before = time.perf_counter(), self.tokens
-        while self.tokens < tokens:
+    def until(self, tokens: float) -> Turn:
+        """Until there are so many tokens in all."""
+        return self.turn(lambda: self.tokens < tokens)
+
+    def turn(self, more: Callable[[], bool]) -> Turn:
+        began, tokens, prompts = time.perf_counter(), self.tokens, self.computed
+        while more():
             self.step()
-        return self.tokens - before, time.perf_counter() - began
+        return Turn(self.tokens - tokens, self.computed - prompts, time.perf_counter() - began)
+
+    @property
+    def computed(self) -> int:
+        """Tokens of prompts."""
+        return self.engine.stats.step_tokens_total - self.engine.stats.generation_tokens_total
 
     def step(self) -> None:
         while self.started - self.ended < self.requests:
@@ -172,8 +183,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model, number of requests and temperature. `least`, `most`: the quartiles of `against_plain` when turns are drawn again. `best`:
-    of the arms with a fixed depth."""
+    """One model, number of requests and temperature. `tokens_per_s`: as if all arms had computed as many prompts (see `evened`). `least`,
+    `most`: the quartiles of `against_plain` when turns are drawn again. `best`: of the arms with a fixed depth."""
 
     model: str
     requests: int
@@ -193,17 +204,17 @@ def measured(
     model: str, engines: Arms, requests: int, temperature: float, turns: int, *, seconds: float = SLICE_S, texts: str = "demo"
 ) -> Row:
     """All engines have their requests open, always as many, admitted before the first of the short turns that they step in. A turn is as
-    many tokens as plain decoding yields in `seconds` while the engines warm up, and begins with the same token in all arms: were turns as
-    long instead, arms would have other prompts in theirs, which are a third of the time with 128 requests."""
+    many tokens as plain decoding yields in `seconds` while the engines warm up, and begins with the same token in all arms."""
     loads = [(name, Load(engine, requests, temperature, texts)) for name, engine in engines]
-    turned: list[list[tuple[int, float]]] = [[] for _ in loads]
+    turned: list[list[Turn]] = [[] for _ in loads]
     for _, load in loads:
         load.fill()
     names = list(dict.fromkeys(name for name, _ in engines))
     fixed, both = [name for name in names if name.startswith("k")], list(zip(loads, turned, strict=True))
     rounds = -(-turns * len(names) // len(engines))
     warmed = [(name, load.run(seconds * max(rounds // 10, 1))) for name, load in loads]
-    work = seconds * rate([turn for name, turn in warmed if name == "plain"])
+    plain = [turn for name, turn in warmed if name == "plain"]
+    work = seconds * sum(turn.tokens for turn in plain) / sum(turn.seconds for turn in plain)
     begin = max(load.tokens for _, load in loads)
     for _, load in loads:
         load.until(begin)
@@ -213,8 +224,9 @@ def measured(
             own.append(load.until(begin + (number + 1) * work))
     for _, load in loads:
         load.end()
-    found = {arm: [turn for (name, _), own in both if name == arm for turn in own] for arm in names}
-    each = {arm: [rate(own) for (name, _), own in both if name == arm] for arm in names}
+    alike = evened([turn for (name, _), own in both if name == "plain" for turn in own])
+    found = {arm: [alike(turn) for (name, _), own in both if name == arm for turn in own] for arm in names}
+    each = {arm: [rate(list(map(alike, own))) for (name, _), own in both if name == arm] for arm in names}
     rates = {arm: rate(of) for arm, of in found.items()}
     depths = [now - then for now, then in zip(steps_per_depth(engines), steps, strict=True)]
     length = best = against = None
@@ -240,6 +252,18 @@ def steps_per_depth(engines: Arms) -> list[int]:
 
 def added(counts: Iterable[Sequence[int]]) -> list[int]:
     return [sum(each) for each in zip(*counts, strict=True)]
+
+
+def evened(plain: list[Turn]) -> Callable[[Turn], tuple[int, float]]:
+    """From a turn to its tokens and seconds, as if it had computed as many prompts per token as plain decoding's have on average.
+
+    When arms have the same tokens, one may have begun a prompt that another has not, alike in all of its engines: with 128 requests that is
+    0.4 % of 25 seconds. What a prompt's token takes is told from the turns, which have more and fewer of them (least squares)."""
+    work = torch.tensor([[turn.tokens, turn.prompts] for turn in plain], dtype=torch.float64)
+    seconds = torch.tensor([[turn.seconds] for turn in plain], dtype=torch.float64)
+    takes = float(torch.linalg.lstsq(work, seconds, driver="gelsd").solution[1])
+    tokens, prompts = work.sum(0).tolist()
+    return lambda turn: (turn.tokens, turn.seconds - takes * (turn.prompts - prompts / tokens * turn.tokens))
 
 
 def rate(turns: list[tuple[int, float]]) -> float:
