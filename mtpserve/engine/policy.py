@@ -295,8 +295,9 @@ class DepthPolicy:
         self.times.count(self._tokens, bool(spans and spans[-1].length > 1))
         settled = passes == self._passes and self._since >= SETTLING
         self._passes, self._since = passes, seconds + (self._since if passes == self._passes else 0.0)
-        self._unlearned += seconds
-        if settled and self._held == 0 and self._unlearned < LEARNED:
+        # The step after the one at which it is due: a slow step is likelier to be the latter, and would be learned too often.
+        due, self._unlearned = self._unlearned >= LEARNED, self._unlearned + seconds
+        if settled and self._held == 0 and not due and self.forced is None:
             self.times.observed += 1
             return
         trial = self._held > 0 and passes == self._trial
