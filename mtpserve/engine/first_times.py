@@ -11,6 +11,7 @@ from mtpserve.engine.policy import SETTLING, DepthPolicy
 from mtpserve.engine.step_times import StepTimes
 
 SECONDS, TOKENS = 6.0, 64  # in all; and of each request. More requests, whose steps are longer, are not measured when the time is over
+WARM_UP = 0.2  # seconds of steps before them
 STEPS, FEWEST, ENOUGH_S = 6, 2, 0.3  # of each number of requests and depth, and of slow ones; the first is not measured
 MEASURED = 0.015  # seconds of steps that are measured of each, at most: these are many steps where they are short, and vary more
 PRIME = 7919  # tokens that are this far apart: different ones go to different experts
@@ -39,9 +40,8 @@ def ladder(most: int) -> list[int]:
 
 def measure(engine: Steps, policy: DepthPolicy, most: int) -> None:
     """`most` requests at once."""
-    until = perf_counter() + SECONDS
-    measure_depths(engine, policy, 1, until)
-    policy.times = StepTimes()  # an engine's first steps meet fresh memory: of 0.4 ms some took half as long again
+    measure_depths(engine, policy, 1, perf_counter() + WARM_UP)
+    policy.times, until = StepTimes(), perf_counter() + SECONDS  # an engine's first steps are slower: of 1 ms some took 1.4
     for requests in ladder(most):
         measure_depths(engine, policy, requests, until)
     policy.forced = None

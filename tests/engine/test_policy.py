@@ -260,6 +260,19 @@ def test_a_trial_with_much_more_accepted_than_expected_is_followed_by_the_next_o
     assert len(trials) > 3 and (min(after - first for first, after in pairwise(trials)) < EVERY) == at_once
 
 
+@pytest.mark.parametrize(("forced", "least", "most"), [(0, 9_900, 10_000), (None, 150, 250)])
+def test_each_short_step_is_learned_at_start_and_some_while_serving(
+    forced: int | None, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10,000. One in fifty takes six times as long, and not more of those that are learned do."""
+    policy, seqs, random, learned = DepthPolicy(DraftSizes(steps=3, proposed=3, written=3), 0), [sequence(0)], Random(0), list[float]()
+    monkeypatch.setattr(policy.times, "observe", lambda work, seconds, noise: learned.append(seconds))
+    policy.forced, plan = forced, StepPlan([SpanPlan(0, 10, 1, 0, True, True)], 0)
+    for _ in range(10_000):
+        policy.stepped(Planned(plan, seqs), 0, 0.0024 if random.random() < 0.02 else 0.0004)
+    assert least <= len(learned) <= most and sum(seconds > 0.001 for seconds in learned) < 0.05 * len(learned)
+
+
 def test_an_idle_engine_begins_with_the_depth_of_its_last_choice() -> None:
     policy = run(texts(1, 600), 1, costs("h100")[1], DEEP, NEVER, adaptive=True).policy
     assert policy is not None and policy.depth == policy.choose([]) == 0
