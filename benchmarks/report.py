@@ -1,7 +1,7 @@
-"""All results on one page, and the tables of docs/measured.md that come from them.
+"""All results on one page, and the tables of README.md and docs/measured.md that come from them.
 
     python benchmarks/report.py             benchmarks/results/*.json → build/report/index.html
-    python benchmarks/report.py --tables    rewrites docs/measured.md between `<!-- results: NAME -->` and `<!-- end of NAME -->`
+    python benchmarks/report.py --tables    rewrites these two between `<!-- results: NAME -->` and `<!-- end of NAME -->`
 
 The page has no external resources. Every result is shown with its command, commit, device and versions; of what has an unknown layout the
 scalar leaves are shown. Plots need matplotlib, which the extra `bench` brings. A table there is a function in MEASURED.
@@ -27,7 +27,7 @@ from common.plots import drawn
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "build" / "report" / "index.html"
-PAGE_OF_TABLES = ROOT / "docs" / "measured.md"
+PAGES_OF_TABLES = ROOT / "README.md", ROOT / "docs" / "measured.md"
 MARK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 CONTEXT = ("command", "commit", "device", "processor", "instruction_sets", "cores", "threads", "cpu_capability", "versions")
 FOLDED = 30  # rows from which a table is shown folded
@@ -146,19 +146,23 @@ def against_vllm() -> str:
     return markdown(["model, requests at once", *map(str, at_once)], rows)
 
 
+def peers() -> str:
+    return peers_table.short(peers_table.results(RESULTS), rounded, markdown)
+
+
 def drafters() -> str:
     return drafters_table.text(RESULTS, markdown)
 
 
-MEASURED: dict[str, Callable[[], str]] = {"decoding": decoding, "against_vllm": against_vllm, "drafters": drafters}
+MEASURED: dict[str, Callable[[], str]] = {"decoding": decoding, "against_vllm": against_vllm, "peers": peers, "drafters": drafters}
 
 
 def with_tables(text: str) -> str:
-    """docs/measured.md with every marked table as the results say."""
+    """A page with every marked table as the results say."""
 
     def made(hit: re.Match[str]) -> str:
         if hit[2] not in MEASURED:
-            raise SystemExit(f"{PAGE_OF_TABLES}: there is no table {hit[2]!r}: {', '.join(MEASURED)}")
+            raise SystemExit(f"there is no table {hit[2]!r}: {', '.join(MEASURED)}")
         return f"{hit[1]}\n{MEASURED[hit[2]]()}\n{hit[3]}"
 
     return MARK.sub(made, text)
@@ -166,12 +170,13 @@ def with_tables(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", action="store_true", help="rewrite the tables of docs/measured.md and make no page")
+    parser.add_argument("--tables", action="store_true", help="rewrite the tables of README.md and docs/measured.md and make no page")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE")
     args = parser.parse_args()
     if args.tables:
-        PAGE_OF_TABLES.write_text(with_tables(PAGE_OF_TABLES.read_text(encoding="utf-8")), encoding="utf-8")
+        for page_of_tables in PAGES_OF_TABLES:
+            page_of_tables.write_text(with_tables(page_of_tables.read_text(encoding="utf-8")), encoding="utf-8")
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = read(args.results)

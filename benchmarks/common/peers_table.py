@@ -15,6 +15,8 @@ MODES = {"plain": "plain", "mtp": "three drafts"}
 COMPARED = (("plain", "plain"), ("mtp", "mtp"), ("mtp", "plain"))  # mtpserve's, theirs
 CLOSE = 1.1  # below it a ratio has two places
 Rows = list[dict[str, Any]]
+Rounded = Callable[[float, int], str]
+Markdown = Callable[[list[str], list[list[str]]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,19 @@ def rank(row: dict[str, Any]) -> int:
     return list(SIZES).index(row["model"]) if row["model"] in SIZES else len(SIZES)
 
 
-def text(found: list[Result], rounded: Callable[[float, int], str], markdown: Callable[[list[str], list[list[str]]], str]) -> str:
+def text(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
+    return "\n".join([table(found, rounded, markdown), *sources(found), "", *sentences(found)]) + "\n"
+
+
+def short(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
+    """The table and its commands alone."""
+    return "\n".join([table(found, rounded, markdown), *(f"`{result.whole['command']}`" for result in found)]) + "\n"
+
+
+def table(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
     at_once = sorted({row["concurrency"] for result in found for row in result.numbers["medians"]})
     rows = [row for result in found for row in lines(result.numbers["medians"], at_once, rounded)]
-    table = markdown(["mtpserve's tokens per second over", "", *map(str, at_once)], rows)
-    return "\n".join([table, *sources(found), "", *sentences(found)]) + "\n"
+    return markdown(["mtpserve's tokens per second over", "", *map(str, at_once)], rows)
 
 
 def lines(medians: Rows, at_once: list[int], rounded: Callable[[float, int], str]) -> Iterator[list[str]]:
