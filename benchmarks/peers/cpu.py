@@ -28,7 +28,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def servers_of(args: argparse.Namespace, caches: Path) -> list[Server]:
         servers.append(transformers(args.transformers, args.transformers_dtype))
     if args.mistralrs is not None:
         servers.append(mistralrs(args.mistralrs, args.mistralrs_dtype))
-    return servers
+    return [replace(server, temperature=args.temperature) for server in servers]
 
 
 class Bench:
@@ -147,6 +147,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     load.add_argument("--rounds", type=int, default=3)
     load.add_argument("--waves", type=int, default=2, help="requests of each of the concurrent clients, but 4 in all at least")
     load.add_argument("--tokens", type=int, default=128, help="output tokens of each request")
+    load.add_argument("--temperature", type=float, default=0.0, help="of mtpserve and vLLM; texts are compared where it is 0 (default: 0)")
     load.add_argument("--minutes", type=float, default=9, help="of training, where the small model is not in --checkpoints yet")
     load.add_argument("--size", choices=list(SIZES), default="6m", help="of the small model; toy to try this program")
     load.add_argument("--checkpoints", type=Path, default=CACHE, help="where models are kept (default: %(default)s)")
@@ -173,6 +174,8 @@ def main() -> None:
     for chosen, known in ((args.models, MODELS), (args.modes, MODES)):
         if unknown := set(chosen) - set(known):
             raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if args.temperature and (args.transformers or args.mistralrs):
+        raise SystemExit(f"--temperature {args.temperature} is for mtpserve and vLLM: transformers and mistral.rs are measured greedy")
     given = {"vllm": args.vllm, "transformers": args.transformers, "mistral.rs": args.mistralrs}
     peers = {engine: versions(python, engine) for engine, python in given.items() if python is not None}  # what is missing, before all else
     reasons = reasons_in(args.reasons)

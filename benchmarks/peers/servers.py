@@ -31,6 +31,7 @@ class Server:
     options: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     undrafted: str | None = None  # why there are no drafts, where there are none
+    temperature: float = 0.0
 
     def served(self, model: Path, folder: Path) -> Path:
         """The checkpoint as this engine reads it; what has to be made of it for that is in `folder`."""
@@ -49,10 +50,10 @@ class Server:
         return []
 
     def body(self, model: Path, prompt: Prompt, tokens: int) -> dict[str, Any]:
-        """A request to /v1/completions: greedy, streamed, of exactly `tokens` tokens."""
+        """A request to /v1/completions: streamed, of exactly `tokens` tokens."""
         return {
-            "model": "model", "prompt": prompt.ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True},
+            "model": "model", "prompt": prompt.ids, "max_tokens": tokens, "temperature": self.temperature, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
 
     def described(self) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class Server:
         preloaded = [Path(path).name for path in self.environment.get("LD_PRELOAD", "").split(":") if path]
         bind = self.environment.get("VLLM_CPU_OMP_THREADS_BIND")
         found = {"name": self.name, "engine": self.engine, "options": self.options, "preloaded": preloaded, "bound_to": bind}
-        return found | {"undrafted": self.undrafted}
+        return found | {"undrafted": self.undrafted, "temperature": self.temperature}
 
 
 class Mtpserve(Server):
