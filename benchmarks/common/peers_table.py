@@ -60,7 +60,7 @@ def table(found: list[Result], rounded: Rounded, markdown: Markdown) -> str:
     return markdown(["mtpserve's tokens per second over", "", *map(str, at_once)], rows)
 
 
-def lines(medians: Rows, at_once: list[int], rounded: Callable[[float, int], str]) -> Iterator[list[str]]:
+def lines(medians: Rows, at_once: list[int], rounded: Rounded) -> Iterator[list[str]]:
     """One for each model, pair of modes and other engine. Of an engine's variants the fastest counts; what was lost is bold."""
     for model in sorted(dict.fromkeys(row["model"] for row in medians), key=lambda name: rank({"model": name})):
         for mode, theirs in COMPARED:
@@ -71,7 +71,7 @@ def lines(medians: Rows, at_once: list[int], rounded: Callable[[float, int], str
                     yield [f"{SIZES.get(model, model)}, {MODES[mode]}", other if mode == theirs else f"{other}, {MODES[theirs]}", *cells]
 
 
-def cell(medians: Rows, model: str, modes: tuple[str, str], engine: str, many: int, rounded: Callable[[float, int], str]) -> str:
+def cell(medians: Rows, model: str, modes: tuple[str, str], engine: str, many: int, rounded: Rounded) -> str:
     here = [row for row in medians if (row["model"], row["concurrency"]) == (model, many)]
     own = [row["tokens_per_s"] for row in here if (row["server"], row["mode"]) == (OWN, modes[0])]
     other = [row["tokens_per_s"] for row in here if (row["engine"], row["mode"]) == (engine, modes[1])]

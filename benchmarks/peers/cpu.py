@@ -2,9 +2,10 @@
 
 All serve the same checkpoints with the same real acceptance: `small` is a model of 6.4 M parameters that is trained once on this machine's
 Python files (trained.py), `258m` and `500m` compute the same function at the cost of larger models (common/inflate.py), and `demo` is the
-bundled one, DeepSeek-V3 in miniature. Greedy, 128 tokens for prompts of 64 tokens of held-out source text that no request shares with
-another; `mtp` drafts three tokens, where an engine can. vLLM runs without its prefix cache and with it. Only one engine runs at a time;
-they take turns, `--rounds` times and each time in another order, each started anew, and the medians and extremes over rounds are reported.
+bundled one, DeepSeek-V3 in miniature. 128 tokens, greedy without --temperature, for prompts of 64 tokens of held-out source text that no
+request shares with another; `mtp` drafts three tokens, where an engine can. vLLM runs without its prefix cache and with it. Only one engine
+runs at a time; they take turns, `--rounds` times and each time in another order, each started anew, and the medians and extremes over rounds
+are reported.
 
 tok/s         all output tokens over the time from the first request to the last token
 TTFT          until a request's first text, median over requests
@@ -12,7 +13,7 @@ TPOT          a request's time per token after the first text, median over reque
 ITL           between two chunks with text, however many tokens each has, median over all chunks
 accepted      tokens per verification, by each server's own counters
 same text     share of requests whose text is mtpserve's first round's, but for white space at its beginning, which mistral.rs leaves out;
-              in float32 all but ties within rounding
+              in float32 all but ties within rounding. It says something of greedy texts alone
 
 Engines that are not given are not measured. One that does not start, or fails, is left out from there for that model and mode; its log's
 end is shown, and the result has a sentence under `skipped`. Where another engine gave more tokens per second, it has one under `losses`

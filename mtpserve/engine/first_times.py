@@ -50,6 +50,7 @@ def measure(engine: Steps, policy: DepthPolicy, most: int) -> None:
 
 
 def measure_depths(engine: Steps, policy: DepthPolicy, requests: int, until: float) -> None:
+    """So many requests at once, at each depth. `until`: a time of perf_counter, after which nothing more is measured."""
     tokens = min(TOKENS, engine.context_length - 1)
     sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, seed=0)
     for depth in reversed(policy.depths):
