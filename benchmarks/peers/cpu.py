@@ -4,8 +4,8 @@ All serve the same checkpoints with the same real acceptance: `small` is a model
 Python files (trained.py), `258m` and `500m` compute the same function at the cost of larger models (common/inflate.py), and `demo` is the
 bundled one, DeepSeek-V3 in miniature. 128 tokens, greedy without --temperature, for prompts of 64 tokens of held-out source text that no
 request shares with another; `mtp` drafts three tokens, where an engine can. vLLM runs without its prefix cache and with it. Only one engine
-runs at a time; they take turns, `--rounds` times and each time in another order, each started anew, and the medians and extremes over rounds
-are reported.
+runs at a time; they take turns, `--rounds` times and each time in another order, each started anew, and the medians and extremes over
+rounds are reported.
 
 tok/s         all output tokens over the time from the first request to the last token
 TTFT          until a request's first text, median over requests
