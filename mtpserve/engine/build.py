@@ -56,8 +56,8 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, runnin
     most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
     graphs = StepGraphs(step, sampling, CudaRecorder(), most)
     trees = config.spec.topk > 1 and config.spec.steps > 0
-    spec = config.spec
-    graphs.record_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive)
+    spec, budget, shared = config.spec, config.scheduler.chunked_prefill_size, not config.cache.disable_radix_cache
+    graphs.record_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive, budget, shared)
     return graphs
 
 

@@ -21,7 +21,7 @@ from mtpserve.core.grammars import GrammarCompiler
 from mtpserve.core.plan import KeptState, SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols import Drafter
 from mtpserve.runtime.admissions import seat, start_states
-from mtpserve.runtime.graphs import StepGraphs
+from mtpserve.runtime.graphs import Prompts, StepGraphs
 from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
 from mtpserve.runtime.paging import Transfers
 from mtpserve.runtime.publish import Columns, prompt_logprobs, results
@@ -155,7 +155,10 @@ class Runner:
             if replayed:
                 parts.append(self.replay(replayed, plan.want, self.graphs))
         if spans:
-            parts.append(self.run(spans, plan.want))
+            if self.graphs is not None and all(map(self.ends_prompt, spans)):
+                parts.append(self.replay(spans, plan.want, self.graphs, prompts=True))
+            else:
+                parts.append(self.run(spans, plan.want))
         return LaunchedStep(parts, refused, self.transfers, moment(self.seats.device))
 
     def catch_up(self, plans: Seq[SpanPlan]) -> None:
@@ -191,9 +194,20 @@ class Runner:
             record.refuse(error)
 
     def replayable(self, span: Span) -> bool:
+        """Among others that decode."""
         _, plan, record = span
+        return plan.length == 1 and self.is_plain(plan, record) and not is_first(plan, record, self.drafter.lag)
+
+    def ends_prompt(self, span: Span) -> bool:
+        """It can be replayed among prompts. One that does not end yet has no pages where drafts would be stored."""
+        _, plan, record = span
+        scored = record.sampling.prompt_logprobs is not None
+        stored = plan.start >= record.admission.shared
+        return plan.drafts == 0 and not plan.deferred and stored and not scored and self.is_plain(plan, record)
+
+    def is_plain(self, plan: SpanPlan, record: Record) -> bool:
         plain = record.plain and record.sampling.logprobs is None and not record.has_rules and not self.processors
-        return plan.samples and plan.length == 1 and plain and not is_first(plan, record, self.drafter.lag)
+        return plan.samples and plain
 
     def run(self, spans: Seq[Span], want: int) -> Part:
         _, plans, records = zip(*spans, strict=True)
@@ -249,13 +263,19 @@ class Runner:
             self.last = records, Asked.of(records, self.drafter.coupled)
         return self.last[1]
 
-    def replay(self, spans: Seq[Span], want: int, graphs: StepGraphs) -> Part:
+    def replay(self, spans: Seq[Span], want: int, graphs: StepGraphs, prompts: bool = False) -> Part:
+        """`spans` are all `replayable`, or with `prompts` all `ends_prompt`."""
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
         trees = not self.seats.branching.isdisjoint(hosts)
         deferred, drafts = all(plan.deferred for plan in plans), max(plan.drafts for plan in plans)
         kept = () if self.step.states is None else self.kept_of(plans)
-        outcome = graphs.replay(hosts, wanted, self.most(plans), drafts, want, self.asked(records), trees, deferred, kept)
+        if prompts:
+            asked = Asked.of(records, self.drafter.coupled)  # what steady decoding asks for is kept
+            given = Prompts([plan.length for plan in plans], after_others(plans, records, self.drafter.lag)[0])
+        else:
+            asked, given = self.asked(records), None
+        outcome = graphs.replay(hosts, wanted, self.most(plans), drafts, want, asked, trees, deferred, kept, given)
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
             return self.run(spans, want)

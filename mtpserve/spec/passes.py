@@ -184,7 +184,8 @@ class DraftPasses:
         seats, seat_ids = batch.seats, batch.seat_ids[spans]
         first = batch.index[batch.cu_q[:-1][spans]]
         features = None if self.boundary is None else self.boundary.before(seats.slots(seat_ids, first - 1))
-        rows = self.rows(batch, seat_ids, seats.tokens[seat_ids, first], first - self.model.lag, first - self.model.lag)
+        above = (first - self.model.lag).clamp(min=0)  # 0 of what pads a captured step
+        rows = self.rows(batch, seat_ids, seats.tokens[seat_ids, first], above, above)
         if self.chain is not None and features is not None:
             self.chain.resume(rows, features)
         else:

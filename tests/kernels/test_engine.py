@@ -73,7 +73,7 @@ def test_captured_launched_and_in_plain_torch(family: str, shape: int | SpecConf
     engine = tiny_engine(tiny_model(family, kernels="triton"), shape, overlap=1, recorder=CudaRecorder(), seats=12, **given)
     runner = runner_of(engine)
     assert runner.graphs is not None
-    runner.graphs.record_all(usual(runner.drafter.coupled), trees=shape is TREE)
+    runner.graphs.record_all(usual(runner.drafter.coupled), trees=shape is TREE, prompts=64, shared=True)
     made = len(runner.graphs.recorded)
     assert run(engine, asked, params) == wanted
     assert len(runner.graphs.recorded) == made and all(runner.graphs.recorded.values()), "not everything was captured at start"
