@@ -6,8 +6,8 @@ belongs to no request pads it.
 
     requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    fewer drafts are masked
 
-Prompts have graphs of their own, for a padded number of rows in all, and are fed with the number of each. Without them a step with a short
-prompt took 36 ms on an H100 with 36 layers, one without 4 ms. With more rows than PROMPTS has, a GPU takes longer than the launches.
+Prompts have graphs of their own, for a padded number of rows in all, and are fed with the number of each. Launched kernel by kernel, a
+short prompt took 36 ms on an H100 with 36 layers; a step without takes 4 ms.
 
     rows       | a a a | b b b b | - | - - |      8 spans of 4 requests, at most 3 of which are real
 
@@ -37,8 +37,9 @@ from mtpserve.runtime.transfer import write
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# Rows of prompts in one graph, and requests, of which at least one pads it: it has the rows that are left over.
-PROMPTS = ((64, 8), (128, 16), (256, 16), (512, 32))
+# Rows of prompts in one graph, and requests, of which at least one pads it: it has the rows that are left over. With more rows a GPU takes
+# longer than the launches.
+PROMPTS = ((64, 8), (128, 16), (192, 16), (256, 32), (384, 32), (512, 32), (768, 64), (1024, 64))
 DEPTHS = (1, 3)  # of chains, in addition to the engine's own depth
 WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in a capture
 LOG_EVERY = 10  # captures at start
@@ -188,10 +189,10 @@ class StepGraphs:
         deepest = want if any(wanted) else 0
         if prompts is None:
             key = self.key(len(seats), drafts, deepest, asked, trees, deferred)
-        elif (found := self.prompt_key(prompts, deepest, asked, trees)) is not None:
-            key = found
-        else:
+        elif (found := self.prompt_key(prompts, deepest, asked)) is None:
             return None
+        else:
+            key = found
         recorded = self.recorded[key] if key in self.recorded else self.record(key)
         if recorded is None:
             return None
@@ -207,13 +208,15 @@ class StepGraphs:
         recorded.again()
         return recorded.outcome
 
-    def prompt_key(self, prompts: Prompts, deepest: int, asked: Asked, trees: bool) -> Key | None:
+    def prompt_key(self, prompts: Prompts, deepest: int, asked: Asked) -> Key | None:
         """None: there are too many rows, or requests."""
         requests, rows = len(prompts.lengths), sum(prompts.lengths)
         for most, spans in PROMPTS:
             if requests < spans and rows + spans - requests <= most:
                 depth = self.depth_of(deepest) if deepest else 0
-                return Key(spans, 0, depth, trees, asked.rounded(cuts=True), rows=most, resumed=bool(prompts.resumed))
+                # Seats in which drafts once branched, or not, and all parameters alike: it is few requests' sampling.
+                trees = self.step.drafter.sizes.branching
+                return Key(spans, 0, depth, trees, asked.general, rows=most, resumed=bool(prompts.resumed))
         return None
 
     def depth_of(self, drafts: int) -> int:
@@ -249,7 +252,7 @@ class StepGraphs:
         both = ([], [0])[: 1 + (shared or self.step.drafter.lag == 0)]
         for rows in sorted({min(rows - spans, prompts) for rows, spans in PROMPTS}, reverse=True):
             some = [Prompts([rows], resumed) for resumed in both]
-            keys += [key for depth in depths for each in asked for one in some if (key := self.prompt_key(one, depth, each, trees))]
+            keys += [key for depth in depths for each in asked for one in some if (key := self.prompt_key(one, depth, each))]
         keys = list(dict.fromkeys(keys))
         for number, key in enumerate(keys, 1):
             self.record(key)

@@ -51,13 +51,18 @@ class Asked:
             top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
         )
 
-    def rounded(self, cuts: bool = False) -> Asked:
-        """One for many: does the same for these requests, with a little more work, and there are few of them; fewer with `cuts`."""
+    def rounded(self) -> Asked:
+        """One for many: does the same for these requests, with a little more work, and there are few of them."""
         if self.all_greedy:
             return replace(self, any_greedy=True, largest_k=0, any_top_p=False, any_min_p=False, any_coupled=False)
-        cuts = cuts or self.largest_k > 0 or self.any_top_p or self.any_min_p
+        cuts = self.largest_k > 0 or self.any_top_p or self.any_min_p
         largest = max(64, 1 << (self.largest_k - 1).bit_length()) if cuts else 0
         return replace(self, any_greedy=True, largest_k=largest, any_top_p=cuts, any_min_p=cuts)
+
+    @property
+    def general(self) -> Asked:
+        """One for nearly all, with more work."""
+        return replace(self, all_greedy=False, any_top_p=True).rounded()
 
 
 class SeatSampling:

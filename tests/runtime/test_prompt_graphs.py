@@ -1,0 +1,70 @@
+"""Captured prompts, with a stand-in for the recorder: which are replayed, how they are padded, and that the text stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+
+from mtpserve.config import SpecConfig
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.runtime import graphs as graphs_module
+from mtpserve.runtime.graphs import Prompts, fitted, ragged
+from mtpserve.runtime.inputs import row_layout
+from tests.runtime.recorders import Again
+from tests.runtime.test_graphs import CHAIN, GREEDY, KINDS, graphs_of
+from tests.tiny import CPU, VOCAB, prompts, run, tiny_engine, tiny_model
+
+
+@KINDS
+@pytest.mark.parametrize("family", ["mimo", "deepseek", "modules", "chained", "hybrid", "oss"])
+def test_replayed_prompts_give_the_same_text(spec: SpecConfig, family: str) -> None:
+    """Beside others that decode, and after pages of other requests, in steps with room for several."""
+    first = prompts(5, seed=4, longest=40)
+    rounds = [first, [prompt + more for prompt, more in zip(first, prompts(5, seed=6, longest=20), strict=True)]]
+    params = [SamplingParams(max_tokens=7 + 3 * i, temperature=0.7 * (i % 2), top_k=9 * (i % 3), seed=i) for i in range(5)]
+    plain = tiny_engine(tiny_model(family), spec, budget=100)
+    wanted = [run(plain, each, params) for each in rounds]
+    engine = tiny_engine(tiny_model(family), spec, budget=100, recorder=Again(), overlap=1)
+    assert [run(engine, each, params) for each in rounds] == wanted
+    resumed = {key.resumed for key in graphs_of(engine).recorded if key.rows}
+    # A hybrid model starts again where a state was kept.
+    assert resumed == {False, spec.steps > 0 and family != "hybrid"}, "prompts were launched"
+
+
+def test_prompts_that_a_graph_does_not_hold_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many rows, too many requests, chunks that do not end their prompt, and scored ones."""
+    monkeypatch.setattr(graphs_module, "PROMPTS", ((32, 4), (64, 8)))
+    engine = tiny_engine(tiny_model(), CHAIN, budget=160, seats=16, recorder=Again())
+    graphs, short, number = graphs_of(engine), SamplingParams(max_tokens=3), count()
+
+    def replayed(lengths: list[int], params: SamplingParams = short) -> set[int]:
+        """All prompts differ from their first token on."""
+        graphs.recorded.clear()
+        run(engine, [[next(number) % VOCAB] * length for length in lengths], params)
+        return {key.rows for key in graphs.recorded} - {0}
+
+    assert replayed([9, 11]) == {32} and replayed([30]) == {64} and replayed([3] * 4) == {64} and replayed([30, 28]) == {64}
+    assert replayed([30, 29]) == set() and replayed([3] * 8) == set()
+    assert replayed([9], replace(short, prompt_logprobs=1)) == set()
+    chunked = tiny_engine(tiny_model(), CHAIN, budget=16, recorder=Again())
+    run(chunked, [list(range(30))], short)
+    assert {key.rows for key in graphs_of(chunked).recorded} == {0, 32}, "its last chunk alone is replayed"
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [3] * 7, [57]])
+def test_what_pads_prompts_has_rows_of_its_own(lengths: list[int]) -> None:
+    graphs = graphs_of(tiny_engine(tiny_model(), CHAIN, recorder=Again()))
+    key = graphs.prompt_key(Prompts(lengths, [1] if len(lengths) > 1 else []), 3, GREEDY)
+    assert key is not None and key.rows == 64
+    padded, real, resumed = fitted(Prompts(lengths, [1] if len(lengths) > 1 else []), key)
+    assert padded[: len(lengths)] == lengths and min(padded) > 0 and sum(padded) == key.rows and len(padded) == key.requests
+    assert real == [1] * len(lengths) + [0] * (key.requests - len(lengths))
+    assert set(resumed) == ({1} if len(lengths) > 1 else {key.requests - 1})
+    layout, kept = ragged(torch.tensor(padded), torch.tensor(real), key.rows), row_layout(tuple((n, 0, True) for n in padded), CPU)
+    given = sum(lengths)
+    for name in ("row_span", "node", "cu_q", "length", "draft_count", "last_row", "sample_rows"):
+        assert torch.equal(getattr(layout, name), getattr(kept, name)), name
+    assert torch.equal(layout.offset[:given], kept.offset[:given]) and not layout.offset[given:].any()
