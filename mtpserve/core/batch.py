@@ -101,7 +101,8 @@ class Hidden(NamedTuple):
 
     def at(self, rows: Tensor) -> Hidden:
         """Some of the rows [n]."""
-        return Hidden(self.head[rows], None if self.features is None else self.features[rows])
+        # Indexing takes twice as long.
+        return Hidden(self.head.index_select(0, rows), None if self.features is None else self.features.index_select(0, rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.spec.passes import DraftPasses
+from mtpserve.spec.passes import DraftPasses, numbers
 
 ALIGNED = 2  # numbers, 16 bytes: kernels are compiled anew for pointers with less
 
@@ -37,32 +37,37 @@ class ChainDrafter:
             return None
         state, seat_ids = self.passes.absorb(batch, hidden, verdict)
         sampler, length = batch.sampler, batch.seats.length[seat_ids]
-        path, drafted = length.new_zeros(length.shape[0], 0), torch.zeros_like(length)  # so far: for rules
         ahead = self.passes.model.lag + 1
         places = counted(length, -ahead, steps)  # [i] is length - ahead + i
-        tokens, probs = list[Tensor](), list[Tensor]()
+        tokens, probs, q = list[Tensor](), None, None
         for step in range(steps):
             if step:
                 index = places[step]
                 rows = self.passes.rows(batch, seat_ids, tokens[-1], index, index, places[step + ahead - 1], places[step + 1])
                 state = self.passes.step(rows, state.features, step)
-                if sampler.has_rules:
-                    path, drafted = torch.stack(tokens, 1), drafted + 1
-            logits, columns = self.passes.logits(state.head, step, batch, seat_ids, path, drafted)
-            token, q = self.passes.propose(logits, seat_ids, places[step + ahead], sampler)
-            if q is not None:
-                probs.append(q)
+            path = so_far(tokens, length) if sampler.has_rules else None
+            logits, columns = self.passes.logits(state.head, step, batch, seat_ids, path)
+            if not sampler.all_greedy and not sampler.all_coupled:
+                # All in one table, so that they need not be put together afterwards: they are the largest numbers here.
+                probs = logits.new_empty(logits.shape[0], steps, logits.shape[1]) if probs is None else probs
+                q = probs[:, step]
+            token = self.passes.propose(logits, seat_ids, places[step + ahead], sampler, q)
             tokens.append(token if columns is None else columns[token])
-        count = (want.each if want.most is None else torch.minimum(want.each, want.most)).clamp(max=steps)
-        return Drafts(torch.stack(tokens, 1), count, torch.stack(probs, 1) if probs else None)
+        count = want.each if want.most is None else torch.minimum(want.each, want.most)
+        return Drafts(torch.stack(tokens, 1), count if want.deepest <= steps else count.clamp(max=steps), probs)
 
     def catch_up(self, batch: Batch) -> None:
         self.passes.catch_up(batch)
+
+
+def so_far(tokens: Sequence[Tensor], length: Tensor) -> tuple[Tensor, Tensor]:
+    """tokens [D] of each step → the drafts before the next one [D, steps], and their number [D]."""
+    return torch.stack(tokens, 1) if tokens else length.new_zeros(len(length), 0), torch.full_like(length, len(tokens))
 
 
 def counted(length: Tensor, first: int, end: int) -> Sequence[Tensor]:
     """length [D] → length + i for each i from `first` on, by one operation; each is aligned."""
     number = length.shape[0]
     table = length.new_empty(end - first, number + number % ALIGNED)[:, :number]
-    torch.add(length, torch.arange(first, end, device=length.device).unsqueeze(1), out=table)
+    torch.add(length, numbers(first, end, 1, length.device).unsqueeze(1), out=table)
     return table.unbind()

@@ -18,12 +18,12 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     return Decision(tokens, accepted, None if batch.tree is None else path, failed)
 
 
-def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler) -> tuple[Tensor, Tensor | None]:
+def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
     """See propose.propose."""
     if sampler.all_greedy:
-        return argmax(logits), None
+        return argmax(logits)
     cuts = sampler.parameters
     return draw(
         logits, seat_ids, index, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed,
-        None if sampler.all_coupled else cuts.coupled,
+        None if sampler.all_coupled else cuts.coupled, q,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import torch
@@ -77,6 +78,12 @@ class BlockContext:
         return self.whole.attend(q, sinks)
 
 
+@cache
+def numbers(first: int, end: int, step: int, device: torch.device) -> Tensor:
+    """torch.arange, made once: nobody writes to it. A step is captured after it has run, so that none of these is in a graph's memory."""
+    return torch.arange(first, end, step, device=device)
+
+
 class DraftPasses:
     """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk, and so is
     `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`: drafts of a block."""
@@ -106,7 +113,7 @@ class DraftPasses:
         """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
         may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
         features, seat_ids = hidden.features, batch.drafted(batch.seat_ids)
-        last = batch.drafted(batch.last_row + verdict.accepted * batch.samples)
+        last = batch.drafted(torch.addcmul(batch.last_row, verdict.accepted, batch.samples))
         rows = self.after(batch, features)
         if self.chain is not None and features is not None:
             return self.chain.absorb(batch, rows, features, verdict.accepted).at(last), seat_ids
@@ -209,7 +216,7 @@ class DraftPasses:
             slots=batch.seats.slots(owners, place),
             row_seats=owners,
             seat_ids=seat_ids,
-            cu_q=torch.arange(0, requests * each + 1, max(each, 1), device=device),
+            cu_q=numbers(0, requests * each + 1, max(each, 1), device),
             kv_len=ends + 1 if kv_len is None else kv_len,
             tree=None,
             tree_bits=None,
@@ -228,15 +235,15 @@ class DraftPasses:
         return self.model.step(rows.ids, rows.positions, state, self.attention.plan(seen))
 
     def logits(
-        self, head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor
+        self, head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, path: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """head [rows, hidden] of drafts after `depth` others, path [rows, D] the drafts so far → the logits after the request's rules, and
-        the token of each column (None: the whole vocabulary). Rules and sampling need the whole vocabulary; the argmax alone does not. The
-        logits may be anything, NaN too: see propose."""
+        """head [rows, hidden] of drafts after `depth` others, path: these [rows, D] and how many they are [rows], None where no request has
+        rules → the logits after the request's rules, and the token of each column (None: the whole vocabulary). Rules and sampling need
+        the whole vocabulary; the argmax alone does not. The logits may be anything, NaN too: see propose."""
         sampler, columns, reduced = batch.sampler, None, self.reduced
         logits = self.model.logits(head, depth) if reduced is None else reduced.multiply(head, depth)
         if reduced is not None and sampler.all_greedy and not sampler.has_rules:
             columns = reduced.tokens
         elif reduced is not None:
             logits = reduced.spread(logits)
-        return sampler.processed(logits, seat_ids, path, count), columns
+        return logits if path is None else sampler.processed(logits, seat_ids, *path), columns

@@ -10,7 +10,7 @@ from torch import Tensor
 from mtpserve.core.protocols import Sampler
 from mtpserve.spec.streams import DRAFT, DRAW
 
-Propose = Callable[[Tensor, Tensor, Tensor, Sampler], tuple[Tensor, Tensor | None]]
+Propose = Callable[[Tensor, Tensor, Tensor, Sampler, Tensor | None], Tensor]
 
 
 def valid(logits: Tensor) -> Tensor:
@@ -20,15 +20,16 @@ def valid(logits: Tensor) -> Tensor:
     return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits)
 
 
-def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler) -> tuple[Tensor, Tensor | None]:
-    """logits [rows, vocabulary] after the requests' rules, index [rows] of the tokens → the drafts [rows], and what they were drawn from
-    [rows, vocabulary]; None if all are point masses. Where logits are not finite any token may be proposed, from a valid distribution."""
+def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
+    """logits [rows, vocabulary] after the requests' rules, index [rows] of the tokens → the drafts [rows]. What they were drawn from is
+    written to q [rows, vocabulary] float32; None if all are point masses. Where logits are not finite any token may be proposed, from a
+    valid distribution."""
     if sampler.all_greedy:
-        return logits.argmax(-1), None
-    q = sampler.probs(valid(logits), seat_ids)
+        return logits.argmax(-1)
+    law = sampler.probs(valid(logits), seat_ids)
     if sampler.all_coupled:
-        return sampler.choose(q, seat_ids, index, DRAW), None
-    tokens, coupled = sampler.choose(q, seat_ids, index, DRAFT), sampler.coupled(seat_ids)
-    if coupled is not None:
-        tokens = torch.where(coupled, sampler.choose(q, seat_ids, index, DRAW), tokens)
-    return tokens, q
+        return sampler.choose(law, seat_ids, index, DRAW)
+    assert q is not None
+    q.copy_(law)
+    tokens, coupled = sampler.choose(law, seat_ids, index, DRAFT), sampler.coupled(seat_ids)
+    return tokens if coupled is None else torch.where(coupled, sampler.choose(law, seat_ids, index, DRAW), tokens)

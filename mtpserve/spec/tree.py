@@ -99,7 +99,7 @@ class TreeDrafter:
         requests, width = parents.tokens.shape
         owners, sampler = seat_ids.repeat_interleave(width), batch.sampler
         path, count = parents.path.flatten(0, 1), length.new_full((len(owners),), step)
-        logits, columns = self.passes.logits(state.head, step, batch, owners, path, count)
+        logits, columns = self.passes.logits(state.head, step, batch, owners, (path, count))
         logits = valid(logits)
         shares = logits.softmax(-1)
         if not sampler.all_greedy:

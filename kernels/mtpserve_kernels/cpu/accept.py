@@ -30,7 +30,7 @@ class Decision(Structure):
 class Proposed(Structure):
     _fields_ = [
         ("rows", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("stride", c_int64), ("seats", c_void_p), ("index", c_void_p),
-        ("q", c_void_p), ("tokens", c_void_p),
+        ("q", c_void_p), ("q_stride", c_int64), ("tokens", c_void_p),
     ]  # fmt: skip
 
 
@@ -75,21 +75,25 @@ def accept(
 
 def draw(
     logits: Tensor, seats: Tensor, index: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
-    coupled: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    coupled: Tensor | None, q: Tensor | None,
+) -> Tensor:  # fmt: skip
     """A draft for each of logits [rows, V] float32; seats and index [rows], index: of the draft; the rest as for accept, by seat.
 
-    → [rows] int64, drawn with the stream DRAFT or, where the seat is coupled, DRAW; and what they were drawn from, float32 [rows, V]. All
-    are coupled where `coupled` is None, and nobody asks what they were drawn from. A NaN counts as 0, inf as the largest number, and where
-    all of a row is -inf, all of it as 0.
+    → [rows] int64, drawn with the stream DRAFT or, where the seat is coupled, DRAW; what they were drawn from is written to q [rows, V]
+    float32. All are coupled where `coupled` is None, and nobody asks what they were drawn from where q is. A NaN counts as 0, inf as the
+    largest number, and where all of a row is -inf, all of it as 0.
     """
+    rows, vocab = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())
-    tokens, q = torch.empty(logits.shape[0], dtype=torch.int64), None if coupled is None else torch.empty(logits.shape)
+    assert q is None or (q.shape == logits.shape and q.dtype == torch.float32 and q.stride(1) == 1), (q.shape, q.dtype, q.stride())
+    tokens, q_stride = torch.empty(rows, dtype=torch.int64), 0 if q is None else q.stride(0)
     seats, index = seats.contiguous(), index.contiguous()
-    given = Proposed(*logits.shape, logits.data_ptr(), logits.stride(0), seats.data_ptr(), index.data_ptr(), address(q), tokens.data_ptr())
+    given = Proposed(
+        rows, vocab, logits.data_ptr(), logits.stride(0), seats.data_ptr(), index.data_ptr(), address(q), q_stride, tokens.data_ptr()
+    )  # fmt: skip
     sampling = Sampling(*[part.data_ptr() for part in (temperature, top_k, top_p, min_p, seed)], address(coupled))
     _draw(byref(given), byref(sampling))
-    return tokens, q
+    return tokens
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def test_the_noise_is_the_same_number() -> None:
     seed = torch.randint(-(1 << 62), 1 << 62, (400,))
     seed[0], seed[1], index[2] = 0, -1, 0
     ones, zeros = torch.ones(400), torch.zeros(400, dtype=torch.int64)
-    tokens, _ = cpu.draw(torch.zeros(400, 5003), seats, index, ones, zeros, ones, torch.zeros(400), seed, None)
+    tokens = cpu.draw(torch.zeros(400, 5003), seats, index, ones, zeros, ones, torch.zeros(400), seed, None, None)
     keys = torch.stack([noise.keyed(s, i, 2) for s, i in zip(seed, index, strict=True)])
     assert tokens.equal(noise.noise(keys, 5003).argmin(1))
 

@@ -65,9 +65,10 @@ def test_the_same_drafts(vocab: int, asked: dict[str, Any]) -> None:
         seat_ids, index = torch.randperm(SEATS, generator=dice), torch.randint(500, (SEATS,), generator=dice)
         logits = torch.randn(SEATS, vocab, generator=dice) * 2
         logits[0, ::3] = -torch.inf  # forbidden
-        (ours, own_q), (tokens, q) = cpu.propose(logits, seat_ids, index, sampler), propose(logits, seat_ids, index, sampler)
+        # In the chain's table the rows of one draft are not side by side.
+        q, own_q = (None, None) if "all_coupled" in asked else torch.full((2, SEATS, 3, vocab), torch.nan)[:, :, 1]
+        ours, tokens = cpu.propose(logits, seat_ids, index, sampler, own_q), propose(logits, seat_ids, index, sampler, q)
         assert torch.equal(ours, tokens)
-        assert (own_q is None) == (q is None) == ("all_coupled" in asked)
         if q is not None and own_q is not None:
             assert torch.equal(own_q > 0, q > 0)
             torch.testing.assert_close(own_q, q, rtol=1e-5, atol=0)
@@ -78,8 +79,8 @@ def test_greedy_drafts_are_the_largest() -> None:
     logits, sampler = torch.randn(5, 700, generator=dice), sampler_of(700, dice, all_greedy=True)
     logits[1, 30:] = torch.nan
     logits[2] = -torch.inf
-    tokens, q = cpu.propose(logits, torch.arange(5), torch.arange(5), sampler)
-    assert q is None and torch.equal(tokens, propose(logits, torch.arange(5), torch.arange(5), sampler)[0])
+    tokens = cpu.propose(logits, torch.arange(5), torch.arange(5), sampler, None)
+    assert torch.equal(tokens, propose(logits, torch.arange(5), torch.arange(5), sampler, None))
 
 
 @pytest.mark.parametrize("vocab", [40, 3001])
@@ -90,9 +91,9 @@ def test_whatever_is_not_finite_a_draft_comes_from_a_distribution(vocab: int) ->
     logits[5, : vocab // 2] = -torch.inf
     logits[5, vocab // 2] = torch.nan
     each = torch.arange(SEATS)
-    tokens, q = cpu.propose(logits, each, each, sampler)
-    plain = propose(logits, each, each, sampler)[1]
-    assert q is not None and plain is not None
+    q, plain = torch.empty(2, SEATS, vocab)
+    tokens = cpu.propose(logits, each, each, sampler, q)
+    propose(logits, each, each, sampler, plain)
     torch.testing.assert_close(q, plain, rtol=1e-5, atol=0)
     assert (q.gather(1, tokens.unsqueeze(1)) > 0).all()
 
@@ -104,11 +105,9 @@ def test_a_row_is_drawn_as_if_alone(with_threads: Callable[[int, Callable[[], An
     seat_ids, index = torch.randperm(SEATS, generator=dice), torch.randint(500, (SEATS,), generator=dice)
 
     def drawn(rows: slice) -> tuple[Tensor, Tensor]:
-        tokens, q = draw(
-            logits[rows], seat_ids[rows], index[rows], cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled
-        )
-        assert q is not None
-        return tokens, q
+        q = torch.empty_like(logits[rows])
+        given = logits[rows], seat_ids[rows], index[rows]
+        return draw(*given, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled, q), q
 
     one, two = (with_threads(threads, lambda: drawn(slice(None))) for threads in (1, 2))
     alone = [drawn(slice(i, i + 1)) for i in range(SEATS)]

@@ -32,6 +32,7 @@ struct Proposed {
   int64_t stride;
   const int64_t *seats, *index;  // [rows]; `index`: of the token
   float* q;                      // [rows, vocab]: what the drafts were drawn from; null: not asked for
+  int64_t q_stride;              // from row to row
   int64_t* tokens;               // [rows]
 };
 
@@ -114,7 +115,7 @@ void propose(const Proposed& p, const Sampling& sampling, int64_t i) {
   const Cuts cuts = sampling.cuts(seat);
   Largest top = largest(row, p.vocab);
   if (!top.finite()) row = valid(row, p.vocab, top);
-  float* q = p.q ? p.q + i * p.vocab : nullptr;
+  float* q = p.q ? p.q + i * p.q_stride : nullptr;
   if (!(cuts.temperature > 0)) {
     p.tokens[i] = top.token;
     if (q) std::fill_n(q, p.vocab, 0.f), q[top.token] = 1;
