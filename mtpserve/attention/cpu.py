@@ -26,7 +26,7 @@ class CPUAttention:
     exact = True
 
     def __init__(self, stores: Stores, heads: int, scale: float) -> None:
-        self.stores, self.scale = stores, scale
+        self.stores, self.scale, self.groups = stores, scale, stores.groups
         self.layouts = [
             layout_of(each.pool.keys(0), each.pool.values(0), each.kind.heads or heads, each.pool.page_size, scale, each.kind.window or 0)
             for each in stores.stores
@@ -36,7 +36,7 @@ class CPUAttention:
         return isinstance(kind, Attention) and kind.kv.key_dim % 2 == 0
 
     def plan(self, batch: Batch) -> Contexts[CPUSpans | PlannedSelected | PlannedCompressed]:
-        slots = {group: slots_of(batch, group) for group in self.stores.groups}
+        slots = {group: slots_of(batch, group) for group in self.groups}
         rows = batch.seat_ids, batch.cu_q, batch.kv_len, batch.index, batch.tree_bits, batch.tree_start, batch.shift
         planned, choice = list[CPUSpans | PlannedSelected | PlannedCompressed](), ChosenRows()
         for store, layout in zip(self.stores.stores, self.layouts, strict=True):

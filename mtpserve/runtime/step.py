@@ -64,7 +64,7 @@ class Step:
         batch = build(rows, seats)
         self.mark("host")
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), self.drafter.features)
-        logits = self.model.logits(hidden.head[batch.sample_rows.flatten()]).unflatten(0, batch.sample_rows.shape)
+        logits = self.model.logits(hidden.head.index_select(0, batch.sample_rows.flatten())).unflatten(0, batch.sample_rows.shape)
         self.mark("verify")
         verdict = accept(logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide)
         sources = seats.draft_sources[batch.seat_ids, : batch.sample_rows.shape[1] - 1]

@@ -36,7 +36,7 @@ class ChainDrafter:
             self.passes.skip(batch, hidden, verdict, want)
             return None
         state, seat_ids = self.passes.absorb(batch, hidden, verdict)
-        sampler, length = batch.sampler, batch.seats.length[seat_ids]
+        sampler, length = batch.sampler, batch.seats.length.index_select(0, seat_ids)
         ahead = self.passes.model.lag + 1
         places = counted(length, -ahead, steps)  # [i] is length - ahead + i
         tokens, probs, q = list[Tensor](), None, None
