@@ -71,6 +71,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "hold": "mtpserve_kernels.cpu.seats",
         "decide": "mtpserve.spec.cpu",
         "propose": "mtpserve.spec.cpu",
+        "draft_chain": "mtpserve.spec.cpu",
     },
 }  # of a backend; imported only where they run
 RECUR: dict[str, str] = {
@@ -183,7 +184,10 @@ def draft_passes(
     scale = arch.scale if arch.draft is None else arch.draft.scale
     attention = BACKENDS.get(options.backend)(own, arch.heads, scale)
     reduced = reduced_head(model, draft_model, options.token_map)
-    return DraftPasses(draft_model, attention, boundary, reduced, kernels.get("propose", propose), deferred, history, drafts.steps)
+    return DraftPasses(
+        draft_model, attention, boundary, reduced, kernels.get("propose", propose), deferred, history, drafts.steps,
+        kernels.get("draft_chain"),
+    )  # fmt: skip
 
 
 def make_seats(

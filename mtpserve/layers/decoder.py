@@ -130,6 +130,14 @@ class MTPHead(nn.Module):
         self.head = VocabularyHead(arch.hidden, arch.vocab, methods.draft_head or methods.head, kernels.ranks) if has_head else None
         self.trunk_head = None if has_head else shared_head(trunk, methods)
 
+    @property
+    def product(self) -> VocabularyHead | TiedHead:
+        """The module whose product its logits are."""
+        if self.head is not None:
+            return self.head
+        shared = self.borrowed[0].head
+        return shared if self.methods.draft_head is None else cast(VocabularyHead, cast(DraftHead, shared.draft).product)
+
     def finish_loading(self) -> None:
         trunk = self.borrowed[0]
         self.run_layer = self.kernels.pack_fused_layer(trunk.embed, self.fusion, self.layer, self.norm or trunk.norm)

@@ -36,31 +36,37 @@ class ChainDrafter:
             self.passes.skip(batch, hidden, verdict, want)
             return None
         state, seat_ids = self.passes.absorb(batch, hidden, verdict)
-        sampler, length = batch.sampler, batch.seats.length.index_select(0, seat_ids)
-        ahead = self.passes.model.lag + 1
-        places = counted(length, -ahead, steps)  # [i] is length - ahead + i
-        tokens, probs, q = list[Tensor](), None, None
-        for step in range(steps):
-            if step:
-                index = places[step]
-                rows = self.passes.rows(batch, seat_ids, tokens[-1], index, index, places[step + ahead - 1], places[step + 1])
-                state = self.passes.step(rows, state.features, step)
-            path = so_far(tokens, length) if sampler.has_rules else None
-            logits, columns = self.passes.logits(state.head, step, batch, seat_ids, path)
-            if not sampler.all_greedy and not sampler.all_coupled:
-                # All in one table, so that they need not be put together afterwards: they are the largest numbers here.
-                probs = logits.new_empty(logits.shape[0], steps, logits.shape[1]) if probs is None else probs
-                q = probs[:, step]
-            token = self.passes.propose(logits, seat_ids, places[step + ahead], sampler, q)
-            tokens.append(token if columns is None else columns[token])
+        tokens, probs = (self.passes.draft_chain or one_by_one)(self.passes, batch, seat_ids, state, steps)
         count = want.each if want.most is None else torch.minimum(want.each, want.most)
-        return Drafts(torch.stack(tokens, 1), count if want.deepest <= steps else count.clamp(max=steps), probs)
+        return Drafts(tokens, count if want.deepest <= steps else count.clamp(max=steps), probs)
 
     def catch_up(self, batch: Batch) -> None:
         self.passes.catch_up(batch)
 
 
-def so_far(tokens: Sequence[Tensor], length: Tensor) -> tuple[Tensor, Tensor]:
+def one_by_one(passes: DraftPasses, batch: Batch, seat_ids: Tensor, state: Hidden, steps: int) -> tuple[Tensor, Tensor | None]:
+    """spec.passes.DraftChain, by the passes of any draft model on any device."""
+    sampler, length = batch.sampler, batch.seats.length.index_select(0, seat_ids)
+    ahead = passes.model.lag + 1
+    places = counted(length, -ahead, steps)  # [i] is length - ahead + i
+    tokens, probs, q = list[Tensor](), None, None
+    for step in range(steps):
+        if step:
+            index = places[step]
+            rows = passes.rows(batch, seat_ids, tokens[-1], index, index, places[step + ahead - 1], places[step + 1])
+            state = passes.step(rows, state.features, step)
+        path = so_far(tokens, length) if sampler.has_rules else None
+        logits, columns = passes.logits(state.head, step, batch, seat_ids, path)
+        if not sampler.all_greedy and not sampler.all_coupled:
+            # All in one table, so that they need not be put together afterwards: they are the largest numbers here.
+            probs = logits.new_empty(logits.shape[0], steps, logits.shape[1]) if probs is None else probs
+            q = probs[:, step]
+        token = passes.propose(logits, seat_ids, places[step + ahead], sampler, q)
+        tokens.append(token if columns is None else columns[token])
+    return torch.stack(tokens, 1), probs
+
+
+def so_far(tokens: list[Tensor], length: Tensor) -> tuple[Tensor, Tensor]:
     """tokens [D] of each step → the drafts before the next one [D, steps], and their number [D]."""
     return torch.stack(tokens, 1) if tokens else length.new_zeros(len(length), 0), torch.full_like(length, len(tokens))
 

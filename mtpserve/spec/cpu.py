@@ -1,14 +1,25 @@
-"""Verification and proposals by the kernels for CPUs, each in one call. Verification reads only the rows of nodes that decide something;
-a proposal reads its row once for the largest and, if it is drawn, twice more."""
+"""Verification, proposals and chains of them by the kernels for CPUs, each in one call. Verification reads only the rows of nodes that
+decide something; a proposal reads its row once for the largest and, if it is drawn, twice more."""
 
 from __future__ import annotations
 
-from mtpserve_kernels.cpu.accept import accept, argmax, draw
+from dataclasses import dataclass
+
+from mtpserve_kernels.cpu import chain
+from mtpserve_kernels.cpu.accept import accept, argmax, draw, sampling_of
 from torch import Tensor
 
-from mtpserve.core.batch import Batch
-from mtpserve.core.protocols import Sampler
+from mtpserve.attention.cpu import CPUAttention
+from mtpserve.core.batch import Batch, Hidden
+from mtpserve.core.protocols import DraftModel, Sampler
+from mtpserve.core.pulse import PULSE
+from mtpserve.layers.cpu_kernels import FusedStack, PanelMatrix, contexts_of
+from mtpserve.layers.decoder import MTPHead
+from mtpserve.layers.embedding import Embedding
+from mtpserve.layers.linear import Linear
 from mtpserve.spec.accept import Decision, kernel_inputs
+from mtpserve.spec.chain import one_by_one
+from mtpserve.spec.passes import DraftPasses
 from mtpserve.spec.thresholds import Thresholds
 
 
@@ -27,3 +38,54 @@ def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q
         logits, seat_ids, index, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed,
         None if sampler.all_coupled else cuts.coupled, q,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedChain:
+    """`chain`: None where the op does not have what the model is made of."""
+
+    model: DraftModel
+    chain: chain.Chain | None
+    group: int = 0  # of the pages that its rows are stored in
+
+
+def draft_chain(passes: DraftPasses, batch: Batch, seat_ids: Tensor, state: Hidden, steps: int) -> tuple[Tensor, Tensor | None]:
+    """spec.passes.DraftChain. Chains of other draft models, and those of requests with rules, are drafted one by one."""
+    known: DescribedChain | None = passes.described
+    if known is None or known.model is not passes.model:
+        known = passes.described = described(passes)
+    sampler, seats = batch.sampler, batch.seats
+    if known.chain is None or state.features is None or sampler.has_rules:
+        return one_by_one(passes, batch, seat_ids, state, steps)
+    cuts, sampling = sampler.parameters, None
+    if not sampler.all_greedy:
+        of_each = None if sampler.all_coupled else cuts.coupled
+        sampling = sampling_of(cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, of_each)
+    PULSE.beat()
+    where = seat_ids, seats.length, seats.page_tables[known.group]
+    drawn = not sampler.all_greedy and not sampler.all_coupled
+    return chain.drafts(known.chain, steps, state.head, state.features, *where, sampling, drawn)
+
+
+def described(passes: DraftPasses) -> DescribedChain:
+    model, attention = passes.model, passes.attention
+    none = DescribedChain(model, None)
+    if (
+        not isinstance(model, MTPHead)
+        or not isinstance(attention, CPUAttention)
+        or passes.reduced is not None
+        or passes.history is not None
+    ):
+        return none
+    layer, product, trunk = model.run_layer, model.product, model.borrowed[0]
+    if not isinstance(layer, FusedStack) or layer.stack.ranks is not None or not isinstance(layer.embed, Embedding):
+        return none
+    table, rope = layer.embed.table, trunk.rope
+    if table is None or not isinstance(product, Linear) or not isinstance(product.packed, PanelMatrix):
+        return none
+    made = chain.chain_of(
+        layer.stack.described, contexts_of(attention.stores), layer.described, table, layer.stack.last, product.packed.matrix, rope.cos,
+        rope.sin, rope.interleaved, attention.layouts[0], model.arch.recycle == "post",
+    )  # fmt: skip
+    assert made.vocab == trunk.arch.vocab
+    return DescribedChain(model, made, attention.stores.stores[0].group)

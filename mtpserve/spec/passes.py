@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ from mtpserve.spec.propose import Propose, propose
 # From so many rows on, and so many for each request, a pass for their keys and values and another one for the outputs that are used are
 # cheaper than one for all. Few rows take as long as one.
 SPLIT_ROWS, SPLIT_EACH = 16, 2
+
+
+# Of a draft model's output for the last token of each of these requests [D] → so many drafts of each [D, steps], and what they were drawn
+# from [D, steps, vocabulary]; None if all are point masses.
+DraftChain = Callable[["DraftPasses", Batch, Tensor, Hidden, int], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +91,18 @@ def numbers(first: int, end: int, step: int, device: torch.device) -> Tensor:
 
 class DraftPasses:
     """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk, and so is
-    `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`: drafts of a block."""
+    `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`: drafts of a block. `draft_chain`: None is
+    spec.chain.one_by_one."""
 
     def __init__(
         self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None,
         propose: Propose = propose, deferred: DeferredRows | None = None, history: FeatureHistory | None = None, steps: int = 0,
+        draft_chain: DraftChain | None = None,
     ) -> None:  # fmt: skip
         self.history, self.steps = history, steps
         self.model, self.attention, self.boundary, self.reduced, self.propose = model, attention, boundary, reduced, propose
-        self.deferred = deferred
+        self.deferred, self.draft_chain = deferred, draft_chain
+        self.described: Any = None  # kept by a kernel that needs it
         self.chain: ModuleChain | None = None
         if model.features.chained and history is not None and boundary is not None:
             self.chain = ModuleChain(cast(ChainedModules, model), attention, history, boundary)

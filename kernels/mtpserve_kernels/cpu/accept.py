@@ -47,6 +47,11 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def sampling_of(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, coupled: Tensor | None) -> Sampling:
+    """Of each seat; `coupled` None: all are. It keeps none of them alive."""
+    return Sampling(*[part.data_ptr() for part in (temperature, top_k, top_p, min_p, seed)], address(coupled))
+
+
 def accept(
     logits: Tensor, drafts: Tensor, draft_count: Tensor, parents: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor,
     temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, coupled: Tensor, draft_probs: Tensor | None,
@@ -67,7 +72,7 @@ def accept(
         requests, nodes, vocab, logits.data_ptr(), drafts.data_ptr(), draft_count.data_ptr(), address(parents),
         0 if parents is None else parents.stride(0), seats.data_ptr(), length.data_ptr(), address(q), q_stride, q_nodes,
     )  # fmt: skip
-    sampling = Sampling(*[part.data_ptr() for part in (temperature, top_k, top_p, min_p, seed, coupled)])
+    sampling = sampling_of(temperature, top_k, top_p, min_p, seed, coupled)
     out = Decision(depth, tokens.data_ptr(), path.data_ptr(), accepted.data_ptr(), failed.data_ptr())
     _accept(byref(given), byref(sampling), byref(out))
     return tokens, accepted, path, failed
@@ -91,7 +96,7 @@ def draw(
     given = Proposed(
         rows, vocab, logits.data_ptr(), logits.stride(0), seats.data_ptr(), index.data_ptr(), address(q), q_stride, tokens.data_ptr()
     )  # fmt: skip
-    sampling = Sampling(*[part.data_ptr() for part in (temperature, top_k, top_p, min_p, seed)], address(coupled))
+    sampling = sampling_of(temperature, top_k, top_p, min_p, seed, coupled)
     _draw(byref(given), byref(sampling))
     return tokens
 

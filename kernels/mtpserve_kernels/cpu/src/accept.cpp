@@ -24,18 +24,6 @@ struct Decision {
   bool* failed;            // [R]: a node on the path had no finite largest logit
 };
 
-// A draft for each row: the largest where temperature is 0, else drawn with the stream DRAFT, or DRAW where the seat is coupled; all are
-// where sampling.coupled is null.
-struct Proposed {
-  int64_t rows, vocab;
-  const float* logits;  // [rows, vocab] with `stride` from row to row; what is not finite is replaced, see `valid`
-  int64_t stride;
-  const int64_t *seats, *index;  // [rows]; `index`: of the token
-  float* q;                      // [rows, vocab]: what the drafts were drawn from; null: not asked for
-  int64_t q_stride;              // from row to row
-  int64_t* tokens;               // [rows]
-};
-
 namespace {
 thread_local Law law;
 thread_local std::vector<float> rest;

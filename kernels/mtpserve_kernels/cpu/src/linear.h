@@ -56,4 +56,8 @@ struct Matrices {
 
 // x [rows, heads, inputs] → out [rows, heads, outputs], each head by its own matrix.
 void heads_linear(const Member& member, const Matrices& matrices, const Heads& x, int64_t rows, const Heads& out);
+
+// `linear` with `type` of x.
+extern "C" void mtp_linear(const Matrix* matrix, const void* x, int32_t type, int64_t stride, int64_t rows, const Output* out,
+                           int32_t threads);
 }  // namespace mtp

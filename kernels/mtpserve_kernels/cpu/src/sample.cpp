@@ -203,7 +203,6 @@ int64_t race(const float* weights, const Law& law, uint64_t key) {
   return winner;
 }
 
-// Each row's largest, as torch.argmax.
 extern "C" void mtp_argmax(const float* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* out, int32_t threads) {
   each_row(threads, rows, vocab, [&](int64_t row) { out[row] = largest(logits + row * stride, vocab).token; });
 }

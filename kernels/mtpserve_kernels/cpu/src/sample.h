@@ -77,6 +77,24 @@ struct Sampling {
   Cuts cuts(int64_t seat) const { return {temperature[seat], top_k[seat], top_p[seat], min_p[seat]}; }
 };
 
+// A draft for each row: the largest where temperature is 0, else drawn with the stream DRAFT, or DRAW where the seat is coupled; all are
+// where sampling.coupled is null.
+struct Proposed {
+  int64_t rows, vocab;
+  const float* logits;  // [rows, vocab] with `stride` from row to row; what is not finite is replaced, see `valid`
+  int64_t stride;
+  const int64_t *seats, *index;  // [rows]; `index`: of the token
+  float* q;                      // [rows, vocab]: what the drafts were drawn from; null: not asked for
+  int64_t q_stride;              // from row to row
+  int64_t* tokens;               // [rows]
+};
+
+extern "C" {
+void mtp_draw(const Proposed* proposed, const Sampling* sampling, int32_t threads);
+// Each row's largest, as torch.argmax: logits [rows, vocab] with `stride` from row to row → out [rows].
+void mtp_argmax(const float* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* out, int32_t threads);
+}
+
 // body(row) for each row of `vocab` logits: members take rows as they come to them.
 template <class Body> void each_row(int threads, int64_t rows, int64_t vocab, const Body& body) {
   std::atomic<int64_t> next{0};

@@ -1,0 +1,74 @@
+"""All drafts of a chain in one call: src/chain.cpp, whose struct this is."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Array, Structure, addressof, byref, c_bool, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from mtpserve_kernels.cpu.accept import Sampling
+from mtpserve_kernels.cpu.attention import Spans
+from mtpserve_kernels.cpu.fused import Norm, Rotation
+from mtpserve_kernels.cpu.layers import Context, Contexts, Fusion, Layer, Pass
+from mtpserve_kernels.cpu.library import Op
+from mtpserve_kernels.cpu.linear import TYPES, Matrix
+
+
+class Chain(Structure):
+    """`kept` keeps what it points to."""
+
+    _fields_ = [
+        ("layer", c_void_p), ("context", Context), ("layer_pass", Pass), ("head", c_void_p), ("normed", c_bool), ("spans", Spans),
+        ("length", c_void_p), ("steps", c_int64), ("rows", c_void_p), ("features", c_void_p), ("greedy", c_bool), ("sampling", Sampling),
+        ("q", c_void_p), ("tokens", c_void_p),
+    ]  # fmt: skip
+    kept: object
+    vocab: int
+
+
+def chain_of(
+    layer: Array[Layer], contexts: Contexts, fusion: Fusion, embedding: Tensor, last: Norm, head: Matrix, cos: Tensor, sin: Tensor,
+    interleaved: bool, spans: Spans, normed: bool,
+) -> Chain:  # fmt: skip
+    """A draft model as `run_fused` runs it, with its embedding [V, H], rotary tables and head; `spans`: what batches of its store have in
+    common. Its rows know the token after them. `normed`: a pass gets of the one before it what the head gets, and otherwise what was there
+    before the norm `last`."""
+    assert cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+    assert len(layer) == 1 and embedding.is_contiguous() and head.inputs == embedding.shape[1]
+    made = Chain(layer=addressof(layer), context=contexts.array[0], head=head.address, normed=normed, spans=spans)
+    made.layer_pass = Pass(
+        hidden=embedding.shape[1], type=TYPES[embedding.dtype], fusion=addressof(fusion), embedding=embedding.data_ptr(), last=last,
+        rotation=Rotation(None, cos.data_ptr(), sin.data_ptr(), 2 * cos.shape[1], interleaved),
+    )  # fmt: skip
+    made.spans.shift = 1
+    made.kept, made.vocab = (layer, contexts, fusion, embedding, head, cos, sin), head.outputs
+    return made
+
+
+_chain = Op("mtp_chain", POINTER(Chain))
+
+
+def drafts(
+    model: Chain, steps: int, rows: Tensor, features: Tensor, seats: Tensor, length: Tensor, page_table: Tensor, sampling: Sampling | None,
+    drawn: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """rows and features [D, hidden] of the draft model's output for each request's last token, seats [D], length and page_table by seat:
+    int64 → drafts [D, steps], and where they are `drawn` what from [D, steps, V] float32. `sampling` None: each is the largest."""
+    requests = rows.shape[0]
+    step = Chain.from_buffer_copy(model)
+    assert rows.is_contiguous() and features.is_contiguous() and rows.shape == features.shape == (requests, model.layer_pass.hidden)
+    assert TYPES[rows.dtype] == TYPES[features.dtype] == model.layer_pass.type, (rows.dtype, features.dtype)
+    assert seats.is_contiguous() and page_table.stride(1) == 1 and length.dtype == seats.dtype == page_table.dtype == torch.int64
+    tokens = torch.empty(requests, steps, dtype=torch.int64)
+    q = torch.empty(requests, steps, model.vocab) if drawn else None
+    step.steps, step.rows, step.features, step.length = steps, rows.data_ptr(), features.data_ptr(), length.data_ptr()
+    spans = step.spans
+    spans.requests, spans.seats = requests, seats.data_ptr()
+    spans.page_table, spans.table_stride = page_table.data_ptr(), page_table.stride(0)
+    step.greedy = sampling is None
+    if sampling is not None:
+        step.sampling = sampling
+    step.tokens, step.q = tokens.data_ptr(), None if q is None else q.data_ptr()
+    _chain(byref(step))
+    return tokens, q
