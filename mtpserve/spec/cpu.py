@@ -70,12 +70,7 @@ def draft_chain(passes: DraftPasses, batch: Batch, seat_ids: Tensor, state: Hidd
 def described(passes: DraftPasses) -> DescribedChain:
     model, attention = passes.model, passes.attention
     none = DescribedChain(model, None)
-    if (
-        not isinstance(model, MTPHead)
-        or not isinstance(attention, CPUAttention)
-        or passes.reduced is not None
-        or passes.history is not None
-    ):
+    if not isinstance(model, MTPHead) or not isinstance(attention, CPUAttention) or passes.reduced is not None:
         return none
     layer, product, trunk = model.run_layer, model.product, model.borrowed[0]
     if not isinstance(layer, FusedStack) or layer.stack.ranks is not None or not isinstance(layer.embed, Embedding):
