@@ -223,6 +223,11 @@ class Seats(Protocol):
         """Where the KV of token `index` of each seat's request is stored, in the pages of this group."""
         ...
 
+    def following(self, seat_ids: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the token after each `index` [n] of these seats' requests [n]: which one it is, its index, and its slot in the pages of
+        group 0; [n] each."""
+        ...
+
     def prompt_length(self, seat_ids: Tensor) -> Tensor: ...
 
 

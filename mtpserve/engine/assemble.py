@@ -67,6 +67,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "keep": "mtpserve_kernels.cpu.cache",
         "slots": "mtpserve_kernels.cpu.seats",
         "place": "mtpserve_kernels.cpu.seats",
+        "following": "mtpserve_kernels.cpu.seats",
         "advance": "mtpserve_kernels.cpu.seats",
         "hold": "mtpserve_kernels.cpu.seats",
         "decide": "mtpserve.spec.cpu",

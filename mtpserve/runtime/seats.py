@@ -32,8 +32,9 @@ class SeatKernels(NamedTuple):
 
     slots: reference.SlotsOf = cache.slots
     place: Callable[..., reference.Placed] | None = None  # None: the reference with these slots
+    following: Callable[[reference.Seats, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None  # likewise
     advance: Callable[..., None] = reference.advance
-    hold: Callable[[reference.Seats, Tensor, Tensor, Tensor], None] = reference.hold
+    hold: Callable[..., None] = reference.hold
 
 
 TORCH = SeatKernels()
@@ -53,7 +54,7 @@ class SeatTensors:
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
         self.spare_slots, self._slots_of = [page * page_size for page in spare_pages], kernels.slots
         self._place, self._advance = kernels.place or partial(reference.place, slots_of=kernels.slots), kernels.advance
-        self._hold = kernels.hold
+        self._hold, self._following = kernels.hold, kernels.following or partial(reference.following, slots_of=kernels.slots)
         whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
@@ -127,6 +128,9 @@ class SeatTensors:
         """The rows of a step: see mtpserve_kernels.seats.reference.place."""
         return self._place(self._rows, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
 
+    def following(self, seat_ids: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self._following(self._rows, seat_ids, index)
+
     def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `computed` only."""
         self._advance(self._rows, batch.seat_ids, batch.cu_q, batch.last_row, batch.samples, verdict.accepted, verdict.tokens)
@@ -138,9 +142,8 @@ class SeatTensors:
             self.waiting.index_fill_(0, seat_ids, 0)
             return
         number = drafts.tokens.shape[1]
-        self._hold(self._rows, seat_ids, drafts.tokens, drafts.count)
-        if drafts.probs is not None:
-            self.draft_probs[:, : drafts.probs.shape[1]].index_copy_(0, seat_ids, drafts.probs)
+        drawn = None if drafts.probs is None else (drafts.probs, self.draft_probs)
+        self._hold(self._rows, seat_ids, drafts.tokens, drafts.count, drawn)
         if drafts.sources is not None:
             self.draft_sources[seat_ids, :number] = drafts.sources
         elif trees:

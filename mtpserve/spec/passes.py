@@ -180,14 +180,14 @@ class DraftPasses:
             self.boundary.store(batch.slots, features)
         if batch.resumed is not None:
             self.resume(batch, batch.resumed)
-        after = batch.index + 1
+        # Prompt tokens, accepted drafts and the target's own tokens are all in seats.tokens by now.
+        ids, after, slots = seats.following(batch.row_seats, batch.index)
         ahead = 1 - lag
         return batch._replace(
-            # Prompt tokens, accepted drafts and the target's own tokens are all in seats.tokens by now.
-            ids=seats.tokens[batch.row_seats, after],
+            ids=ids,
             positions=batch.positions + ahead if ahead else batch.positions,
             index=after if ahead else batch.index,
-            slots=seats.slots(batch.row_seats, after),
+            slots=slots,
             kv_len=batch.kv_len + ahead if ahead else batch.kv_len,
             shift=lag,
             unstored=None,

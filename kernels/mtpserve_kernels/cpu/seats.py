@@ -22,7 +22,8 @@ class Addresses(Structure):
 
 _slots = Op("mtp_slots", c_void_p, *[c_int64] * 3, c_void_p, c_void_p, c_int64, c_void_p)
 _place = Op("mtp_place", POINTER(Addresses), *[c_void_p] * 5, c_int64, c_int64, c_void_p)
-_hold = Op("mtp_hold", POINTER(Addresses), *[c_void_p] * 3, c_int64, c_int64)
+_following = Op("mtp_following", POINTER(Addresses), *[c_void_p] * 2, c_int64, c_void_p)
+_hold = Op("mtp_hold", POINTER(Addresses), *[c_void_p] * 3, c_int64, c_int64, *[c_void_p, c_int64] * 2)
 _advance = Op("mtp_advance", POINTER(Addresses), *[c_void_p] * 6, c_int64, c_int64)
 
 
@@ -60,9 +61,23 @@ def place(
     return Placed(*out.split([rows] * 4 + [requests] * 3))
 
 
-def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor) -> None:
-    """seat_ids is contiguous; all are int64."""
-    _hold(addresses(seats), seat_ids, tokens.contiguous(), count.contiguous(), *tokens.shape)
+def following(seats: Seats, row_seats: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both are contiguous int64."""
+    out = torch.empty(3, index.shape[0], dtype=torch.int64)
+    _following(addresses(seats), row_seats, index, index.shape[0], out)
+    ids, after, where = out.unbind()
+    return ids, after, where
+
+
+def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
+    """seat_ids is contiguous; all but `drawn`, which is contiguous float32, are int64."""
+    probs, kept, numbers, stride = None, None, 0, 0
+    if drawn is not None:
+        probs, kept = drawn
+        assert probs.is_contiguous() and kept.is_contiguous() and probs.dtype == kept.dtype == torch.float32
+        assert len(probs) == len(tokens) and probs.shape[2] == kept.shape[2] and probs.shape[1] <= kept.shape[1], (probs.shape, kept.shape)
+        numbers, stride = probs.shape[1] * probs.shape[2], kept.stride(0)
+    _hold(addresses(seats), seat_ids, tokens.contiguous(), count.contiguous(), *tokens.shape, probs, numbers, kept, stride)
 
 
 def advance(seats: Seats, seat_ids: Tensor, cu_q: Tensor, last_row: Tensor, samples: Tensor, accepted: Tensor, tokens: Tensor) -> None:

@@ -62,8 +62,19 @@ def place(
     )
 
 
-def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor) -> None:
-    """tokens [D, K], count [D]: the first `count` of each row wait as drafts, after what is committed; what follows them is void."""
+def following(seats: Seats, row_seats: Tensor, index: Tensor, *, slots_of: SlotsOf = cache.slots) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the token after each `index` [T] of these requests [T]: which one it is, its place in the request and its slot in the pages of
+    group 0, [T] each."""
+    after = index + 1
+    return seats.tokens[row_seats, after], after, slots_of(seats.page_table, row_seats, after, seats.page_size)
+
+
+def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
+    """tokens [D, K], count [D]: the first `count` of each row wait as drafts, after what is committed; what follows them is void. `drawn`:
+    what they were drawn from [D, n, V] float32, and what that is kept in for each seat [S, n or more, V]."""
+    if drawn is not None:
+        probs, kept = drawn
+        kept[:, : probs.shape[1]].index_copy_(0, seat_ids, probs)
     length = seats.counts[0, seat_ids].unsqueeze(1)
     seats.counts[4].index_copy_(0, seat_ids, count)
     seats.tokens.index_put_((seat_ids.unsqueeze(1), length + torch.arange(tokens.shape[1], device=tokens.device)), tokens)

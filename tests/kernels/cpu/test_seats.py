@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from mtpserve_kernels.cache import reference as cache
-from mtpserve_kernels.cpu.seats import advance, hold, place, slots
+from mtpserve_kernels.cpu.seats import advance, following, hold, place, slots
 from mtpserve_kernels.seats import reference
 from mtpserve_kernels.seats.reference import Placed, Seats
 from torch import Tensor
@@ -70,6 +70,14 @@ def test_rows(requests: int, widest: int, started: bool) -> None:
         assert torch.equal(getattr(made, field.name), getattr(wanted, field.name)), field.name
 
 
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_the_tokens_after_rows(rows: int) -> None:
+    given, dice = seats_of(rows), torch.Generator().manual_seed(rows)
+    row_seats, index = torch.randint(SEATS, (rows,), generator=dice), torch.randint(LONGEST - 1, (rows,), generator=dice)
+    for made, wanted in zip(following(given, row_seats, index), reference.following(given, row_seats, index), strict=True):
+        assert torch.equal(made, wanted)
+
+
 @pytest.mark.parametrize(("requests", "depth"), [(0, 3), (1, 0), (1, 7), (5, 0), (17, 3), (23, 8)])
 def test_verdicts(requests: int, depth: int) -> None:
     """Tokens that stop a request, requests that reach their limit, that have ended, that do not sample."""
@@ -93,7 +101,9 @@ def test_drafts_that_wait(requests: int, drafts: int) -> None:
     seat_ids, count = torch.randperm(SEATS, generator=dice)[:requests], torch.randint(drafts + 1, (requests,), generator=dice)
     tokens = torch.randint(40, (requests, 2 * drafts), generator=dice)[:, ::2]  # not contiguous
     wanted, made = copied(before), copied(before)
-    reference.hold(wanted, seat_ids, tokens, count)
-    hold(made, seat_ids, tokens, count)
+    probs, kept, own = torch.rand(requests, drafts, 50), torch.zeros(SEATS, 8, 50), torch.zeros(SEATS, 8, 50)
+    reference.hold(wanted, seat_ids, tokens, count, (probs, kept) if drafts else None)
+    hold(made, seat_ids, tokens, count, (probs, own) if drafts else None)
+    assert torch.equal(own, kept) and bool(kept.any()) == (requests * drafts > 0)
     assert torch.equal(made.tokens, wanted.tokens) and torch.equal(made.counts, wanted.counts)
     assert requests < 17 or not (torch.equal(made.tokens, before.tokens) or torch.equal(made.counts, before.counts))

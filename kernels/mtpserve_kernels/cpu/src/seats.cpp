@@ -48,13 +48,27 @@ void mtp_place(const Seats* s, const int64_t* seats, const int64_t* cu_q, const 
   }
 }
 
-// tokens [requests, drafts]: after what is committed count[r] of them wait.
+// Of the tokens after `index` [rows] of these seats [rows] → out: ids, index, slots [rows].
+void mtp_following(const Seats* s, const int64_t* seats, const int64_t* index, int64_t rows, int64_t* out, int32_t) {
+  for (int64_t t = 0; t < rows; t++) {
+    const int64_t after = index[t] + 1;
+    out[t] = s->tokens[seats[t] * s->width + after], out[rows + t] = after, out[2 * rows + t] = s->slot(seats[t], after);
+  }
+}
+
+// tokens [requests, drafts]: after what is committed count[r] of them wait. What they were drawn from, probs [requests, numbers] or null,
+// is kept for each seat, `stride` numbers apart.
 void mtp_hold(const Seats* s, const int64_t* seats, const int64_t* tokens, const int64_t* count, int64_t requests, int64_t drafts,
-              int32_t) {
+              const float* probs, int64_t numbers, float* kept, int64_t stride, int32_t threads) {
   for (int64_t r = 0; r < requests; r++) {
     s->waiting[seats[r]] = count[r];
     std::copy_n(tokens + r * drafts, drafts, s->tokens + seats[r] * s->width + s->length[seats[r]]);
   }
+  if (!probs) return;
+  parallel(worth(threads, requests * numbers), [&](const Member& member) {
+    const Range mine = member.part(requests);
+    for (int64_t r = mine.first; r < mine.end; r++) std::copy_n(probs + r * numbers, numbers, kept + seats[r] * stride);
+  });
 }
 
 // tokens [requests, width]: where samples[r] is 1, the first accepted[r] + 1 are committed.
