@@ -71,8 +71,8 @@ def heard_nodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[i
     """Filled while trees are drafted: what was committed, a node's path, and what its children are chosen from."""
     own, heard = DraftPasses.logits, list[tuple[list[int], list[int], Tensor]]()
 
-    def logits(self: Any, head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, path: Tensor, count: Tensor) -> Any:
-        found = own(self, head, depth, batch, seat_ids, path, count)
+    def logits(self: Any, head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, drafts: tuple[Tensor, Tensor]) -> Any:
+        found, (path, count) = own(self, head, depth, batch, seat_ids, drafts), drafts
         for row, seat in enumerate(seat_ids.tolist()):
             ids = batch.seats.tokens[seat, : batch.seats.length[seat]].tolist()
             heard.append((ids, path[row, : int(count[row])].tolist(), found[0][row]))
