@@ -26,6 +26,7 @@ from mtpserve.engine.planning import plan
 from mtpserve.engine.ticks import Ticks
 from mtpserve.layers import cpu_kernels
 from mtpserve.layers.decoder import DecoderModel, MTPHead
+from mtpserve.spec.chain import one_by_one
 from tests.engine.peers import Table, ThreadPeers, together
 from tests.heads import test_dflash as dflash, test_medusa as medusa
 from tests.heads.eagles import eagle, eagle3
@@ -109,6 +110,7 @@ def config_of(directory: Path, spec: SpecConfig, backend: str = "auto", **model:
 def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
     """Of each pass of a trunk and of its MTP layer, by the rank that computed it."""
     seen: Logits = {}
+    monkeypatch.setattr("mtpserve.spec.cpu.draft_chain", one_by_one)  # nothing is heard of what one call does
     for kind in (DecoderModel, MTPHead):
         own = kind.logits
 
