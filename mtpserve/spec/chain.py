@@ -35,8 +35,7 @@ class ChainDrafter:
         if steps == 0:
             self.passes.skip(batch, hidden, verdict, want)
             return None
-        state, seat_ids = self.passes.absorb(batch, hidden, verdict)
-        tokens, probs = (self.passes.draft_chain or one_by_one)(self.passes, batch, seat_ids, state, steps)
+        tokens, probs = (self.passes.draft_chain or one_by_one)(self.passes, batch, hidden, verdict, steps)
         count = want.each if want.most is None else torch.minimum(want.each, want.most)
         return Drafts(tokens, count if want.deepest <= steps else count.clamp(max=steps), probs)
 
@@ -44,8 +43,9 @@ class ChainDrafter:
         self.passes.catch_up(batch)
 
 
-def one_by_one(passes: DraftPasses, batch: Batch, seat_ids: Tensor, state: Hidden, steps: int) -> tuple[Tensor, Tensor | None]:
+def one_by_one(passes: DraftPasses, batch: Batch, hidden: Hidden, verdict: Verdict, steps: int) -> tuple[Tensor, Tensor | None]:
     """spec.passes.DraftChain, by the passes of any draft model on any device."""
+    state, seat_ids = passes.absorb(batch, hidden, verdict)
     sampler, length = batch.sampler, batch.seats.length.index_select(0, seat_ids)
     ahead = passes.model.lag + 1
     places = counted(length, -ahead, steps)  # [i] is length - ahead + i

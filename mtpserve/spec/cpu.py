@@ -10,7 +10,7 @@ from mtpserve_kernels.cpu.accept import accept, argmax, draw, sampling_of
 from torch import Tensor
 
 from mtpserve.attention.cpu import CPUAttention
-from mtpserve.core.batch import Batch, Hidden
+from mtpserve.core.batch import Batch, Hidden, Verdict
 from mtpserve.core.protocols import DraftModel, Sampler
 from mtpserve.core.pulse import PULSE
 from mtpserve.layers.cpu_kernels import FusedStack, PanelMatrix, contexts_of
@@ -49,22 +49,24 @@ class DescribedChain:
     group: int = 0  # of the pages that its rows are stored in
 
 
-def draft_chain(passes: DraftPasses, batch: Batch, seat_ids: Tensor, state: Hidden, steps: int) -> tuple[Tensor, Tensor | None]:
+def draft_chain(passes: DraftPasses, batch: Batch, hidden: Hidden, verdict: Verdict, steps: int) -> tuple[Tensor, Tensor | None]:
     """spec.passes.DraftChain. Chains of other draft models, and those of requests with rules, are drafted one by one."""
     known: DescribedChain | None = passes.described
     if known is None or known.model is not passes.model:
         known = passes.described = described(passes)
-    sampler, seats = batch.sampler, batch.seats
-    if known.chain is None or state.features is None or sampler.has_rules:
-        return one_by_one(passes, batch, seat_ids, state, steps)
+    sampler, seats, features = batch.sampler, batch.seats, hidden.features
+    if known.chain is None or features is None or sampler.has_rules:
+        return one_by_one(passes, batch, hidden, verdict, steps)
+    rows, last, seat_ids = passes.after(batch, features), passes.last(batch, verdict), batch.drafted(batch.seat_ids)
+    given = chain.StepRows(rows.ids, rows.index, rows.slots, rows.seat_ids, rows.cu_q, rows.kv_len)
     cuts, sampling = sampler.parameters, None
     if not sampler.all_greedy:
         of_each = None if sampler.all_coupled else cuts.coupled
         sampling = sampling_of(cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, of_each)
     PULSE.beat()
-    where = seat_ids, seats.length, seats.page_tables[known.group]
+    where = last, passes.splits(rows, last), seat_ids, seats.length, seats.page_tables[known.group]
     drawn = not sampler.all_greedy and not sampler.all_coupled
-    return chain.drafts(known.chain, steps, state.head, state.features, *where, sampling, drawn)
+    return chain.drafts(known.chain, steps, given, features, *where, sampling, drawn)
 
 
 def described(passes: DraftPasses) -> DescribedChain:

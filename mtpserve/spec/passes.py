@@ -39,9 +39,9 @@ from mtpserve.spec.propose import Propose, propose
 SPLIT_ROWS, SPLIT_EACH = 16, 2
 
 
-# Of a draft model's output for the last token of each of these requests [D] → so many drafts of each [D, steps], and what they were drawn
-# from [D, steps, vocabulary]; None if all are point masses.
-DraftChain = Callable[["DraftPasses", Batch, Tensor, Hidden, int], tuple[Tensor, Tensor | None]]
+# Absorbs a step's rows → so many drafts of each request that is drafted for [D, steps], and what they were drawn from [D, steps,
+# vocabulary]; None if all are point masses.
+DraftChain = Callable[["DraftPasses", Batch, Hidden, Verdict, int], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +121,26 @@ class DraftPasses:
         """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
         may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
         features, seat_ids = hidden.features, batch.drafted(batch.seat_ids)
-        last = batch.drafted(torch.addcmul(batch.last_row, verdict.accepted, batch.samples))
-        rows = self.after(batch, features)
+        last, rows = self.last(batch, verdict), self.after(batch, features)
         if self.chain is not None and features is not None:
             return self.chain.absorb(batch, rows, features, verdict.accepted).at(last), seat_ids
         if self.model.mask is not None:
             self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
             return self.block(batch, seat_ids, rows.ids[last], rows.index[last], self.model.mask), seat_ids
-        if rows.ids.shape[0] < max(SPLIT_ROWS, SPLIT_EACH * last.shape[0]):
+        if not self.splits(rows, last):
             return self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows)).at(last), seat_ids
         # Of most rows only what later rows need is of use.
         self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
         ends = self.rows(batch, seat_ids, rows.ids[last], rows.index[last], rows.positions[last])
         own = None if features is None else features[last]
         return self.model.absorb(ends.ids, ends.positions, own, self.attention.plan(ends)), seat_ids
+
+    def last(self, batch: Batch, verdict: Verdict) -> Tensor:
+        """[D], the last row that counts of each request that may be drafted for."""
+        return batch.drafted(torch.addcmul(batch.last_row, verdict.accepted, batch.samples))
+
+    def splits(self, rows: Batch, last: Tensor) -> bool:
+        return rows.ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
 
     def block(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
         """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after them (DFlash, https://

@@ -1,8 +1,9 @@
-"""All drafts of a chain in one call: src/chain.cpp, whose struct this is."""
+"""A step's rows of a draft model and all drafts of a chain in one call: src/chain.cpp, whose structs these are."""
 
 from __future__ import annotations
 
 from ctypes import POINTER, Array, Structure, addressof, byref, c_bool, c_int64, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +16,21 @@ from mtpserve_kernels.cpu.library import Op
 from mtpserve_kernels.cpu.linear import TYPES, Matrix
 
 
+class Absorbed(Structure):
+    _fields_ = [
+        ("rows", c_int64), ("requests", c_int64), ("ids", c_void_p), ("index", c_void_p), ("slots", c_void_p),
+        ("seats", c_void_p), ("cu_q", c_void_p), ("kv_len", c_void_p), ("features", c_void_p), ("stride", c_int64), ("last", c_void_p),
+        ("split", c_bool),
+    ]  # fmt: skip
+
+
 class Chain(Structure):
     """`kept` keeps what it points to."""
 
     _fields_ = [
         ("layer", c_void_p), ("context", Context), ("layer_pass", Pass), ("head", c_void_p), ("normed", c_bool), ("spans", Spans),
-        ("length", c_void_p), ("steps", c_int64), ("rows", c_void_p), ("features", c_void_p), ("greedy", c_bool), ("sampling", Sampling),
-        ("q", c_void_p), ("tokens", c_void_p),
+        ("length", c_void_p), ("steps", c_int64), ("absorbed", Absorbed), ("greedy", c_bool), ("sampling", Sampling), ("q", c_void_p),
+        ("tokens", c_void_p),
     ]  # fmt: skip
     kept: object
     vocab: int
@@ -49,20 +58,37 @@ def chain_of(
 _chain = Op("mtp_chain", POINTER(Chain))
 
 
+class StepRows(NamedTuple):
+    """Of T rows of R requests: int64, in the order in which Absorbed has their addresses."""
+
+    ids: Tensor  # [T]
+    places: Tensor  # [T], in their requests
+    slots: Tensor  # [T]
+    seats: Tensor  # [R]
+    cu_q: Tensor  # [R + 1]
+    kv_len: Tensor  # [R]
+
+
 def drafts(
-    model: Chain, steps: int, rows: Tensor, features: Tensor, seats: Tensor, length: Tensor, page_table: Tensor, sampling: Sampling | None,
-    drawn: bool,
+    model: Chain, steps: int, rows: StepRows, features: Tensor, last: Tensor, split: bool, seats: Tensor, length: Tensor,
+    page_table: Tensor, sampling: Sampling | None, drawn: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """rows and features [D, hidden] of the draft model's output for each request's last token, seats [D], length and page_table by seat:
-    int64 → drafts [D, steps], and where they are `drawn` what from [D, steps, V] float32. `sampling` None: each is the largest."""
-    requests = rows.shape[0]
+    """`rows` that the layer computes, with features [T, H]; with `split` of all their keys and values alone, and then the last ones again.
+    `last` [D]: in which of them the requests end that are drafted for, seats [D], length and page_table by seat: int64 → drafts [D, steps],
+    and where they are `drawn` what from [D, steps, V] float32. `sampling` None: each is the largest."""
+    requests, (number, hidden) = seats.shape[0], features.shape
     step = Chain.from_buffer_copy(model)
-    assert rows.is_contiguous() and features.is_contiguous() and rows.shape == features.shape == (requests, model.layer_pass.hidden)
-    assert TYPES[rows.dtype] == TYPES[features.dtype] == model.layer_pass.type, (rows.dtype, features.dtype)
-    assert seats.is_contiguous() and page_table.stride(1) == 1 and length.dtype == seats.dtype == page_table.dtype == torch.int64
+    assert hidden == model.layer_pass.hidden and features.stride(1) == 1 and TYPES[features.dtype] == model.layer_pass.type
+    assert page_table.stride(1) == 1 and length.dtype == page_table.dtype == torch.int64 and rows.cu_q.shape[0] == rows.seats.shape[0] + 1
+    for x in (*rows, last, seats):
+        assert x.dtype == torch.int64 and x.is_contiguous(), (x.dtype, x.stride())
+    assert rows.ids.shape == rows.places.shape == rows.slots.shape == (number,) and last.shape == (requests,)
     tokens = torch.empty(requests, steps, dtype=torch.int64)
     q = torch.empty(requests, steps, model.vocab) if drawn else None
-    step.steps, step.rows, step.features, step.length = steps, rows.data_ptr(), features.data_ptr(), length.data_ptr()
+    step.steps, step.length = steps, length.data_ptr()
+    step.absorbed = Absorbed(
+        number, rows.seats.shape[0], *[x.data_ptr() for x in rows], features.data_ptr(), features.stride(0), last.data_ptr(), split
+    )
     spans = step.spans
     spans.requests, spans.seats = requests, seats.data_ptr()
     spans.page_table, spans.table_stride = page_table.data_ptr(), page_table.stride(0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpserve.attention.cpu import CPUAttention
 from mtpserve.config import SpecConfig
-from mtpserve.core.batch import Batch, Hidden
+from mtpserve.core.batch import Batch, Hidden, Verdict
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
@@ -39,8 +39,11 @@ class Compared:
     calls: int = 0
     stored: int = 0  # numbers
     sizes: set[int] = field(default_factory=set)
+    split: set[bool] = field(default_factory=set)
 
-    def __call__(self, passes: DraftPasses, batch: Batch, seat_ids: Tensor, state: Hidden, steps: int) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, passes: DraftPasses, batch: Batch, hidden: Hidden, verdict: Verdict, steps: int) -> tuple[Tensor, Tensor | None]:
+        seat_ids = batch.drafted(batch.seat_ids)
+        self.split.add(passes.splits(batch, seat_ids))
         attention, spare = passes.attention, batch.seats.spare_slots[0]
         assert isinstance(attention, CPUAttention)
         (place,) = attention.stores.places
@@ -48,11 +51,12 @@ class Compared:
         keys, values = pool.keys(place.layer), pool.values(place.layer)
         places = batch.seats.length[seat_ids].unsqueeze(1) + torch.arange(steps - 1)
         slots = batch.seats.slots(seat_ids.repeat_interleave(steps - 1), places.flatten())
+        slots = torch.cat([slots, batch.seats.slots(batch.row_seats, batch.index + 1)])
         slots = slots[slots < spare]  # several requests that have ended may write to the spare page
-        tokens, q = one_by_one(passes, batch, seat_ids, state, steps)
+        tokens, q = one_by_one(passes, batch, hidden, verdict, steps)
         stored = keys[slots].clone(), values[slots].clone()
         keys[slots], values[slots] = torch.nan, torch.nan
-        own, own_q = draft_chain(passes, batch, seat_ids, state, steps)
+        own, own_q = draft_chain(passes, batch, hidden, verdict, steps)
         assert torch.equal(own, tokens)
         assert q is own_q is None or (q is not None and own_q is not None and torch.equal(own_q, q))
         torch.testing.assert_close((keys[slots], values[slots]), stored, rtol=0, atol=0, equal_nan=True)
@@ -75,7 +79,7 @@ def compared(model: DecoderModel, params: list[SamplingParams], drafts: int | Sp
     assert passes.draft_chain is draft_chain
     passes.draft_chain = both
     run(engine, prompts(4, longest=20), params)
-    assert both.calls > 3 and max(both.sizes) > 1 and (drafts == 1 or both.stored > 0)
+    assert both.calls > 3 and max(both.sizes) > 1 and both.stored > 0 and both.split == {False, True}
     return passes, both
 
 

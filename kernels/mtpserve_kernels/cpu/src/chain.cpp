@@ -1,10 +1,22 @@
-// A chain of drafts: what the draft model has computed for the last token gives the first one, its layer's pass over that one the second,
-// and so on. Each of these ops is small: for a small model the calls from Python between them take longer than they do.
+// A chain of drafts: the draft model's layer computes the rows of a step's tokens, what it gives for the last token of a request makes the
+// first draft, a pass over that one the second, and so on. Each of these ops is small: for a small model the calls from Python between them
+// take longer than they do.
 // Reference: mtpserve/spec/chain.py, `one_by_one`.
 #include "layers.h"
 #include "sample.h"
 
 namespace mtp {
+// Rows of a step's tokens, and in which of them each of those requests ends that are drafted for.
+struct Absorbed {
+  int64_t rows, requests;
+  const int64_t *ids, *index, *slots;    // [rows], each at its index's position
+  const int64_t *seats, *cu_q, *kv_len;  // [requests], cu_q one more
+  const void* features;                            // [rows, hidden] with `stride` from row to row
+  int64_t stride;
+  const int64_t* last;  // [drafted]
+  bool split;           // of all rows keys and values alone, then the last ones again
+};
+
 // The draft model has one layer, whose row at index i of a request knows token i + 1: its keys are in that token's slot.
 struct Chain {
   const Layer* layer;
@@ -12,11 +24,10 @@ struct Chain {
   Pass pass;        // without what differs from pass to pass
   const Matrix* head;
   bool normed;            // a pass gets the output of the one before it after the norm that follows the layer, and otherwise before that
-  Spans spans;            // without what differs from pass to pass
+  Spans spans;            // without what differs from pass to pass; `requests` and `seats` are those that are drafted for
   const int64_t* length;  // of each seat, what is committed
   int64_t steps;          // drafts of each request
-  const void* rows;       // [requests, hidden]: what the head makes the first draft of
-  const void* features;   // [requests, hidden]: what the first pass gets
+  Absorbed absorbed;
   bool greedy;            // all requests are: `sampling` is not there
   Sampling sampling;
   float* q;         // [requests, steps, vocab]: what the drafts were drawn from; null: not asked for
@@ -26,7 +37,11 @@ struct Chain {
 namespace {
 thread_local std::vector<int64_t> integers;
 thread_local std::vector<float> logits;
-thread_local std::vector<char> outputs;
+thread_local std::vector<char> outputs, all;
+
+void gather(const void* from, int64_t stride, const int64_t* rows, int64_t count, int64_t bytes, char* to) {
+  for (int64_t i = 0; i < count; i++) std::memcpy(to + i * bytes, static_cast<const char*>(from) + rows[i] * stride, bytes);
+}
 }  // namespace
 
 extern "C" void mtp_chain(const Chain* chain, int32_t threads) {
@@ -45,7 +60,35 @@ extern "C" void mtp_chain(const Chain* chain, int32_t threads) {
   context.spans = &spans, context.slots = slots;
   Pass pass = chain->pass;
   pass.rows = requests, pass.ids = drafted, pass.features_stride = hidden, pass.rotation.positions = index, pass.out = out;
-  const void *rows = chain->rows, *features = chain->features;
+
+  const Absorbed& given = chain->absorbed;
+  const int64_t number = size_of(pass.type), width = hidden * number, *last = given.last;
+  Spans whole = chain->spans;
+  whole.requests = given.requests, whole.seats = given.seats, whole.cu_q = given.cu_q, whole.kv_len = given.kv_len;
+  whole.index = given.index;
+  Context stored = chain->context;
+  stored.spans = &whole, stored.slots = given.slots;
+  Pass first = chain->pass;
+  first.rows = given.rows, first.ids = given.ids, first.features = given.features, first.features_stride = given.stride;
+  first.rotation.positions = given.index, first.stores = given.split;
+  const void *rows = normeds[1], *features = chain->normed ? normeds[1] : totals[1];
+  if (given.split) {
+    mtp_layers(chain->layer, &stored, 1, &first, threads);
+    char* const own = normeds[0];
+    gather(given.features, given.stride * number, last, requests, width, own);
+    for (int64_t r = 0; r < requests; r++) {
+      index[r] = given.index[last[r]], kv_len[r] = index[r] + 1, slots[r] = given.slots[last[r]], drafted[r] = given.ids[last[r]];
+    }
+    pass.features = own, pass.total = totals[1], pass.normed = normeds[1];
+    mtp_layers(chain->layer, &context, 1, &pass, threads);
+  } else {
+    const int64_t bytes = given.rows * width;
+    char* const three = room(all, 3 * bytes);
+    first.out = three, first.total = three + bytes, first.normed = three + 2 * bytes;
+    mtp_layers(chain->layer, &stored, 1, &first, threads);
+    gather(first.normed, width, last, requests, width, normeds[1]);
+    if (!chain->normed) gather(first.total, width, last, requests, width, totals[1]);
+  }
 
   for (int64_t step = 0;; step++) {
     const Output products{room(logits, requests * vocab), vocab, FP32, false};
