@@ -19,6 +19,7 @@ namespace mtp {
 namespace {
 constexpr int64_t MAX_PIECE = 96;  // rows × heads that share a key head, in one piece of work
 constexpr int64_t MAX_SUMS = 1 << 15;
+constexpr int64_t MANY_ROWS = 32;  // × heads, for which the keys may well be loaded once more
 constexpr int64_t SMALL = 1 << 20;  // multiplications that one thread does before others have started
 
 // A piece of the work: rows × heads that share a key head, for some key heads of one request. m = row * group + head.
@@ -331,7 +332,8 @@ int64_t cost_of(const Spans& spans, int64_t first, int64_t end) {
 }
 
 // f(piece) in an order that all members share. A request that is a large part of the work is cut over its key heads, and where these
-// are too few, and for prompts, over its rows × heads; never over the keys.
+// are too few, over its rows × heads; never over the keys. Each part of the rows loads all keys, which takes as long as some rows do: a few
+// rows are cut only where a request is more than one member's share, so that the others would wait for it.
 template <class F> void each_piece(const Spans& spans, int members, const F& f) {
   const int64_t group = spans.heads / spans.kv_heads, total = cost_of(spans, 0, spans.requests);
   const int64_t most = std::clamp<int64_t>(MAX_SUMS / spans.value_dim / MAX_ROWS * MAX_ROWS, MAX_ROWS, MAX_PIECE);
@@ -340,12 +342,14 @@ template <class F> void each_piece(const Spans& spans, int members, const F& f) 
   for (int64_t r = 0; r < spans.requests; r++) {
     const int64_t rows = rows_of(spans, r) * group;
     if (rows == 0) continue;
-    const int64_t wanted =
-        std::max<int64_t>(1, (int64_t)std::ceil(double(cost_of(spans, r, r + 1)) / double(total) * double(pieces) - 0.01));
+    const double share = double(cost_of(spans, r, r + 1)) / double(total);
+    const auto parts_of = [&](int64_t all) { return std::max<int64_t>(1, (int64_t)std::ceil(share * double(all) - 0.01)); };
+    const int64_t wanted = parts_of(pieces), needed = parts_of(members);
     int64_t row_parts = ceil_div(rows, most);
     int64_t head_parts = ceil_div(spans.kv_heads * ceil_div(rows, row_parts), most);
     head_parts = std::min(spans.kv_heads, std::max(head_parts, ceil_div(wanted, row_parts)));
-    row_parts = std::max(row_parts, std::min(ceil_div(rows, MAX_ROWS), ceil_div(wanted, head_parts)));
+    row_parts = std::max({row_parts, std::min(ceil_div(rows, MAX_ROWS), ceil_div(needed, head_parts)),
+                          std::min(rows / MANY_ROWS, ceil_div(wanted, head_parts))});
     for (int64_t i = 0; i < row_parts; i++)
       for (int64_t j = 0; j < head_parts; j++)
         f(Piece{r,
