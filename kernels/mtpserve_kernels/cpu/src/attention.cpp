@@ -19,7 +19,7 @@ namespace mtp {
 namespace {
 constexpr int64_t MAX_PIECE = 96;  // rows × heads that share a key head, in one piece of work
 constexpr int64_t MAX_SUMS = 1 << 15;
-constexpr int64_t MANY_ROWS = 32;  // × heads, for which the keys may well be loaded once more
+constexpr int64_t MANY_ROWS = 32;   // × heads, for which the keys may well be loaded once more
 constexpr int64_t SMALL = 1 << 20;  // multiplications that one thread does before others have started
 
 // A piece of the work: rows × heads that share a key head, for some key heads of one request. m = row * group + head.

@@ -11,7 +11,7 @@ struct Absorbed {
   int64_t rows, requests;
   const int64_t *ids, *index, *slots;    // [rows], each at its index's position
   const int64_t *seats, *cu_q, *kv_len;  // [requests], cu_q one more
-  const void* features;                            // [rows, hidden] with `stride` from row to row
+  const void* features;                  // [rows, hidden] with `stride` from row to row
   int64_t stride;
   const int64_t* last;  // [drafted]
   bool split;           // of all rows keys and values alone, then the last ones again
@@ -28,7 +28,7 @@ struct Chain {
   const int64_t* length;  // of each seat, what is committed
   int64_t steps;          // drafts of each request
   Absorbed absorbed;
-  bool greedy;            // all requests are: `sampling` is not there
+  bool greedy;  // all requests are: `sampling` is not there
   Sampling sampling;
   float* q;         // [requests, steps, vocab]: what the drafts were drawn from; null: not asked for
   int64_t* tokens;  // [requests, steps]
