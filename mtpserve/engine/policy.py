@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 RISK = 0.99  # value of drafting at all, relative to what is expected of it: prompts take longer with it, and expected times err
 GAIN = 0.02  # by which a deeper choice must be better; a less deep one needs none
 OFTEN, PAUSE = 2, 0.08  # steps, and seconds of steps, between two choices, which take 0.1 to 0.4 ms each
+SHORT = 0.004  # seconds of a step, of which a request's drafts are looked at once: that takes 10 µs
 EVERY, SELDOM = 8, 64  # steps between two trials, at least, and after one whose turn it was not
 AGAIN, FAR = 1, 3  # and after one of which so many times more was accepted than expected
 RESERVED = 4  # trials that what is saved must be enough for, where the turn is another one's
@@ -333,7 +334,8 @@ class DepthPolicy:
     def learn(self, outcomes: Seq[Outcome]) -> None:
         """What one step yielded. Drafts of trials are always looked at."""
         self._turn, self._hoped, self._found = self._turn + 1, 0.0, 0
-        for outcome in part_of(outcomes, self._turn) if not self._trying else outcomes:
+        least = max(int(self._every * SHORT / PAUSE), 1)
+        for outcome in part_of(outcomes, self._turn, least) if not self._trying else outcomes:
             if outcome.proposal.tokens:
                 self.verified(outcome.seq, len(outcome.proposal.tokens), outcome.proposal.path)
         if self._found > FAR * self._hoped:

@@ -224,7 +224,7 @@ class Runner:
 
     def rows(self, plans: Seq[SpanPlan], records: Seq[Record], want: int) -> Rows:
         drafting = [r for r, plan in enumerate(plans) if plan.drafts_next]
-        wanted, most = [records[r].wanted(want) for r in drafting], self.most([plans[r] for r in drafting]) if want else []
+        wanted, most = [records[r].wanted(want) for r in drafting], self.most([plans[r] for r in drafting], want) if want else []
         hosts = [plan.seat for plan in plans]
         groups = self.sampling.rules.groups(records)
         more = [] if groups is None else groups.lists
@@ -275,7 +275,7 @@ class Runner:
             given = Prompts([plan.length for plan in plans], after_others(plans, records, self.drafter.lag)[0])
         else:
             asked, given = self.asked(records), None
-        outcome = graphs.replay(hosts, wanted, self.most(plans), drafts, want, asked, trees, deferred, kept, given)
+        outcome = graphs.replay(hosts, wanted, self.most(plans, want), drafts, want, asked, trees, deferred, kept, given)
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
             return self.run(spans, want)
@@ -286,9 +286,10 @@ class Runner:
             self.note(list(zip(plans, records, strict=True)), want, outcome.count, outcome.trees),
         )
 
-    def most(self, plans: Seq[SpanPlan]) -> list[int]:
-        """Drafts that the algorithm may give each request after these spans; empty: as many as it has."""
-        if all(plan.most is None for plan in plans):
+    def most(self, plans: Seq[SpanPlan], want: int) -> list[int]:
+        """Drafts that the algorithm may give each request after these spans, `want` deep; empty: as many as it has."""
+        enough = self.sizes.proposed if self.sizes.trees else want
+        if all(plan.most is None or plan.most >= enough for plan in plans):
             return []
         return [self.sizes.proposed if plan.most is None else min(plan.most, self.sizes.proposed) for plan in plans]
 

@@ -70,9 +70,10 @@ class Survival:
         return pow(factor, UNSEEN)
 
 
-def part_of(requests: Sequence[T], turn: int) -> Sequence[T]:
-    """Some of a step's requests, in turn: of many of them a part tells as much, and each takes some microseconds."""
-    every = max(len(requests) // PART, 1)
+def part_of(requests: Sequence[T], turn: int, least: int = 1) -> Sequence[T]:
+    """Some of a step's requests, in turn: of many of them a part tells as much, and each takes some microseconds. Each of them is in one of
+    `least` steps, or of more."""
+    every = max(len(requests) // PART, least)
     return requests if every == 1 else requests[turn % every :: every]
 
 
