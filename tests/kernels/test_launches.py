@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.runtime import graphs
 from mtpserve.runtime.graphs import Body, GraphOutput
 from tests.runtime.recorders import Again
 from tests.runtime.test_overlap import CHAIN, PLAIN, TREE
@@ -74,6 +75,7 @@ class Counting(Again):
         self.counts: list[Counter[str]] = []
 
     def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+        body()  # as before a capture: constants are made then
         with self.monkeypatch.context() as patch, Launches(patch) as launches:
             body()
         self.counts.append(launches.count)
@@ -82,6 +84,7 @@ class Counting(Again):
 
 def launches(spec: SpecConfig, layers: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Of one decoding step that verifies all that it may and drafts as deep as it may."""
+    monkeypatch.setattr(graphs, "PROMPTS", ())  # none of them is recorded
     recorder, model = Counting(monkeypatch), tiny_model("mimo", kernels="triton", layers=layers)
     engine = tiny_engine(model, spec, backend="triton", page_size=16, recorder=recorder, seats=1)
     engine.add(Request("0", [3, 4, 5], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)))

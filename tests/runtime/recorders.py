@@ -29,6 +29,12 @@ def runner_of(engine: Engine) -> Runner:
     return runner
 
 
+def draft_one_by_one(engine: Engine) -> None:
+    """Its draft model's passes can be replaced then: where one call makes all drafts, nothing else is called."""
+    drafter: Any = runner_of(engine).drafter
+    getattr(drafter, "base", drafter).passes.draft_chain = None
+
+
 class Again:
     """Replays by running the body again into the tensors of the first run, as a captured graph would."""
 

@@ -14,6 +14,7 @@ from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
+from tests.runtime.recorders import draft_one_by_one
 from tests.tiny import prompts, replace_passes, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
@@ -146,6 +147,7 @@ def test_a_dead_draft_head_shows_in_the_rate_of_acceptance() -> None:
     cache, spec = CacheConfig(max_total_tokens=1024), SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=3)
     engine = build_engine(EngineConfig(model=ModelConfig(dtype="float32"), cache=cache, spec=spec))
     model = engine._runner.step.model  # type: ignore[attr-defined]
+    draft_one_by_one(engine)
     texts = [run(engine, [[5, 6, 7]], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))]
     accepted, drafted = engine.stats.accepted_tokens_total, engine.stats.draft_tokens_total
     healthy = model.mtp_head.absorb  # type: ignore[union-attr]

@@ -23,6 +23,7 @@ from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.spec import watchdog
 from mtpserve.spec.watchdog import BACK_OFF_S, DOUBT_S, ENOUGH, EVIDENCE, LONGEST_S, SEAT_S, WINDOW, Watchdog
+from tests.runtime.recorders import draft_one_by_one
 from tests.tiny import run, tiny_engine, tiny_model
 
 DEEP = 3
@@ -238,6 +239,7 @@ def demo(directory: Path | None = None, adaptive: bool = True, **spec: Any) -> E
 
 def damage(engine: Engine, how: str) -> Callable[[], None]:
     """In the draft layer's output. → what undoes it."""
+    draft_one_by_one(engine)
     head: Any = engine._runner.step.model.mtp_head  # type: ignore[attr-defined]
     own = head.absorb, head.step
 
