@@ -124,10 +124,11 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    given: Tensor  # [numbers, requests]: what `numbers` lists, in its order
+    # [3 to 8, requests]: seats, wanted depths, most drafts, Keep's numbers where layers keep states, and of prompts what `fitted` gives
+    given: Tensor
+    layout: RowLayout | None  # its tensors are read by every replay; None: it is made of `given`
     outcome: GraphOutput
     again: Callable[[], object]
-    kept: object  # what the replays read: the rows of a step whose layout never changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +269,7 @@ class StepGraphs:
         given = torch.empty(len(numbers), key.requests, dtype=torch.int64, device=device)
         write(given, numbers)
         layout = None if key.rows else self.layout(key)
+        rows_each = f"{key.rows} rows of prompts" if key.rows else f"{key.width} rows each"
 
         def body() -> GraphOutput:
             rows = self.rows(key, given, layout)
@@ -278,16 +280,15 @@ class StepGraphs:
             return GraphOutput(computed.columns, computed.table, drafts.count, drafts.tree is not None)
 
         try:
-            outcome, again = self.recorder.record(body)
-            self.recorded[key] = Recorded(given, outcome, again, layout)
-            log.debug("captured a step of %d requests, %d rows each, %d deep", key.requests, key.width, key.deepest)
+            self.recorded[key] = Recorded(given, layout, *self.recorder.record(body))
+            log.debug("captured a step of %d requests, %s, %d deep", key.requests, rows_each, key.deepest)
         except CaptureFailed as failure:
             self.recorded[key] = None
             why = failure.__cause__ or failure
             first = str(why).partition("\n")[0]
             log.warning(
                 "a step of %d requests, %s, cannot be captured and is launched each time: %s: %s",
-                key.requests, f"{key.rows} rows of prompts" if key.rows else f"{key.width} rows each", type(why).__name__, first,
+                key.requests, rows_each, type(why).__name__, first,
             )  # fmt: skip
         return self.recorded[key]
 

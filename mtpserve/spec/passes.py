@@ -140,6 +140,7 @@ class DraftPasses:
         return batch.drafted(torch.addcmul(batch.last_row, verdict.accepted, batch.samples))
 
     def splits(self, rows: Batch, last: Tensor) -> bool:
+        """Whether keys and values of all rows are computed first, and then the outputs of the `last` ones [D] alone."""
         return rows.ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
 
     def block(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
