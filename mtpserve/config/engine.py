@@ -187,7 +187,7 @@ class SchedulerConfig:
     max_queued_requests: int | None = option(None, "requests that may wait; more are refused with 429", "max-num-queued-reqs")
     disable_cuda_graph: bool = option(False, "on a GPU: launch every kernel by itself instead of replaying captured steps", "enforce-eager")
     cuda_graph_max_bs: int | None = option(
-        None, "requests in one captured step; a step's further requests run uncaptured (default: --max-running-requests, at most 256)",
+        None, "decoding requests in one captured step; further ones run uncaptured (default: --max-running-requests, at most 256)",
         "max-cudagraph-capture-size", "cuda-graph-max-bs-decode",
     )  # fmt: skip
     record_steps: str | None = option(None, "file for each step's plan and result, which `mtpserve replay` runs again; prompts included")
