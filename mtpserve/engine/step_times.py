@@ -200,15 +200,19 @@ class StepTimes:
         yielded, beside = self._beside
         self._beside = RECENT * yielded + tokens, RECENT * beside + prompts
 
-    def crowded(self, work: StepWork, tokens: float, alone: float) -> float:
-        """Seconds that the requests' further rows take more on average, since some steps have rows of prompts, than in steps without, where
-        they take `alone`. There each takes what a prompt's row takes, since these fill up the room for more rows that a step has on a GPU.
-        `tokens`: that such steps yield; as many prompts come with as many tokens."""
-        (yielded, beside), further = self._beside, work.rows - work.requests
-        share = min(beside / yielded * tokens, 1.0)
-        if share < FEW or not self._prompts.steps or not further:
-            return 0.0
-        return share * max(self._prompts.row * further * exp(self.pace) - max(alone, 0.0), 0.0)
+    def share(self, tokens: float) -> float:
+        """Of steps that yield so many tokens, those that have rows of prompts: as many prompts come with as many tokens."""
+        yielded, beside = self._beside
+        return min(beside / yielded * tokens, 1.0)
+
+    def crowded(self, work: StepWork, share: float, none: float | None = None) -> float:
+        """As `seconds`, on average, where such a share of the steps has rows of prompts. In these each further row of a request takes what
+        one of a prompt takes, since these fill up the room for more rows that a step has on a GPU. `none`: seconds without further rows."""
+        seconds, further = self.seconds(work), work.rows - work.requests
+        if share < FEW or not further or not self._prompts.steps:
+            return seconds
+        alone = seconds - (self.seconds(work._replace(rows=work.requests)) if none is None else none)
+        return seconds + share * max(self._prompts.row * further * exp(self.pace) - max(alone, 0.0), 0.0)
 
     def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:
         own = exp(cell.log)

@@ -234,6 +234,25 @@ def test_a_trial_that_goes_on_costs_what_it_costs() -> None:
     assert policy.trials > 3 and lost < 0.01 * (1000 * 0.3 + lost), (policy.trials, lost)
 
 
+def test_a_prompt_that_took_less_than_expected_does_not_pay_for_trials() -> None:
+    """The first prompts seemed to take 0.2 seconds for their rows; those that come in the middle of trials add nothing."""
+    cost, seqs = StepCost(overhead=0.1, row=0.0001, draft_pass=0.001), [sequence(i) for i in range(4)]
+    policy = measured(DraftSizes(steps=3, proposed=3, written=3), 4, cost)
+    for _ in range(20):
+        policy.times.observe_prompts(StepWork(4, 4, 0), 400, 0.3)
+    for seq in seqs * 60:
+        policy.verified(seq, 3, [])
+    beside = 0
+    for _ in range(100):
+        depth, before = policy.choose(seqs), policy._saved
+        spans = [SpanPlan(i, 10, 1, depth, True, True, seq.most) for i, seq in enumerate(seqs)]
+        prompts = [SpanPlan(4, 10, 400, 0, False, False)] if policy._held else []
+        policy.stepped(Planned(StepPlan([*spans, *prompts], depth), seqs), depth, 0.1 + 0.01 * depth)
+        beside += bool(prompts)
+        assert policy._saved <= before + 0.001
+    assert beside > 3
+
+
 def test_nothing_is_timed_where_prompts_take_most_of_each_step() -> None:
     """Drafting is nearly worth it here, and its time would be tried for some steps in a row: what prompts take varies by more."""
     policy, depths = depths_beside_prompts(StepCost(overhead=0.1, row=0.001, draft_pass=0.004), 0.02, 0.5, 0.01)

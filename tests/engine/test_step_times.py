@@ -13,7 +13,8 @@ DEEP = 3
 
 
 def crowded(times: StepTimes, work: StepWork, tokens: float) -> float:
-    return times.crowded(work, tokens, times.seconds(work) - times.seconds(work._replace(rows=work.requests)))
+    """Seconds that rows of prompts in some of the steps add to one with drafts, on average."""
+    return times.crowded(work, times.share(tokens)) - times.seconds(work)
 
 
 def test_what_long_contexts_take_is_learned_from_one_depth() -> None:
