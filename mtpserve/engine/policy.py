@@ -203,7 +203,7 @@ class DepthPolicy:
     def _value(self, work: StepWork, gained: float, none: float) -> float:
         """Tokens per second. `none`: seconds of such a step without drafts."""
         tokens = work.requests + gained
-        seconds = self.times.crowded(work, self.times.share(tokens), none)
+        seconds = self.times.with_prompts(work, tokens, none)
         # Before anything was measured all depths cost the same.
         return tokens / (seconds or 1.0) * (RISK if work.passes else 1.0)
 
@@ -273,12 +273,12 @@ class DepthPolicy:
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence], expected: float) -> float:
         """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per second with all requests."""
-        usual = self.times.crowded(work_with(seqs, self._rows - len(seqs), self.depth), self.times.share(self._tokens))
+        usual = self.times.with_prompts(work_with(seqs, self._rows - len(seqs), self.depth), self._tokens)
         if depth < self.depth:
             return usual * (1 - expected / max(self.value, 1e-9))
         rows = self._rows + sum(self._ranks(depth) - (seq.most or 0) for seq in tried)
-        share = self.times.share(self._tokens + self._gain * self.value)
-        return self.times.crowded(work_with(seqs, rows - len(seqs), depth), share) - usual - self._gain
+        tokens = self._tokens + self._gain * self.value
+        return self.times.with_prompts(work_with(seqs, rows - len(seqs), depth), tokens) - usual - self._gain
 
     def _expected(self, seq: Sequence, drafts: int) -> float:
         """How many of a request's drafts are accepted."""
@@ -311,8 +311,8 @@ class DepthPolicy:
         alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)  # what the step took without them
         self._measurable = alone > TIMED * seconds
         if trial:
-            # What is not measurable would seem to save what was expected of the prompts and not taken by them.
-            self._charge(work, alone if self._measurable else self.times.crowded(work, 1.0))
+            known = alone if self._measurable else self.times.seconds(work)
+            self._charge(work, known + (self.times.crowded(work) if prompts else 0.0))
         if not settled:
             return
         self._unlearned = 0.0

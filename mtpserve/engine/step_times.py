@@ -10,8 +10,9 @@ change). `context` is what attention to the tokens before a step's rows takes. I
 short texts: further rows of a request add much less to it than to products. So a depth that was last computed a minute ago is compared with
 one that is computed now.
 
-Prompts beside requests that decode add what they have added lately: a part that every step with prompts has, since such steps are launched
-kernel by kernel on a GPU, and one for each of their rows. Each further row of a request takes as much as one of these in such a step.
+Prompts beside requests that decode add what they have added lately: a part that every step with prompts has, and one for each of their
+rows. On a GPU the former is more than 0 where such steps are launched kernel by kernel, and less where a step without prompts has room for
+more rows. Each further row of a request takes as much as one of a prompt in such a step.
 
 Between the cells, and where nothing was measured yet, a formula with non-negative coefficients is fitted:
 
@@ -61,6 +62,7 @@ PROMPTS = 0.05  # share of the last step with a prompt in what prompts take
 # number's square is what their variance is compared with.
 ALIKE = 0.02
 TRUSTED = 10.0  # of `PromptTimes.steps`, after which one that takes far longer than expected is a disturbance, too
+LEAST = 0.25  # of a step's time that counts at least, where rows of prompts have room in it
 STEEPEST = 2.0  # times the mean that a row takes, at most
 
 
@@ -126,10 +128,14 @@ class PromptTimes:
     took: float = 0.0  # seconds
     products: float = 0.0  # of rows and seconds
 
-    def observe(self, rows: int, seconds: float) -> None:
+    further: float = 0.0  # rows of the requests, without each one's first
+    alone: float = 0.0  # seconds that these take in steps without prompts
+
+    def observe(self, rows: int, seconds: float, further: int, alone: float) -> None:
         old = 1 - PROMPTS
         self.steps, self.rows, self.squares = old * self.steps + 1, old * self.rows + rows, old * self.squares + rows * rows
         self.took, self.products = old * self.took + seconds, old * self.products + rows * seconds
+        self.further, self.alone = old * self.further + further, old * self.alone + alone
 
     @property
     def row(self) -> float:
@@ -140,9 +146,19 @@ class PromptTimes:
         together = self.products - middle * self.took + alike * self.took / self.rows
         return min(max(together / varied, 0.0), STEEPEST * self.took / self.rows)
 
+    @property
+    def part(self) -> float:
+        """Seconds that a step with prompts takes more whatever their rows; less than 0 where it has room for some."""
+        return (self.took - self.row * self.rows - self.crowded(self.further, self.alone)) / self.steps
+
+    def crowded(self, further: float, alone: float) -> float:
+        """Seconds that are added for further rows of requests, which take so long without prompts: beside these each takes what a row of a
+        prompt takes, since prompts fill up the room for more rows that a step has on a GPU."""
+        return max(self.row * further - alone, 0.0) if further else 0.0
+
     def seconds(self, rows: int) -> float:
-        """That so many rows are expected to add."""
-        return max(self.took + self.row * (rows * self.steps - self.rows), 0.0) / self.steps
+        """That so many rows add; less than 0 where there is room for more."""
+        return self.part + self.row * rows
 
 
 class StepTimes:
@@ -156,7 +172,7 @@ class StepTimes:
         self.token = 0.0  # seconds that a token of context takes at the usual pace
         self._unsure = 0.0  # its variance, relative to that of an observation
         self._prompts = PromptTimes()
-        self._beside = 1.0, 0.0  # tokens of the last steps, and how many of these had prompts
+        self._beside = 1.0, 1.0, 0.0  # of the last steps: how many, the tokens that they yielded, and how many had prompts
         self._paced: int | None = None  # observations by which the pace was learned; None: the usual one is being measured
 
     def observe(self, work: StepWork, seconds: float, noise: float = 1.0) -> None:
@@ -184,7 +200,7 @@ class StepTimes:
     def prompts(self, work: StepWork, rows: int) -> float:
         """Seconds that so many rows of prompts are expected to add to such a step."""
         if self._prompts.steps:
-            return self._prompts.seconds(rows) * exp(self.pace)
+            return max(self._prompts.seconds(rows) * exp(self.pace) + self.crowded(work), 0.0)
         alone, together = terms_of(work), terms_of(work._replace(rows=work.rows + rows))
         return (self._formula(together) - self._formula(alone)) * exp(self.pace)
 
@@ -193,26 +209,38 @@ class StepTimes:
         alone = self.seconds(work)
         if alone > 0:
             most = (alone + self.prompts(work, rows)) * exp(SLOWER if self._prompts.steps > TRUSTED else FASTER)
-            self._prompts.observe(rows, max(min(seconds, most) - alone, 0.0) * exp(-self.pace))
+            pace = exp(-self.pace)
+            further = alone - self.seconds(work._replace(rows=work.requests))
+            added = max(min(seconds, most) - alone, 0.0)
+            self._prompts.observe(rows, added * pace, work.rows - work.requests, max(further, 0.0) * pace)
 
     def count(self, tokens: float, prompts: bool) -> None:
         """A step is expected to have yielded so many tokens, and had rows of prompts, or none."""
-        yielded, beside = self._beside
-        self._beside = RECENT * yielded + tokens, RECENT * beside + prompts
+        steps, yielded, beside = self._beside
+        self._beside = RECENT * steps + 1, RECENT * yielded + tokens, RECENT * beside + prompts
 
-    def share(self, tokens: float) -> float:
-        """Of steps that yield so many tokens, those that have rows of prompts: as many prompts come with as many tokens."""
-        yielded, beside = self._beside
-        return min(beside / yielded * tokens, 1.0)
-
-    def crowded(self, work: StepWork, share: float, none: float | None = None) -> float:
-        """As `seconds`, on average, where such a share of the steps has rows of prompts. In these each further row of a request takes what
-        one of a prompt takes, since these fill up the room for more rows that a step has on a GPU. `none`: seconds without further rows."""
-        seconds, further = self.seconds(work), work.rows - work.requests
-        if share < FEW or not further or not self._prompts.steps:
+    def with_prompts(self, work: StepWork, tokens: float, none: float | None = None) -> float:
+        """As `seconds`, on average over steps of which some have rows of prompts, without what each of these rows takes: a token more or
+        less in a step changes nothing about that. `tokens`: that such a step yields; prompts come with tokens, independently of each other.
+        `none`: seconds of such a step without further rows."""
+        steps, yielded, beside = self._beside
+        seconds = self.seconds(work)
+        if beside < FEW * steps or not self._prompts.steps:
             return seconds
+        share: float = 1 - max(1 - beside / steps, 0.0) ** (tokens * steps / yielded)
+        return max(seconds + share * (self._crowded(work, seconds, none) + self._prompts.part * exp(self.pace)), LEAST * seconds)
+
+    def crowded(self, work: StepWork) -> float:
+        """Seconds that rows of prompts add for further rows of the requests."""
+        return self._crowded(work, self.seconds(work)) if work.rows > work.requests else 0.0
+
+    def _crowded(self, work: StepWork, seconds: float, none: float | None = None) -> float:
+        further = work.rows - work.requests
+        if not further or not self._prompts.steps:
+            return 0.0
         alone = seconds - (self.seconds(work._replace(rows=work.requests)) if none is None else none)
-        return seconds + share * max(self._prompts.row * further * exp(self.pace) - max(alone, 0.0), 0.0)
+        pace = exp(self.pace)
+        return self._prompts.crowded(further, max(alone, 0.0) / pace) * pace
 
     def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:
         own = exp(cell.log)

@@ -12,11 +12,6 @@ from mtpserve.engine.step_times import FURTHER, StepTimes, StepWork
 DEEP = 3
 
 
-def crowded(times: StepTimes, work: StepWork, tokens: float) -> float:
-    """Seconds that rows of prompts in some of the steps add to one with drafts, on average."""
-    return times.crowded(work, times.share(tokens)) - times.seconds(work)
-
-
 def test_what_long_contexts_take_is_learned_from_one_depth() -> None:
     """Other depths are known from a start with short contexts alone."""
     random, requests = Random(0), 64
@@ -66,7 +61,7 @@ def test_what_any_prompt_takes_is_no_row_s(lengths: list[int]) -> None:
         times.observe_prompts(work, rows, (0.025 + 10e-6 * rows) * (1 + random.gauss(0, 0.02)))
     assert times.prompts(work, 128) == pytest.approx(0.0213, rel=0.1)
     # A mean row of a prompt takes 145 µs.
-    assert crowded(times, work, 100.0) < 96 * 80e-6
+    assert times.crowded(work) < 96 * 80e-6
 
 
 def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
@@ -87,23 +82,53 @@ def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
 
 
 def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
-    """Steps take 10 ms whatever is in them, but each row of a prompt adds 50 µs."""
+    """Steps take 10 ms whatever is in them, but 10 ms more where 48 drafts are beside 200 rows of prompts."""
     times, work = StepTimes(), StepWork(16, 64, 3)
     for requests, rows, passes in ((1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)):
         for _ in range(20):
             times.observe(StepWork(requests, rows, passes), 0.01)
     times.serve()
-    assert crowded(times, work, 30.0) == 0
+    assert times.crowded(work) == 0
+    for _ in range(60):
+        times.observe_prompts(work, 200, 0.02)
+    assert times.crowded(work) == pytest.approx(48 * 50e-6, rel=0.15) and times.crowded(StepWork(16, 16, 1)) == 0
+    assert times.prompts(work, 200) == pytest.approx(0.01, rel=0.05) and times.prompts(StepWork(16, 16, 0), 200) == pytest.approx(
+        0.008, rel=0.05
+    )
+
+
+def test_as_many_prompts_come_with_as_many_tokens() -> None:
+    """A fifth of the steps has prompts. Of steps with twice as many tokens as many have none as now of two steps both."""
+    times, work = StepTimes(), StepWork(16, 64, 3)
+    for requests, rows, passes in ((1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)):
+        for _ in range(20):
+            times.observe(StepWork(requests, rows, passes), 0.01)
+    times.serve()
     for step in range(300):
         times.count(20.0, prompts=step % 5 == 0)
         if step % 5 == 0:
-            times.observe_prompts(work, 200, 0.02)
-    assert crowded(times, work, 20.0) == pytest.approx(0.2 * 48 * 50e-6, rel=0.15)
-    assert crowded(times, work, 40.0) == pytest.approx(0.4 * 48 * 50e-6, rel=0.15)  # twice as many prompts come with twice as many tokens
-    assert crowded(times, work, 400.0) == pytest.approx(48 * 50e-6, rel=0.15) and crowded(times, StepWork(16, 16, 1), 20.0) == 0
+            times.observe_prompts(StepWork(16, 16, 0), 200, 0.02)
+    for tokens, share in ((20.0, 0.2), (40.0, 0.36), (400.0, 0.99)):
+        assert times.with_prompts(work, tokens) - times.seconds(work) == pytest.approx(share * 48 * 50e-6, rel=0.15)
     for _ in range(200):
         times.count(20.0, prompts=False)
-    assert crowded(times, work, 20.0) == 0
+    assert times.with_prompts(work, 20.0) == times.seconds(work)
+
+
+@pytest.mark.parametrize("room", [0, 300])
+def test_room_that_prompts_take_is_not_saved_by_fewer_steps(room: int) -> None:
+    """Prompts of 350 to 2000 rows, of which each step has room for some: with prompts in all steps only the rest of a step is saved."""
+    times, random, work = StepTimes(), Random(0), StepWork(16, 16, 0)
+    for requests, rows, passes in ((1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)):
+        for _ in range(20):
+            times.observe(StepWork(requests, rows, passes), 0.02)
+    times.serve()
+    for _ in range(100):
+        rows = random.randrange(350, 2000)
+        times.count(16.0, prompts=True)
+        times.observe_prompts(work, rows, 0.02 + 40e-6 * (rows - room))
+    assert times.prompts(work, 500) == pytest.approx(40e-6 * (500 - room), rel=0.15)
+    assert times.with_prompts(work, 16.0) == pytest.approx(0.02 - 40e-6 * room, rel=0.2)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
