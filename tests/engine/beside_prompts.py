@@ -1,0 +1,94 @@
+"""`python -m tests.engine.beside_prompts`: depths that are chosen against plain decoding on the simulated H100, second by second from a
+start on, where prompts are several times as long as answers and little of what is drafted is accepted.
+
+Answers end at random, and with drafts earlier: until some time one of the two has computed more prompts, so that rows of prompts are work,
+too: each counts as what it takes in a full step, in tokens of plain decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from itertools import product
+from random import Random
+from statistics import mean
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.config import SpecConfig
+from mtpserve.engine.costs import StepCost
+from mtpserve.engine.scheduler import Planned, Scheduler
+from mtpserve.engine.simulator import Simulation
+from mtpserve.engine.traces import TraceConversation, TraceTurn
+from mtpserve.spec.simulated import SimulatedDevice
+from mtpserve.spec.sizes import draft_sizes
+from tests.engine.test_policy import BUDGET, DEEP, costs, measured
+
+SHORTEST, LONGEST = 32, 96  # tokens of an answer
+
+
+class Over(Exception):
+    """The time is."""
+
+
+def work(cost: StepCost, batch: int, prompt: int, rate: float | None, times: Seq[float], seed: int) -> list[float]:
+    """Tokens' worth of work until each of the times, in seconds. `rate`: of acceptance of each draft; None: plain decoding."""
+    random, done, prompts = Random(seed), list[tuple[float, float]](), 0
+    worth = cost.row * batch / cost.seconds(batch, 0, 0)
+    spec = SpecConfig(speculative_algorithm="none" if rate is None else "MTP", speculative_num_steps=None if rate is None else DEEP)
+    device = SimulatedDevice(draft_sizes(spec, BUDGET), [rate or 0.0] * DEEP, seed=1)
+    pages = PageGroups([None], [20_000], 16, BUDGET)
+    scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=())
+
+    def watch(planned: Planned) -> None:
+        nonlocal prompts
+        done.append((simulation.now, simulation.result.output_tokens + worth * prompts))
+        prompts += sum(span.length for span in planned.plan.spans if span.length > 1)
+        if simulation.now > times[-1]:
+            raise Over
+
+    policy = None if rate is None else measured(device.sizes, batch, cost)
+    simulation = Simulation(scheduler, pages, device, cost, cached=False, policy=policy, watch=watch)
+    answers = (random.randrange(SHORTEST, LONGEST) for _ in range(int(batch * 6 * (times[-1] + 1))))
+    try:
+        simulation.run([TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * tokens)]) for tokens in answers])
+        raise AssertionError("too few requests")
+    except Over:
+        return [until(done, time) for time in times]
+
+
+def until(done: Seq[tuple[float, float]], time: float) -> float:
+    after = bisect_left(done, (time, 0.0))
+    (begin, less), (end, more) = done[after - 1], done[after]
+    return less + (more - less) * (time - begin) / (end - begin)
+
+
+def ratios(batch: int, prompt: int, rate: float, times: Seq[float], seeds: int) -> list[float]:
+    """To plain decoding's work until each of the times: means over loads."""
+    plain_cost, cost = costs("h100")
+    runs = [
+        [
+            a / b
+            for a, b in zip(work(cost, batch, prompt, rate, times, seed), work(plain_cost, batch, prompt, None, times, seed), strict=True)
+        ]
+        for seed in range(seeds)
+    ]
+    return [mean(run[i] for run in runs) for i in range(len(times))]
+
+
+def main(arguments: Seq[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 128], help="at once")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[128, 256], help=f"tokens; answers have {SHORTEST} to {LONGEST}")
+    parser.add_argument("--rate", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="share of drafts that is accepted")
+    parser.add_argument("--seconds", type=float, nargs="+", default=[1, 2, 3, 5, 10, 30])
+    parser.add_argument("--seeds", type=int, default=3, help="loads, of which means are printed")
+    chosen = parser.parse_args(arguments)
+    print("requests  prompt  accepted " + "".join(f"{time:>7g} s" for time in chosen.seconds))
+    for batch, prompt, rate in product(chosen.requests, chosen.prompt, chosen.rate):
+        found = ratios(batch, prompt, rate, sorted(chosen.seconds), chosen.seeds)
+        print(f"{batch:8}  {prompt:6}  {rate:8.0%} " + "".join(f"{ratio:9.3f}" for ratio in found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
