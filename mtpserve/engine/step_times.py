@@ -127,7 +127,6 @@ class PromptTimes:
     squares: float = 0.0  # of rows
     took: float = 0.0  # seconds
     products: float = 0.0  # of rows and seconds
-
     further: float = 0.0  # rows of the requests, without each one's first
     alone: float = 0.0  # seconds that these take in steps without prompts
 
