@@ -12,6 +12,16 @@ from mtpserve.engine.step_times import FURTHER, StepTimes, StepWork
 DEEP = 3
 
 
+def flat(seconds: float, *shapes: tuple[int, int, int]) -> StepTimes:
+    """Steps of these requests, rows and passes take so long, each."""
+    times = StepTimes()
+    for shape in shapes:
+        for _ in range(20):
+            times.observe(StepWork(*shape), seconds)
+    times.serve()
+    return times
+
+
 def test_what_long_contexts_take_is_learned_from_one_depth() -> None:
     """Other depths are known from a start with short contexts alone."""
     random, requests = Random(0), 64
@@ -50,11 +60,7 @@ def test_what_prompts_add_is_learned_apart() -> None:
 @pytest.mark.parametrize("lengths", [[128] * 20 + [256], [20, 60, 150, 400]])
 def test_what_any_prompt_takes_is_no_row_s(lengths: list[int]) -> None:
     """Steps with prompts take 20 ms more, and 10 µs for each of their rows. Hardly any difference in lengths is enough to see it."""
-    times, random, work = StepTimes(), Random(0), StepWork(32, 128, 3)
-    for requests, rows, passes in ((1, 1, 0), (32, 32, 0), (32, 128, 3), (1, 4, 3)):
-        for _ in range(20):
-            times.observe(StepWork(requests, rows, passes), 0.005)
-    times.serve()
+    times, random, work = flat(0.005, (1, 1, 0), (32, 32, 0), (32, 128, 3), (1, 4, 3)), Random(0), StepWork(32, 128, 3)
     for _ in range(100):
         times.count(100.0, prompts=True)
         rows = random.choice(lengths)
@@ -83,11 +89,7 @@ def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
 
 def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
     """Steps take 10 ms whatever is in them, but 10 ms more where 48 drafts are beside 200 rows of prompts."""
-    times, work = StepTimes(), StepWork(16, 64, 3)
-    for requests, rows, passes in ((1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)):
-        for _ in range(20):
-            times.observe(StepWork(requests, rows, passes), 0.01)
-    times.serve()
+    times, work = flat(0.01, (1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)), StepWork(16, 64, 3)
     assert times.crowded(work) == 0
     for _ in range(60):
         times.observe_prompts(work, 200, 0.02)
@@ -99,11 +101,7 @@ def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
 
 def test_as_many_prompts_come_with_as_many_tokens() -> None:
     """A fifth of the steps has prompts. Of steps with twice as many tokens as many have none as now of two steps both."""
-    times, work = StepTimes(), StepWork(16, 64, 3)
-    for requests, rows, passes in ((1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)):
-        for _ in range(20):
-            times.observe(StepWork(requests, rows, passes), 0.01)
-    times.serve()
+    times, work = flat(0.01, (1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)), StepWork(16, 64, 3)
     for step in range(300):
         times.count(20.0, prompts=step % 5 == 0)
         if step % 5 == 0:
@@ -118,11 +116,7 @@ def test_as_many_prompts_come_with_as_many_tokens() -> None:
 @pytest.mark.parametrize("room", [0, 300])
 def test_room_that_prompts_take_is_not_saved_by_fewer_steps(room: int) -> None:
     """Prompts of 350 to 2000 rows, of which each step has room for some: with prompts in all steps only the rest of a step is saved."""
-    times, random, work = StepTimes(), Random(0), StepWork(16, 16, 0)
-    for requests, rows, passes in ((1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)):
-        for _ in range(20):
-            times.observe(StepWork(requests, rows, passes), 0.02)
-    times.serve()
+    times, random, work = flat(0.02, (1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)), Random(0), StepWork(16, 16, 0)
     for _ in range(100):
         rows = random.randrange(350, 2000)
         times.count(16.0, prompts=True)
