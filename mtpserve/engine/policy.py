@@ -311,6 +311,7 @@ class DepthPolicy:
         alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)  # what the step took without them
         self._measurable = alone > TIMED * seconds
         if trial:
+            # Prompts that took less than expected have not made the trial cheaper.
             known = alone if self._measurable else self.times.seconds(work)
             self._charge(work, known + (self.times.crowded(work) if prompts else 0.0))
         if not settled:

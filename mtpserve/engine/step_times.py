@@ -219,9 +219,9 @@ class StepTimes:
         self._beside = RECENT * steps + 1, RECENT * yielded + tokens, RECENT * beside + prompts
 
     def with_prompts(self, work: StepWork, tokens: float, none: float | None = None) -> float:
-        """As `seconds`, on average over steps of which some have rows of prompts, without what each of these rows takes: a token more or
-        less in a step changes nothing about that. `tokens`: that such a step yields; prompts come with tokens, independently of each other.
-        `none`: seconds of such a step without further rows."""
+        """As `seconds`, on average where some steps have rows of prompts: with what a step with prompts takes more whatever their rows, and
+        without what each of these rows takes, which is the same per token at any depth. `tokens`: that such a step yields; the more there
+        are, the more steps have prompts, which begin independently of each other. `none`: seconds of such a step without further rows."""
         steps, yielded, beside = self._beside
         seconds = self.seconds(work)
         if beside < FEW * steps or not self._prompts.steps:

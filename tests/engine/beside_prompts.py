@@ -10,19 +10,16 @@ from __future__ import annotations
 import argparse
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from itertools import product
 from random import Random
 from statistics import mean
 
-from mtpserve.cache.groups import PageGroups
-from mtpserve.config import SpecConfig
 from mtpserve.engine.costs import StepCost
-from mtpserve.engine.scheduler import Planned, Scheduler
+from mtpserve.engine.scheduler import Planned
 from mtpserve.engine.simulator import Simulation
 from mtpserve.engine.traces import TraceConversation, TraceTurn
-from mtpserve.spec.simulated import SimulatedDevice
-from mtpserve.spec.sizes import draft_sizes
-from tests.engine.test_policy import BUDGET, DEEP, costs, measured
+from tests.engine.test_policy import DEEP, costs, run
 
 SHORTEST, LONGEST = 32, 96  # tokens of an answer
 
@@ -35,29 +32,24 @@ def work(cost: StepCost, batch: int, prompt: int, rate: float | None, times: Seq
     """Tokens' worth of work until each of the times, in seconds. `rate`: of acceptance of each draft; None: plain decoding."""
     random, done, prompts = Random(seed), list[tuple[float, float]](), 0
     worth = cost.row * batch / cost.seconds(batch, 0, 0)
-    spec = SpecConfig(speculative_algorithm="none" if rate is None else "MTP", speculative_num_steps=None if rate is None else DEEP)
-    device = SimulatedDevice(draft_sizes(spec, BUDGET), [rate or 0.0] * DEEP, seed=1)
-    pages = PageGroups([None], [20_000], 16, BUDGET)
-    scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=())
 
-    def watch(planned: Planned) -> None:
+    def see(simulation: Simulation, planned: Planned) -> None:
         nonlocal prompts
         done.append((simulation.now, simulation.result.output_tokens + worth * prompts))
         prompts += sum(span.length for span in planned.plan.spans if span.length > 1)
         if simulation.now > times[-1]:
             raise Over
 
-    policy = None if rate is None else measured(device.sizes, batch, cost)
-    simulation = Simulation(scheduler, pages, device, cost, cached=False, policy=policy, watch=watch)
     answers = (random.randrange(SHORTEST, LONGEST) for _ in range(int(batch * 6 * (times[-1] + 1))))
-    try:
-        simulation.run([TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * tokens)]) for tokens in answers])
+    load = [TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * tokens)]) for tokens in answers]
+    with suppress(Over):
+        run(load, batch, cost, 0 if rate is None else DEEP, [rate or 0.0] * DEEP, adaptive=rate is not None, see=see)
         raise AssertionError("too few requests")
-    except Over:
-        return [until(done, time) for time in times]
+    return [until(done, time) for time in times]
 
 
 def until(done: Seq[tuple[float, float]], time: float) -> float:
+    """What was done by then, between the steps before and after it. `done`: times and work, of each step's begin."""
     after = bisect_left(done, (time, 0.0))
     (begin, less), (end, more) = done[after - 1], done[after]
     return less + (more - less) * (time - begin) / (end - begin)
@@ -66,14 +58,9 @@ def until(done: Seq[tuple[float, float]], time: float) -> float:
 def ratios(batch: int, prompt: int, rate: float, times: Seq[float], seeds: int) -> list[float]:
     """To plain decoding's work until each of the times: means over loads."""
     plain_cost, cost = costs("h100")
-    runs = [
-        [
-            a / b
-            for a, b in zip(work(cost, batch, prompt, rate, times, seed), work(plain_cost, batch, prompt, None, times, seed), strict=True)
-        ]
-        for seed in range(seeds)
-    ]
-    return [mean(run[i] for run in runs) for i in range(len(times))]
+    drafted = [work(cost, batch, prompt, rate, times, seed) for seed in range(seeds)]
+    plain = [work(plain_cost, batch, prompt, None, times, seed) for seed in range(seeds)]
+    return [mean(one[i] / other[i] for one, other in zip(drafted, plain, strict=True)) for i in range(len(times))]
 
 
 def main(arguments: Seq[str] | None = None) -> None:
@@ -84,9 +71,10 @@ def main(arguments: Seq[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, nargs="+", default=[1, 2, 3, 5, 10, 30])
     parser.add_argument("--seeds", type=int, default=3, help="loads, of which means are printed")
     chosen = parser.parse_args(arguments)
-    print("requests  prompt  accepted " + "".join(f"{time:>7g} s" for time in chosen.seconds))
+    times = sorted(chosen.seconds)
+    print("requests  prompt  accepted " + "".join(f"{time:>7g} s" for time in times))
     for batch, prompt, rate in product(chosen.requests, chosen.prompt, chosen.rate):
-        found = ratios(batch, prompt, rate, sorted(chosen.seconds), chosen.seeds)
+        found = ratios(batch, prompt, rate, times, chosen.seeds)
         print(f"{batch:8}  {prompt:6}  {rate:8.0%} " + "".join(f"{ratio:9.3f}" for ratio in found), flush=True)
 
 

@@ -40,9 +40,9 @@ class Ran(NamedTuple):
 
 def run(
     conversations: Seq[TraceConversation], batch: int, cost: StepCost, depth: int, rates: Seq[float] = (), adaptive: bool = False,
-    change: Callable[[float], Seq[float]] | None = None,
+    change: Callable[[float], Seq[float]] | None = None, see: Callable[[Simulation, Planned], None] | None = None,
 ) -> Ran:  # fmt: skip
-    """`change`: rates of acceptance by the time."""
+    """`change`: rates of acceptance by the time. `see`: is called with each step that is planned."""
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth) if depth else SpecConfig(speculative_algorithm="none")
     device = SimulatedDevice(draft_sizes(spec, BUDGET), rates, seed=1)
     policy = measured(device.sizes, batch, cost) if adaptive else None
@@ -53,6 +53,8 @@ def run(
         depths.append(planned.plan.want)
         if change is not None:
             device.rates = change(simulation.now)
+        if see is not None:
+            see(simulation, planned)
 
     simulation = Simulation(scheduler, pages, device, cost, cached=False, policy=policy, watch=watch)
     result = simulation.run(conversations)

@@ -94,13 +94,12 @@ def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
     for _ in range(60):
         times.observe_prompts(work, 200, 0.02)
     assert times.crowded(work) == pytest.approx(48 * 50e-6, rel=0.15) and times.crowded(StepWork(16, 16, 1)) == 0
-    assert times.prompts(work, 200) == pytest.approx(0.01, rel=0.05) and times.prompts(StepWork(16, 16, 0), 200) == pytest.approx(
-        0.008, rel=0.05
-    )
+    assert times.prompts(work, 200) == pytest.approx(0.01, rel=0.05)
+    assert times.prompts(StepWork(16, 16, 0), 200) == pytest.approx(0.0076, rel=0.05)  # all of it but what the drafts' rows took
 
 
 def test_as_many_prompts_come_with_as_many_tokens() -> None:
-    """A fifth of the steps has prompts. Of steps with twice as many tokens as many have none as now of two steps both."""
+    """Four of five steps have no prompts. With twice as many tokens in each it is as likely as two such steps in a row, 0.64."""
     times, work = flat(0.01, (1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)), StepWork(16, 64, 3)
     for step in range(300):
         times.count(20.0, prompts=step % 5 == 0)
