@@ -86,7 +86,7 @@ def main() -> None:
         for path in (model, untrained(model, Path(name))):
             engines.append(engine_of(path, spec, args.requests))
             engines[-1]._watch = Watchdog()  # its own requests would be among the steps, and suspend drafting
-            engines[-1].policy = Recorded(draft_sizes(spec, SchedulerConfig().chunked_prefill_size), DEPTH)
+            engines[-1].policy = Recorded(draft_sizes(spec, SchedulerConfig().step_tokens), DEPTH)
         parts = [recorded(engines[number], args.requests, args.turns, args.turn_seconds) for number in PARTS]
     for part in parts:
         steps, digits = part["microseconds"], [int(digit) for digit in str(part["accepted"])]

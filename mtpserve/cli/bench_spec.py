@@ -154,7 +154,7 @@ def config_of(asked: SpecGrid, values: Values) -> Values:
 
 def longest_of(asked: SpecGrid, config: EngineConfig) -> int:
     """Tokens of a request."""
-    return asked.input + asked.output + asked.room(config.cache.page_size, config.scheduler.chunked_prefill_size)
+    return asked.input + asked.output + asked.room(config.cache.page_size, config.scheduler.step_tokens)
 
 
 def measure(asked: SpecGrid, values: Values, texts: Sequence[str] | None) -> tuple[list[SpecFigures], list[str], str]:

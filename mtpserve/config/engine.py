@@ -15,6 +15,10 @@ from mtpserve.config.spec import SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.gguf import SUFFIX
 
+# Tokens of a step. On a CPU each one takes time, and all requests wait for the step's end. On a GPU they are cheap, and 128 requests with
+# four rows each fill 512: prompts got what was left, in chunks.
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+CAPTURED = 256  # requests of one captured step, at most
 LEAST_HOST_GIB, DISK_GIB = 0.25, 10.0  # for pages on their way to the disk; of the disk, unless the user says otherwise
 
 
@@ -165,8 +169,12 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    max_running_requests: int | None = option(None, "requests that run at once (default: by KV pool and tokens per step)", "max-num-seqs")
-    chunked_prefill_size: int = option(512, "tokens per step, prompts and decoding together", "max-num-batched-tokens")
+    max_running_requests: int | None = option(
+        None, "requests that run at once (default: by KV pool and tokens per step, at most 256)", "max-num-seqs"
+    )
+    chunked_prefill_size: int | None = option(
+        None, "tokens per step, prompts and decoding together (default: 512 on a CPU, 2048 on a GPU)", "max-num-batched-tokens"
+    )
     enable_chunked_prefill: bool = option(True, "compute prompts in chunks, together with decoding: always on", "enable-mixed-chunk")
     scheduling_policy: str = option(
         "fcfs",
@@ -196,7 +204,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         running, queued = self.max_running_requests, self.max_queued_requests
         check(running is None or running >= 1, "max_running_requests", running, "at least 1")
-        check(self.chunked_prefill_size >= 1, "chunked_prefill_size", self.chunked_prefill_size, "at least 1")
+        check(self.step_tokens >= 1, "chunked_prefill_size", self.chunked_prefill_size, "at least 1")
         check(self.enable_chunked_prefill, "enable_chunked_prefill", False, "true: prompts are always computed in chunks")
         check(queued is None or queued >= 0, "max_queued_requests", queued, "at least 0")
         threshold, longs = self.long_prefill_token_threshold, self.max_long_partial_prefills
@@ -205,8 +213,17 @@ class SchedulerConfig:
         share = self.schedule_conservativeness
         check(0 <= share <= 10, "schedule_conservativeness", share, "in [0, 10]")
         most = self.cuda_graph_max_bs
-        check(most is None or 1 <= most <= 256, "cuda_graph_max_bs", most, "in [1, 256]")
+        check(most is None or 1 <= most <= CAPTURED, "cuda_graph_max_bs", most, f"in [1, {CAPTURED}]")
         check(most is None or not self.disable_cuda_graph, "cuda_graph_max_bs", most, "left out together with --disable-cuda-graph")
+
+    @property
+    def step_tokens(self) -> int:
+        """--chunked-prefill-size. Where nobody gave it, a CPU's default, until engine/planning knows the device."""
+        return STEP_TOKENS["cpu"] if self.chunked_prefill_size is None else self.chunked_prefill_size
+
+    def most_running(self, rows: int) -> int:
+        """Requests that run at once, where memory allows. `rows` of each in a step: more than fit into one would take turns."""
+        return self.max_running_requests or max(1, min(self.step_tokens // rows, CAPTURED))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

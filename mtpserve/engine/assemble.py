@@ -138,7 +138,7 @@ def check_windows(layers: Seq[LayerKind], drafts: DraftSizes) -> None:
 
 def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features) -> DraftSizes:
     """`features`: of the draft model."""
-    sizes = draft_sizes(options.spec, options.scheduler.chunked_prefill_size)
+    sizes = draft_sizes(options.spec, options.scheduler.step_tokens)
     # The pages of a window are gone before a deferred row is stored in them. Of chained modules each row needs those before it at once.
     return sizes if page_groups(layers) == (None,) and not features.chained else replace(sizes, deferred=0)
 
@@ -259,9 +259,9 @@ def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Compu
     )
     sampling = SeatSampling(sizes.seats, LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device)
     grammars = None if options.grammars is None else prepared(options.grammars, options.others)
-    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.chunked_prefill_size, sizes.states or None)
+    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.step_tokens, sizes.states or None)
     tiers, transfers = make_tiers(options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder)
-    drafters, graphs = DraftersByShape(spec, options.scheduler.chunked_prefill_size, passes, drafts), options.graphs(step, sampling)
+    drafters, graphs = DraftersByShape(spec, options.scheduler.step_tokens, passes, drafts), options.graphs(step, sampling)
     runner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
     return Computing(runner, grammars, pages, tiers, passes is not None, states is None or sizes.states > 0)
 
@@ -300,5 +300,5 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         observer=options.observer,
         watch=watch_of(options, model.arch.vocab) if made.drafts else None,
         drafter=source_name(spec.drafter, spec.checkpoint),
-        long_rows=options.scheduler.chunked_prefill_size // CPU_LONG if options.device.type == "cpu" else None,
+        long_rows=options.scheduler.step_tokens // CPU_LONG if options.device.type == "cpu" else None,
     )

@@ -56,7 +56,7 @@ def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, runnin
     most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
     graphs = StepGraphs(step, sampling, CudaRecorder(), most)
     trees = config.spec.topk > 1 and config.spec.steps > 0
-    spec, budget, shared = config.spec, config.scheduler.chunked_prefill_size, not config.cache.disable_radix_cache
+    spec, budget, shared = config.spec, config.scheduler.step_tokens, not config.cache.disable_radix_cache
     graphs.record_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive, budget, shared)
     return graphs
 
@@ -142,7 +142,7 @@ def sizes_of(planned: Plan) -> EngineSizes:
 def options_of(planned: Plan, processors: Seq[LogitsProcessor], curve: Curve | None) -> EngineOptions:
     """Those of what computes, alike in all ranks."""
     config, device, arch = planned.config, planned.device, planned.described.arch
-    running, budget = planned.memory.max_running, config.scheduler.chunked_prefill_size
+    running, budget = planned.memory.max_running, config.scheduler.step_tokens
     return EngineOptions(
         spec=config.spec,
         scheduler=config.scheduler,

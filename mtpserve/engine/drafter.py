@@ -106,7 +106,7 @@ def together(config: EngineConfig) -> bool:
 def require_usable(made: Plan, must_fit: bool) -> None:
     """Of what is looked at later where the drafter is named, in loading and in assembling. Raises LoadError and ConfigError."""
     config, arch = made.config, made.described.arch
-    budget, reserve = config.scheduler.chunked_prefill_size, lookahead_of(config, made.device)
+    budget, reserve = config.scheduler.step_tokens, lookahead_of(config, made.device)
     sizes = draft_sizes(config.spec, budget)
     pages = PageGroups(page_groups(arch.layers), made.memory.pages, config.cache.page_size, budget, made.memory.states or None)
     sizes.require(budget, pages.capacity(reserve), reserve)

@@ -89,7 +89,7 @@ class Engine:
         sizes = runner.sizes
         if not 0 <= want <= sizes.depth:
             raise ConfigError(f"--speculative-num-steps must be in [0, {sizes.depth}], got {want}")
-        budget, reserve = config.chunked_prefill_size, sizes.lookahead(overlap)
+        budget, reserve = config.step_tokens, sizes.lookahead(overlap)
         room = pages.capacity(reserve)
         sizes.require(budget, room, reserve)
         self.context_length = min(context_length, room)

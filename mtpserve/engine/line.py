@@ -38,7 +38,7 @@ class ServiceOrder:
     @staticmethod
     def of(config: SchedulerConfig, long_rows: int | None) -> ServiceOrder:
         """`long_rows`: unless the user gives a number for both, rows and length; None: as many as fit."""
-        threshold, budget = config.long_prefill_token_threshold, config.chunked_prefill_size
+        threshold, budget = config.long_prefill_token_threshold, config.step_tokens
         return ServiceOrder(
             config.scheduling_policy == "lpm",
             LONG * budget if threshold is None else threshold,

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from mtpserve.config import EngineConfig, SpecConfig
+from mtpserve.config.engine import STEP_TOKENS
 from mtpserve.config.options import USUAL_PAGE
 from mtpserve.core.arch import ModelArch, page_groups, tokens_of_entries
 from mtpserve.core.drafters import DRAFTERS
@@ -171,6 +172,13 @@ def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
     return replace(config, cache=replace(config.cache, page_size=lcm(size, every)))
 
 
+def with_step_tokens(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Nobody has to say how many rows a step may have: the device does."""
+    if config.scheduler.chunked_prefill_size is not None:
+        return config
+    return replace(config, scheduler=replace(config.scheduler, chunked_prefill_size=STEP_TOKENS[device.type]))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     config: EngineConfig  # what was asked for, with what follows from the model
@@ -187,7 +195,8 @@ def plan(config: EngineConfig) -> Plan:
     """With the drafter that the options name; where they name none, drafter.py chooses. The same for each of several ranks. Raises
     LoadError and ConfigError."""
     described = describe(config, want_mtp=drafts_itself(config.spec))
-    config, device = deep_as_layers(paged(config, described.arch), described.arch), device_of(config)
+    device = device_of(config)
+    config = deep_as_layers(paged(with_step_tokens(config, device), described.arch), described.arch)
     dtype = dtype_of(config, described.arch, device)
     length = config.model.context_length
     if length is not None and length > described.arch.max_positions:
@@ -215,7 +224,7 @@ def context_of(config: EngineConfig, arch: ModelArch) -> int:
 
 def lookahead_of(config: EngineConfig, device: torch.device) -> int:
     """Tokens of a request for which pages are held after those that the host knows."""
-    return draft_sizes(config.spec, config.scheduler.chunked_prefill_size).lookahead(overlap_of(config, device))
+    return draft_sizes(config.spec, config.scheduler.step_tokens).lookahead(overlap_of(config, device))
 
 
 def positions(config: EngineConfig, arch: ModelArch, device: torch.device) -> int:
@@ -225,7 +234,7 @@ def positions(config: EngineConfig, arch: ModelArch, device: torch.device) -> in
 
 def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tuple[Sizes, Sizes]:
     """The tensors that the runner makes, made on no device."""
-    sizes, nowhere = draft_sizes(config.spec, config.scheduler.chunked_prefill_size), torch.device("meta")
+    sizes, nowhere = draft_sizes(config.spec, config.scheduler.step_tokens), torch.device("meta")
     context, in_flight = context_of(config, arch), overlap_of(config, device)
 
     def parts(running: int) -> tuple[SeatTensors, LogitRules]:

@@ -270,12 +270,12 @@ def simulation_of(
     config: EngineConfig, pool_tokens: int, context: int, cost: StepCost, *, overlap: int = 1, below: TierSizes | None = None
 ) -> Simulation:
     """Of a server with these options and a pool of so many tokens. Raises ConfigError for options that no engine starts with."""
-    scheduler, page_size, budget = config.scheduler, config.cache.page_size, config.scheduler.chunked_prefill_size
+    scheduler, page_size, budget = config.scheduler, config.cache.page_size, config.scheduler.step_tokens
     device = SimulatedDevice.of(config.spec, budget, scheduler.random_seed or 0)
     rows, lookahead = device.sizes.rows_per_step, device.sizes.lookahead(overlap)
     check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}, the rows of one request")
     check(pool_tokens // page_size * page_size >= lookahead + 2, "pool_tokens", pool_tokens, f"at least {lookahead + 2 + page_size}")
-    crowd = min(budget // (config.spec.nodes + 1), pool_tokens * SHARE_OF_CONTEXT // context)
+    crowd = min(scheduler.most_running(config.spec.nodes + 1), pool_tokens * SHARE_OF_CONTEXT // context)
     seats = scheduler.max_running_requests or max(1, crowd)
     pages = PageGroups([None], [pool_tokens // page_size], page_size, budget)
     service = ServiceOrder.of(scheduler, None)

@@ -143,16 +143,15 @@ def plan_memory(
     context = arch.max_positions if config.model.context_length is None else config.model.context_length
     width = arch.features.width(arch.hidden, arch.residual // arch.hidden)
     boundary, sizes = width * fixed.itemsize, TokenSizes(stored, fixed.itemsize)
-    shares = page_shares(arch, sizes, page_size, scheduler.chunked_prefill_size + lookahead)
+    shares = page_shares(arch, sizes, page_size, scheduler.step_tokens + lookahead)
     shares[0] = replace(shares[0], token=shares[0].token + columns(boundary, page_size))
     token, ahead = sum(share.token for share in shares), lookahead
-    # More requests than fit into one step would take turns.
-    most = scheduler.max_running_requests or max(1, scheduler.chunked_prefill_size // (spec.nodes + 1))
+    most = scheduler.most_running(spec.nodes + 1)
     weights, total = sum(size for _, size in fixed.rows), config.cache.max_total_tokens
     state_bytes, waiting_bytes = state_sizes(arch, fixed.itemsize, spec.nodes)
 
     def working(running: int) -> list[tuple[str, int]]:
-        rows = workspace(config, arch, fixed.itemsize, running) + selection(arch, scheduler.chunked_prefill_size, context)
+        rows = workspace(config, arch, fixed.itemsize, running) + selection(arch, scheduler.step_tokens, context)
         captured = rows if device.type == "cuda" and not scheduler.disable_cuda_graph else 0
         return [
             ("request state", state(running)),
@@ -216,12 +215,12 @@ def divided(shares: list[PageShare], total: int, running: int, page_size: int, w
 def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
     """Of each request. Layers with a window defer nothing, nor do chained ones: see engine/assemble."""
     every = page_groups(arch.layers) == (None,) and not arch.features.chained
-    return draft_sizes(config.spec, config.scheduler.chunked_prefill_size).deferred if every else 0
+    return draft_sizes(config.spec, config.scheduler.step_tokens).deferred if every else 0
 
 
 def entries_of_nodes(config: EngineConfig, arch: ModelArch, sizes: TokenSizes) -> int:
     """Bytes of one request."""
-    nodes = draft_sizes(config.spec, config.scheduler.chunked_prefill_size).nodes
+    nodes = draft_sizes(config.spec, config.scheduler.step_tokens).nodes
     return nodes * sum(map(sizes.entry, attention_kinds(arch.layers)))
 
 
@@ -265,7 +264,7 @@ def concurrency(tokens: int, context: int, most: int) -> int:
 
 def workspace(config: EngineConfig, arch: ModelArch, itemsize: int, running: int) -> int:
     """The widest layer's numbers, of a step that fills its budget, and the logits in float32 with three copies on their way to tokens."""
-    rows = config.scheduler.chunked_prefill_size
+    rows = config.scheduler.step_tokens
     inner = arch.intermediate if arch.moe is None else max(arch.intermediate, arch.moe.size * arch.moe.top_k + arch.moe.shared)
     layer = 4 * arch.residual + 3 * inner + 2 * max(arch.heads_of(kind) * kind.kv.key_dim for kind in attention_kinds(arch.layers))
     layer = max(layer, 4 * arch.hidden + max((3 * kind.channels for kind in recurrent_kinds(arch.layers)), default=0))
