@@ -22,8 +22,9 @@ from never_slower import DEPTH, Load, engine_of, large, untrained
 
 from mtpserve.config import SchedulerConfig, SpecConfig
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.policy import DepthPolicy, work_of
+from mtpserve.engine.policy import DepthPolicy
 from mtpserve.engine.scheduler import Outcome, Planned
+from mtpserve.engine.step_shapes import StepShapes
 from mtpserve.spec.sizes import draft_sizes
 from mtpserve.spec.watchdog import Watchdog
 
@@ -42,7 +43,7 @@ class Recorded(DepthPolicy):
         self.forced, self.taken, self.accepted, self.left_out = depth, [], [], SETTLED
 
     def stepped(self, planned: Planned, passes: int, seconds: float) -> None:
-        _, prompts = work_of(planned.plan, planned.seqs)
+        _, prompts = StepShapes(self.sizes).planned(planned.plan, planned.seqs)
         if self.left_out > 0:
             self.left_out -= 1
         elif prompts == 0 and passes == self.forced:

@@ -300,5 +300,6 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         observer=options.observer,
         watch=watch_of(options, model.arch.vocab) if made.drafts else None,
         drafter=source_name(spec.drafter, spec.checkpoint),
+        captured=() if made.runner.graphs is None else made.runner.graphs.used_depths,
         long_rows=options.scheduler.step_tokens // CPU_LONG if options.device.type == "cpu" else None,
     )

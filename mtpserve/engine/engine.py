@@ -40,9 +40,10 @@ from mtpserve.engine.first_times import ladder, measure
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.lengths import require_fit, require_room
 from mtpserve.engine.line import ServiceOrder
-from mtpserve.engine.policy import DepthPolicy, passes_of, report
+from mtpserve.engine.policy import DepthPolicy, report
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.stats import count, count_step, event_of
+from mtpserve.engine.step_shapes import passes_of
 from mtpserve.engine.ticks import Ticks
 from mtpserve.engine.tiers import Tiers
 from mtpserve.spec.counts import new_stats
@@ -85,6 +86,7 @@ class Engine:
         long_rows: int | None = None,
         watch: Watchdog | None = None,
         drafter: str = MTP,
+        captured: Seq[int] = (),
     ) -> None:
         sizes = runner.sizes
         if not 0 <= want <= sizes.depth:
@@ -101,7 +103,7 @@ class Engine:
         self._grammars = grammars
         self._runner = runner
         self._want = want
-        self.policy = DepthPolicy(sizes, want) if adaptive and want > 0 else None
+        self.policy = DepthPolicy(sizes, want, captured) if adaptive and want > 0 else None
         self._seeded = config.random_seed is not None
         self._clock = StepClock()
         self._max_queued = config.max_queued_requests

@@ -41,7 +41,8 @@ def ladder(most: int) -> list[int]:
 def measure(engine: Steps, policy: DepthPolicy, most: int) -> None:
     """`most` requests at once."""
     measure_depths(engine, policy, 1, perf_counter() + WARM_UP)
-    policy.times, until = StepTimes(), perf_counter() + SECONDS  # an engine's first steps are slower: of 1 ms some took 1.4
+    # An engine's first steps are slower: of 1 ms some took 1.4.
+    policy.times, until = StepTimes(policy.times.apart), perf_counter() + SECONDS
     for requests in ladder(most):
         measure_depths(engine, policy, requests, until)
     policy.forced = None

@@ -27,10 +27,10 @@ from math import ceil
 from typing import NamedTuple
 
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecReport, StepCosts
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.scheduler import Outcome, Planned
+from mtpserve.engine.step_shapes import StepShapes
 from mtpserve.engine.step_times import StepTimes, StepWork
 from mtpserve.spec.ranking import Ranking
 from mtpserve.spec.survival import Survival, part_of
@@ -74,20 +74,6 @@ class DepthChoice(NamedTuple):
     value: float  # of them per second
 
 
-def work_of(plan: StepPlan, seqs: Seq[Sequence]) -> tuple[StepWork, int]:
-    """And rows of prompts; the last one of a prompt counts as one that decodes, since the request is drafted for."""
-    drafted = drafts = rows = context = 0
-    for span in plan.spans:
-        drafted, drafts, rows = drafted + span.drafts_next, drafts + span.drafts, rows + span.length
-        context += span.start * span.drafts_next
-    return StepWork(drafted, drafted + drafts, plan.want if drafted else 0, is_sampled(seqs), context), rows - drafted
-
-
-def work_with(seqs: Seq[Sequence], drafts: int, depth: int) -> StepWork:
-    """Of a step that verifies so many of these requests' drafts."""
-    return StepWork(len(seqs), len(seqs) + drafts, depth, is_sampled(seqs), sum(len(seq.tokens) for seq in seqs))
-
-
 def kinds_of(seqs: Iterable[Sequence]) -> dict[Kind, list[int]]:
     kinds = dict[Kind, list[int]]()
     for i, seq in enumerate(seqs):
@@ -95,21 +81,13 @@ def kinds_of(seqs: Iterable[Sequence]) -> dict[Kind, list[int]]:
     return kinds
 
 
-def passes_of(plan: StepPlan) -> int:
-    """Of what proposes tokens, after the trunk's pass."""
-    return plan.want if plan.want and any(span.drafts_next for span in plan.spans) else 0
-
-
-def is_sampled(seqs: Iterable[Sequence]) -> bool:
-    return any(seq.sampling.temperature > 0 for seq in seqs)
-
-
 class DepthPolicy:
-    """`deepest`: no request drafts deeper; it may be changed at any time."""
+    """`deepest`: no request drafts deeper; it may be changed at any time. `captured`: see StepShapes."""
 
-    def __init__(self, sizes: DraftSizes, deepest: int) -> None:
+    def __init__(self, sizes: DraftSizes, deepest: int, captured: Seq[int] = ()) -> None:
+        self.shapes = StepShapes(sizes, captured)
         self.sizes, self.configured, self.deepest, self.adaptive = sizes, deepest, deepest, True
-        self.times, self.survival = StepTimes(), Survival(sizes.proposed, sizes.trees)
+        self.times, self.survival = StepTimes(apart=bool(captured)), Survival(sizes.proposed, sizes.trees)
         self.depth, self.value, self._tokens = deepest, 0.0, 1.0  # of the last choice
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start
@@ -119,7 +97,7 @@ class DepthPolicy:
         self._rest = EVERY  # steps without a trial that are left
         self._steps, self._settled = 0, -SURE  # in all, and the last one at which no other depth was better
         self._held, self._trial, self._seen = 0, 0, 0.0  # steps for which a trial goes on, its depth, and the times that it has measured
-        self._rows, self._gain = 0, 0.0  # of a step in its place, and the seconds that what each of its steps yields more are worth
+        self._drafts, self._gain = 0, 0.0  # of a step in its place, and the seconds that what each of its steps yields more are worth
         self._passes, self._since = 0, 0.0  # of the last step, and seconds since they have changed
         self._unlearned = 0.0  # seconds of steps since one was learned
         self._timing = False  # the next trial is for what times are
@@ -148,12 +126,12 @@ class DepthPolicy:
         self._age, self._rest = self._age + 1, self._rest - 1
         if self._age < self._every:
             if self._count != len(seqs):
-                self._take(seqs, self._best(work_with(seqs, 0, 0), kinds_of(seqs), self.depth))
+                self._take(seqs, self._best(self.shapes.work(seqs, 0, 0), kinds_of(seqs), self.depth))
             return self.depth
         for seq in seqs:
             if not seq.most:
                 seq.factor = self.survival.unseen(seq.factor)
-        work, kinds = work_with(seqs, 0, 0), kinds_of(seqs)
+        work, kinds = self.shapes.work(seqs, 0, 0), kinds_of(seqs)
         choices = {depth: self._best(work, kinds, depth) for depth in {*self.depths, min(self.depth, self.deepest)}}
         self._decide(seqs, choices)
         tried = self._tried(seqs, {depth: choice.value for depth, choice in choices.items()})
@@ -179,26 +157,24 @@ class DepthPolicy:
 
     @property
     def depths(self) -> Seq[int]:
-        # A tree is grown to its whole depth or not at all: fewer nodes are those with the best scores.
-        return (0, self.deepest) if self.sizes.trees and self.deepest > 0 else range(self.deepest + 1)
+        return self.shapes.depths(self.deepest)
 
     def _best(self, work: StepWork, kinds: Mapping[Kind, list[int]], depth: int) -> DepthChoice:
         """The best numbers of drafts for a step of this depth. `work`: of a step without drafts."""
-        ranks, work = self._ranks(depth), work._replace(passes=depth)
+        ranks = self.shapes.drafts(depth)
         ranking = Ranking(
             (self.survival.chances(factor / STEPS, ranks if most is None else min(ranks, most)), own)
             for (factor, most), own in kinds.items()
         )
         # Passes for drafts that no request has are worth nothing; their steps are hardly ever seen, and expected with large errors.
         least = ranking.least(0 if self.sizes.trees else ranks - 1) if depth else 0
-        step, none = max(len(ranking) // POINTS, 1), self.times.seconds(work)
+        # In a captured step all have their rows.
+        step = len(ranking) or 1 if self.shapes.captured else max(len(ranking) // POINTS, 1)
+        none = self.times.seconds(work._replace(passes=depth))
         tried = (*range(step, len(ranking), step), len(ranking)) if depth else (0,)
         counts = {count: ranking.gained(count) for count in tried if count >= least}
-        value, count = max((self._value(work._replace(rows=work.rows + n), gained, none), n) for n, gained in counts.items())
+        value, count = max((self._value(self.shapes.drafting(work, n, depth), gained, none), n) for n, gained in counts.items())
         return DepthChoice(depth, ranking.shared(count, work.requests), work.requests + counts[count], value)
-
-    def _ranks(self, depth: int) -> int:
-        return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
 
     def _value(self, work: StepWork, gained: float, none: float) -> float:
         """Tokens per second. `none`: seconds of such a step without drafts."""
@@ -230,20 +206,22 @@ class DepthPolicy:
             return False
         # Steps of fewer rows would not tell what this depth's own ones take.
         tried = seqs if depth < self.depth or steps > 1 else sorted(seqs, key=lambda seq: seq.tried)[:TRIED]
-        gained = sum(self._expected(seq, self._ranks(depth)) - self._expected(seq, seq.most or 0) for seq in tried)
-        self._rows, self._gain = len(seqs) + sum(seq.most or 0 for seq in seqs), gained / max(self.value, 1e-9)
+        gained = sum(self._expected(seq, self.shapes.drafts(depth)) - self._expected(seq, seq.most or 0) for seq in tried)
+        self._drafts, self._gain = sum(seq.most or 0 for seq in seqs), gained / max(self.value, 1e-9)
         cost = self._cost(seqs, depth, tried, value)
-        whole = steps * cost + CHANGE
+        # A captured step has the rows of drafts that were not made yet, and makes drafts that nobody will verify.
+        first = cost + self._gain if self.shapes.captured and depth > self.depth else 0.0
+        whole = steps * cost + first + CHANGE
         if steps == 1:
             self._most = max(TRIALS * SAVED, whole)
         if max(whole, min(reserve * whole, self._most)) > self._saved:
             return False
-        self._saved -= CHANGE + (max(cost, 0.0) if steps == 1 else 0.0)
+        self._saved -= CHANGE + (max(cost + first, 0.0) if steps == 1 else 0.0)
         self.trials += 1
         if depth > self.depth:
-            self._trying = {seq.id: self._expected(seq, self._ranks(depth)) for seq in tried}
+            self._trying = {seq.id: self._expected(seq, self.shapes.drafts(depth)) for seq in tried}
         for seq in tried:
-            seq.most, seq.tried = self._ranks(depth), self.trials
+            seq.most, seq.tried = self.shapes.drafts(depth), self.trials
         self._age = self._every  # the numbers of drafts are chosen anew
         # It ends as soon as its time was measured. Where that is not known yet, more steps than expected fit into the time to settle.
         self._held, self._trial, self._seen = 0 if steps == 1 else HELD + 3 * steps // 2, depth, 0.0
@@ -253,7 +231,7 @@ class DepthPolicy:
         """The depth whose time was not measured for longest, and steps until it was."""
         count, old, fresh = len(seqs), [], max(FRESH, FRESH_S / (self._usual(seqs) or FRESH_S))
         for depth in self.depths:
-            age = self.times.age(StepWork(count, count * (1 + self._ranks(depth)), depth, is_sampled(seqs)))
+            age = self.times.age(self.shapes.work(seqs, count * self.shapes.drafts(depth), depth))
             if depth != self.depth and (age is None or age > fresh) and values[depth] > CLOSE * self.value * (depth > 0):
                 old.append((age is None, age or 0, -depth))
         return (depth := -max(old)[2], self._long(seqs, depth)) if old else None
@@ -268,17 +246,17 @@ class DepthPolicy:
     def _long(self, seqs: Seq[Sequence], depth: int) -> int:
         """Steps that a trial is expected to take until it has measured this depth's time."""
         count = len(seqs)
-        seconds = self.times.seconds(work_with(seqs, count * self._ranks(depth), depth))
+        seconds = self.times.seconds(self.shapes.work(seqs, count * self.shapes.drafts(depth), depth))
         return SEEN + min(ceil(SETTLING / (seconds or SETTLING)), MOST_SETTLING)
 
     def _cost(self, seqs: Seq[Sequence], depth: int, tried: Seq[Sequence], expected: float) -> float:
         """Seconds that a trial is expected to lose against the step in its place. `expected`: its tokens per second with all requests."""
-        usual = self.times.with_prompts(work_with(seqs, self._rows - len(seqs), self.depth), self._tokens)
+        usual = self.times.with_prompts(self.shapes.work(seqs, self._drafts, self.depth), self._tokens)
         if depth < self.depth:
             return usual * (1 - expected / max(self.value, 1e-9))
-        rows = self._rows + sum(self._ranks(depth) - (seq.most or 0) for seq in tried)
+        drafts = self._drafts + sum(self.shapes.drafts(depth) - (seq.most or 0) for seq in tried)
         tokens = self._tokens + self._gain * self.value
-        return self.times.with_prompts(work_with(seqs, rows - len(seqs), depth), tokens) - usual - self._gain
+        return self.times.with_prompts(self.shapes.work(seqs, drafts, depth), tokens) - usual - self._gain
 
     def _expected(self, seq: Sequence, drafts: int) -> float:
         """How many of a request's drafts are accepted."""
@@ -286,7 +264,7 @@ class DepthPolicy:
 
     def _usual(self, seqs: Seq[Sequence]) -> float:
         """Seconds of a step as it was chosen."""
-        return self.times.seconds(work_with(seqs, sum(seq.most or 0 for seq in seqs), self.depth))
+        return self.times.seconds(self.shapes.work(seqs, sum(seq.most or 0 for seq in seqs), self.depth))
 
     # ------------------------------------------------------------------------------------------- what is learned
 
@@ -305,7 +283,7 @@ class DepthPolicy:
         trial = self._held > 0 and passes == self._trial
         if not settled and not trial:
             return
-        work, prompts = work_of(planned.plan, planned.seqs)
+        work, prompts = self.shapes.planned(planned.plan, planned.seqs)
         if not work.requests:
             return
         alone = seconds - (self.times.prompts(work, prompts) if prompts else 0.0)  # what the step took without them
@@ -329,7 +307,7 @@ class DepthPolicy:
 
     def _charge(self, work: StepWork, seconds: float) -> None:
         """What a step of a trial has lost, which ends when nothing is left for it."""
-        usual = self.times.seconds(work._replace(rows=self._rows, passes=self.depth))
+        usual = self.times.seconds(self.shapes.drafting(work, self._drafts, self.depth))
         self._saved = max(self._saved - (seconds - usual - self._gain), -self._most)
         if self._saved < 0:
             self._held = 0

@@ -27,9 +27,10 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.costs import StepCost
 from mtpserve.engine.line import ServiceOrder
-from mtpserve.engine.policy import DepthPolicy, passes_of
+from mtpserve.engine.policy import DepthPolicy
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
+from mtpserve.engine.step_shapes import passes_of
 from mtpserve.engine.tiers import Tiers
 from mtpserve.engine.traces import TraceConversation, TraceTurn
 from mtpserve.spec.simulated import SimulatedDevice

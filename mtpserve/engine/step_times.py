@@ -161,7 +161,10 @@ class PromptTimes:
 
 
 class StepTimes:
-    def __init__(self) -> None:
+    """`apart`: prompts have passes through the model of their own, so that further rows of requests cost nothing more beside them."""
+
+    def __init__(self, apart: bool = False) -> None:
+        self.apart = apart
         self.cells: dict[CellKey, Cell] = {}
         self.coefficients = [0.0] * TERMS  # at the usual pace
         self.pace = 0.0  # logarithm of how much longer steps take now than usually
@@ -211,7 +214,8 @@ class StepTimes:
             pace = exp(-self.pace)
             further = alone - self.seconds(work._replace(rows=work.requests))
             added = max(min(seconds, most) - alone, 0.0)
-            self._prompts.observe(rows, added * pace, work.rows - work.requests, max(further, 0.0) * pace)
+            beside = (0, 0.0) if self.apart else (work.rows - work.requests, max(further, 0.0) * pace)
+            self._prompts.observe(rows, added * pace, *beside)
 
     def count(self, tokens: float, prompts: bool) -> None:
         """A step is expected to have yielded so many tokens, and had rows of prompts, or none."""
@@ -235,7 +239,7 @@ class StepTimes:
 
     def _crowded(self, work: StepWork, seconds: float, none: float | None = None) -> float:
         further = work.rows - work.requests
-        if not further or not self._prompts.steps:
+        if not further or not self._prompts.steps or self.apart:
             return 0.0
         alone = seconds - (self.seconds(work._replace(rows=work.requests)) if none is None else none)
         pace = exp(self.pace)

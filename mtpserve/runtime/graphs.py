@@ -220,10 +220,15 @@ class StepGraphs:
                 return Key(spans, 0, depth, trees, asked.general, rows=most, resumed=bool(prompts.resumed))
         return None
 
+    @property
+    def used_depths(self) -> list[int]:
+        """Those of graphs in which anything is drafted."""
+        sizes = self.step.drafter.sizes
+        return [sizes.depth] if sizes.trees or sizes.always_free else self.depths
+
     def depth_of(self, drafts: int) -> int:
         """The depth of the graph in which so many are drafted, or verified."""
-        sizes = self.step.drafter.sizes
-        return sizes.depth if sizes.trees or sizes.always_free else next(depth for depth in self.depths if depth >= drafts)
+        return next(depth for depth in self.used_depths if depth >= drafts)
 
     def key(self, requests: int, drafts: int, deepest: int, asked: Asked, trees: bool, deferred: bool = False) -> Key:
         assert drafts <= self.drafts

@@ -1,0 +1,101 @@
+"""The depths that are chosen where steps are captured: drafts that are left out save nothing there, and prompts are computed apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import pytest
+
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import SpanPlan, StepPlan
+from mtpserve.engine.costs import StepCost
+from mtpserve.engine.simulator import Simulation
+from mtpserve.engine.step_shapes import StepShapes, passes_of
+from mtpserve.engine.step_times import StepTimes, StepWork
+from mtpserve.engine.traces import TraceConversation, TraceTurn
+from tests.engine.test_policy import DEEP, DEMO, FAIR, UNTRAINED, measured, run, sequence
+
+CAPTURED = (1, 3)  # runtime/graphs.DEPTHS
+CHAIN = DraftSizes(steps=DEEP, proposed=DEEP, written=DEEP)
+# An H100 with 475 million parameters in 36 layers, and a thirty-seventh that drafts.
+PLAIN = StepCost(overhead=0.004, row=5e-6)
+COST = replace(PLAIN, draft_pass=0.00015, absorb=0.0001)
+
+
+class Captured(Simulation):
+    """Each request that decodes has a row for each draft of the deepest one's graph; what prompts take is added."""
+
+    def _duration(self, plan: StepPlan) -> tuple[int, float]:
+        prompts = [span for span in plan.spans if span.length > 1]
+        decoding = [span for span in plan.spans if span.length == 1]
+        deepest = max([passes_of(plan), *(span.drafts for span in decoding)])
+        depth = next(depth for depth in (0, *CAPTURED) if depth >= deepest)
+        rows, more = len(decoding) * (1 + depth), sum(span.length for span in prompts)
+        taken = [self._cost.seconds(rows, 0, 0, depth, [rows] if depth else [])] * bool(decoding)
+        taken += [self._cost.seconds(more, 0, 0, passes_of(plan), [more])] * bool(prompts)
+        return rows + more, sum(taken)
+
+
+def speed(rates: Seq[float], depth: int, rounds: int, adaptive: bool = False) -> float:
+    load = [TraceConversation(0.0, [TraceTurn([1] * 128, [1] * (64 + 37 * i % 128))]) for i in range(128 * rounds)]
+    return run(load, 128, COST if depth else PLAIN, depth, rates, adaptive, kind=Captured, captured=CAPTURED).speed
+
+
+@pytest.mark.parametrize(("rates", "rounds"), [(UNTRAINED, 24), (FAIR, 6), (DEMO, 6)])
+def test_nearly_as_fast_as_the_best_captured_depth(rates: Seq[float], rounds: int) -> None:
+    """128 requests, whose prompts are as long as their answers. A round takes a second; the first trials are 0.02 seconds."""
+    chosen = speed(rates, DEEP, rounds, adaptive=True)
+    assert chosen >= 0.98 * speed(rates, 0, rounds)
+    assert rates is UNTRAINED or chosen >= 0.97 * max(speed(rates, depth, rounds) for depth in CAPTURED)
+
+
+def test_a_captured_step_has_the_rows_and_passes_of_its_graph() -> None:
+    shapes, seqs = StepShapes(CHAIN, CAPTURED), [sequence(i) for i in range(4)]
+    assert [*shapes.depths(3)] == [0, 1, 3] and [*shapes.depths(2)] == [0, 1, 2] and [*shapes.depths(0)] == [0]
+    found = [shapes.work(seqs, drafts, depth)[:3] for drafts, depth in ((0, 0), (1, 1), (4, 2), (12, 3), (0, 1))]
+    assert found == [(4, 4, 0), (4, 8, 1), (4, 16, 3), (4, 16, 3), (4, 8, 1)]
+    assert [StepShapes(CHAIN).work(seqs, drafts, 2)[:3] for drafts in (0, 5)] == [(4, 4, 2), (4, 9, 2)]
+
+    def planned(drafts: list[int], want: int) -> tuple[StepWork, int]:
+        spans = [SpanPlan(seat, 10, 1, count, True, True) for seat, count in enumerate(drafts)]
+        return shapes.planned(StepPlan([*spans, SpanPlan(9, 0, 50, 0, False, False)], want), seqs)
+
+    assert planned([0, 0, 0], 0) == (StepWork(3, 3, 0, True, 30), 50)
+    assert planned([0, 0, 0], 2) == (StepWork(3, 12, 3, True, 30), 50), "drafts are made, and none are verified"
+    assert planned([0, 2, 0], 0) == (StepWork(3, 12, 3, True, 30), 50), "the last ones are verified"
+
+
+def test_a_captured_tree_is_there_or_not() -> None:
+    shapes = StepShapes(DraftSizes(steps=2, proposed=6, written=6, trees=True), (2,))
+    assert [*shapes.depths(2)] == [0, 2] and shapes.work([sequence(0)], 3, 2)[:3] == (1, 7, 2)
+
+
+def test_all_drafts_are_taken_where_they_are_computed_anyway() -> None:
+    """Two requests whose drafts are accepted and two whose are not, where each further row costs a tenth of the step."""
+    found = []
+    for captured in ((), CAPTURED):
+        policy, seqs = measured(CHAIN, 4, StepCost(overhead=0.01, row=0.001), captured), [sequence(i) for i in range(4)]
+        for _ in range(60):
+            for i, seq in enumerate(seqs):
+                policy.verified(seq, 3, [1, 2, 3] if i < 2 else [])
+        policy.choose(seqs)
+        found.append([seq.most for seq in seqs])
+    assert found == [[3, 3, 0, 0], [3, 3, 3, 3]]
+
+
+def test_further_rows_cost_nothing_more_beside_prompts_that_are_computed_apart() -> None:
+    """400 rows of prompts take 10 ms; 384 further rows of requests 1 ms."""
+    expected = []
+    for apart in (False, True):
+        times = StepTimes(apart)
+        for requests, rows, passes, seconds in ((128, 128, 0, 0.004), (128, 512, 3, 0.005)):
+            for _ in range(40):
+                times.observe(StepWork(requests, rows, passes), seconds)
+        times.serve()
+        for step in range(60):
+            prompt = 400 + 100 * (step % 3)
+            times.observe_prompts(StepWork(128, 512, 3), prompt, 0.005 + prompt * 25e-6)
+            times.count(128.0, True)
+        expected.append(times.with_prompts(StepWork(128, 512, 3), 128.0) - times.with_prompts(StepWork(128, 128, 0), 128.0))
+    assert expected[1] == pytest.approx(0.001, rel=0.1) and expected[0] > 0.004
