@@ -15,6 +15,8 @@ from mtpserve.engine.step_shapes import StepShapes, passes_of
 from mtpserve.engine.step_times import StepTimes, StepWork
 from mtpserve.engine.traces import TraceConversation, TraceTurn
 from tests.engine.test_policy import DEEP, DEMO, FAIR, UNTRAINED, measured, run, sequence
+from tests.runtime.recorders import Again
+from tests.tiny import tiny_engine, tiny_model
 
 CAPTURED = (1, 3)  # runtime/graphs.DEPTHS
 CHAIN = DraftSizes(steps=DEEP, proposed=DEEP, written=DEEP)
@@ -48,6 +50,13 @@ def test_nearly_as_fast_as_the_best_captured_depth(rates: Seq[float], rounds: in
     chosen = speed(rates, DEEP, rounds, adaptive=True)
     assert chosen >= 0.98 * speed(rates, 0, rounds)
     assert rates is UNTRAINED or chosen >= 0.97 * max(speed(rates, depth, rounds) for depth in CAPTURED)
+
+
+@pytest.mark.parametrize("recorder", [None, Again()])
+def test_an_engine_knows_its_graphs_depths(recorder: Again | None) -> None:
+    policy = tiny_engine(tiny_model(), 4, adaptive=True, recorder=recorder).policy
+    assert policy is not None and [*policy.depths] == ([0, 1, 2, 3, 4] if recorder is None else [0, 1, 3, 4])
+    assert policy.times.apart == (recorder is not None)
 
 
 def test_a_captured_step_has_the_rows_and_passes_of_its_graph() -> None:

@@ -14,7 +14,7 @@ from mtpserve.core.errors import NoRoom
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import fixed, lookahead_of, plan, state_of
+from mtpserve.engine.planning import fixed, lookahead_of, plan, state_of, with_step_tokens
 from mtpserve.engine.storage import Storage
 from mtpserve.runtime.memory import ESTIMATE, PageShare, largest, plan_memory, usable_memory
 from mtpserve.weights.quantise import quantise
@@ -86,8 +86,15 @@ def test_concurrency_follows_from_memory_and_budget() -> None:
 
     few, more, many = running(tokens=4096), running(tokens=16384), running(tokens=1 << 20)
     assert few < more < many == 512 // 4  # so many verifications of a token and three drafts fit into one step
-    assert running(tokens=1 << 20, chunked_prefill_size=2048) > many
+    assert running(tokens=1 << 20, chunked_prefill_size=2048) == 256 > many  # and as many into a captured step
     assert running(tokens=1 << 20, max_running_requests=7) == 7
+
+
+@pytest.mark.parametrize(("asked", "cpu", "gpu"), [(None, 512, 2048), (64, 64, 64)])
+def test_a_steps_tokens_follow_from_the_device(asked: int | None, cpu: int, gpu: int) -> None:
+    config = EngineConfig(scheduler=SchedulerConfig(chunked_prefill_size=asked), spec=CHAIN)
+    assert plan(config).config.scheduler.chunked_prefill_size == cpu
+    assert with_step_tokens(config, torch.device("cuda")).scheduler.step_tokens == gpu
 
 
 def test_quantised_weights_count_as_they_lie(tmp_path: Path) -> None:
