@@ -99,6 +99,7 @@ def run(arguments: Sequence[str]) -> int:
         check((value := getattr(chosen, name)) is None or 0 <= value < math.inf, name, value, "at least 0")
     values = given(chosen)
     config = decided(values, settings(values).engine)
+    config = replace(config, scheduler=config.scheduler.on("cpu" if chosen.device_profile == "cpu" else "cuda"))
     pools, hosts = read_pools(chosen.pool_tokens, config), read_hosts(chosen.host_gib, config)
     bench = bench_of(chosen, values, config)
     trace = read(chosen.trace, chosen, values, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -218,8 +218,12 @@ class SchedulerConfig:
 
     @property
     def step_tokens(self) -> int:
-        """--chunked-prefill-size. Where nobody gave it, a CPU's default, until engine/planning knows the device."""
+        """--chunked-prefill-size. Where nobody gave it, a CPU's default, until `on` has been told the device."""
         return STEP_TOKENS["cpu"] if self.chunked_prefill_size is None else self.chunked_prefill_size
+
+    def on(self, device: str) -> SchedulerConfig:
+        """With what nobody gave as it is on such a device, cpu or cuda."""
+        return self if self.chunked_prefill_size is not None else replace(self, chunked_prefill_size=STEP_TOKENS[device])
 
     def most_running(self, rows: int) -> int:
         """Requests that run at once, where memory allows. `rows` of each in a step: more than fit into one would take turns."""

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 
 from mtpserve.config import EngineConfig, SpecConfig
-from mtpserve.config.engine import STEP_TOKENS
 from mtpserve.config.options import USUAL_PAGE
 from mtpserve.core.arch import ModelArch, page_groups, tokens_of_entries
 from mtpserve.core.drafters import DRAFTERS
@@ -172,13 +171,6 @@ def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
     return replace(config, cache=replace(config.cache, page_size=lcm(size, every)))
 
 
-def with_step_tokens(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Nobody has to say how many rows a step may have: the device does."""
-    if config.scheduler.chunked_prefill_size is not None:
-        return config
-    return replace(config, scheduler=replace(config.scheduler, chunked_prefill_size=STEP_TOKENS[device.type]))
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     config: EngineConfig  # what was asked for, with what follows from the model
@@ -196,7 +188,8 @@ def plan(config: EngineConfig) -> Plan:
     LoadError and ConfigError."""
     described = describe(config, want_mtp=drafts_itself(config.spec))
     device = device_of(config)
-    config = deep_as_layers(paged(with_step_tokens(config, device), described.arch), described.arch)
+    config = replace(config, scheduler=config.scheduler.on(device.type))
+    config = deep_as_layers(paged(config, described.arch), described.arch)
     dtype = dtype_of(config, described.arch, device)
     length = config.model.context_length
     if length is not None and length > described.arch.max_positions:

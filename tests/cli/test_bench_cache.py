@@ -54,6 +54,15 @@ def test_faster_devices_answer_sooner(trace: str, tmp_path: Path) -> None:
     assert row["tpot_ms"]["p50"] == pytest.approx(7, abs=0.1)  # type: ignore[index]
 
 
+def test_a_steps_tokens_are_the_devices(trace: str, tmp_path: Path) -> None:
+    """Unless they are given: prompts of 1,124 tokens take a step of a GPU's server."""
+    steps = [
+        results(tmp_path, "--trace", trace, "--pool-tokens", "20000", "--no-enable-prefix-caching", *more)[0]["steps"]
+        for more in ([], ["--chunked-prefill-size", "2048"], ["--chunked-prefill-size", "512"], ["--device-profile", "cpu"])
+    ]
+    assert steps[0] == steps[1] < steps[2] <= steps[3]  # type: ignore[operator]
+
+
 def test_options_of_the_server_mean_the_same_here(trace: str, tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text("max-total-tokens: 20000\nport: 1234\nmax-num-seqs: 3\nmax-model-len: 4096\n")

@@ -14,7 +14,7 @@ from mtpserve.core.errors import NoRoom
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import fixed, lookahead_of, plan, state_of, with_step_tokens
+from mtpserve.engine.planning import fixed, lookahead_of, plan, state_of
 from mtpserve.engine.storage import Storage
 from mtpserve.runtime.memory import ESTIMATE, PageShare, largest, plan_memory, usable_memory
 from mtpserve.weights.quantise import quantise
@@ -94,7 +94,7 @@ def test_concurrency_follows_from_memory_and_budget() -> None:
 def test_a_steps_tokens_follow_from_the_device(asked: int | None, cpu: int, gpu: int) -> None:
     config = EngineConfig(scheduler=SchedulerConfig(chunked_prefill_size=asked), spec=CHAIN)
     assert plan(config).config.scheduler.chunked_prefill_size == cpu
-    assert with_step_tokens(config, torch.device("cuda")).scheduler.step_tokens == gpu
+    assert config.scheduler.on("cuda").step_tokens == gpu
 
 
 def test_quantised_weights_count_as_they_lie(tmp_path: Path) -> None:
