@@ -5,8 +5,8 @@
 
 Weights are read once per step and the KV of a request once for all of its rows, as kernels do that pack them. In a mixture of experts all
 experts are read, which is right from some hundred rows on and too much for a few; only the chosen ones compute. Products are in 16 bits
-whatever the weights are stored in. What proposes tokens for the next step reads one layer and the head in each of its passes, and the layer
-alone where it takes rows of the model itself. Nothing is
+whatever the weights are stored in. What proposes tokens for the next step reads one layer and the head in each of its passes, and of rows
+of the model itself it computes keys and values alone (spec/passes.py), from their embedding and the model's output. Nothing is
 lost to imbalance, padding or the host beyond `overhead`, so times are short: published decoding speeds of well-tuned engines are 65 to 80 %
 of such bounds.
 """
@@ -53,7 +53,8 @@ class ModelShape:
     kv_bytes: int = 131_072  # of one token, in all layers
     pair_flops: int = 524_288  # of one row with one token of its context, in all layers; where tokens are selected, to score it
     pass_bytes: int = 1_486_000_000  # read by one pass that proposes tokens: one layer and the head
-    head_bytes: int = 1_050_000_000  # of the head alone
+    kept_parameters: int = 42_000_000  # of that layer, by which its keys and values are made
+    kept_bytes: int = 84_000_000
     context: int = 131_072
 
     @staticmethod
@@ -83,7 +84,8 @@ class ModelShape:
             int(sum(kind.numbers for kind in attention_kinds(arch.layers)) * kv_size),
             sum(2 * (_wide(arch, kind) if kind.selected is None else _scored(arch, kind)) for kind in kinds),
             int((head + (stored - head) // layers) * weight_size),
-            int(head * weight_size),
+            kept := 2 * size * size + _kept(arch, kinds[-1]),
+            int(kept * weight_size),
             arch.max_positions,
         )
 
@@ -96,6 +98,13 @@ def _wide(arch: ModelArch, kind: Attention) -> int:
 def _scored(arch: ModelArch, kind: Attention) -> int:
     """The same of each token that it may attend to, where it selects."""
     return 0 if arch.indexer is None else arch.indexer.heads * kind.index_dim
+
+
+def _kept(arch: ModelArch, kind: Attention) -> int:
+    """Parameters of one layer's projections to what its cache holds."""
+    if arch.mla is not None:
+        return arch.hidden * (arch.mla.kv_rank + arch.mla.rope)
+    return arch.hidden * kind.kv.heads * (kind.kv.key_dim + kind.kv.value_dim)
 
 
 def _attention(arch: ModelArch, kind: Attention) -> int:
@@ -122,15 +131,14 @@ class StepCost:
     token: float = 0.0  # to read one token's KV
     pair: float = 0.0  # attention of one row to one token
     draft_pass: float = 0.0  # one over what proposes tokens, with its head
-    absorb: float = 0.0  # one over what proposes tokens, without the head, for rows that the model itself has computed
-    absorbed_row: float = 0.0  # to multiply one of these
+    absorb: float = 0.0  # to make its keys and values for rows that the model itself has computed
+    absorbed_row: float = 0.0  # of each of these
 
     @staticmethod
     def of(shape: ModelShape, device: DeviceProfile, drafts: bool = False, overhead: float | None = None) -> StepCost:
         """`drafts`: there is a layer that proposes tokens, and takes all rows, at once or some steps later. `overhead` replaces what the
         device's profile says."""
         kernels = KERNELS * device.gap if overhead is None else 0.0  # of one layer
-        layer = drafts * (shape.pass_bytes - shape.head_bytes)
         return StepCost(
             kernels * shape.layers if overhead is None else overhead,
             shape.weight_bytes / device.bandwidth,
@@ -138,8 +146,8 @@ class StepCost:
             shape.kv_bytes / device.bandwidth,
             shape.pair_flops / device.flops,
             kernels + shape.pass_bytes / device.bandwidth,
-            drafts * kernels + layer / device.bandwidth,
-            2 * shape.parameters * layer / (shape.weight_bytes - shape.head_bytes) / device.flops,
+            drafts * (kernels + shape.kept_bytes / device.bandwidth),
+            drafts * 2 * shape.kept_parameters / device.flops,
         )
 
     def seconds(self, rows: int, tokens: int, pairs: int, passes: int = 0, absorbed: Sequence[int] = ()) -> float:

@@ -291,7 +291,7 @@ class DepthPolicy:
         if trial:
             # Prompts that took less than expected have not made the trial cheaper.
             known = alone if self._measurable else self.times.seconds(work)
-            self._charge(work, known + (self.times.crowded(work) if prompts else 0.0))
+            self._charge(work, known + (self.times.more_beside_prompts(work) if prompts else 0.0))
         if not settled:
             return
         self._unlearned = 0.0

@@ -161,7 +161,8 @@ class PromptTimes:
 
 
 class StepTimes:
-    """`apart`: prompts have passes through the model of their own, so that further rows of requests cost nothing more beside them."""
+    """`apart`: prompts have passes of their own, so that further rows of requests cost nothing more beside them, but all that comes after
+    the trunk's pass is there twice."""
 
     def __init__(self, apart: bool = False) -> None:
         self.apart = apart
@@ -202,7 +203,7 @@ class StepTimes:
     def prompts(self, work: StepWork, rows: int) -> float:
         """Seconds that so many rows of prompts are expected to add to such a step."""
         if self._prompts.steps:
-            return max(self._prompts.seconds(rows) * exp(self.pace) + self.crowded(work), 0.0)
+            return max(self._prompts.seconds(rows) * exp(self.pace) + self.more_beside_prompts(work), 0.0)
         alone, together = terms_of(work), terms_of(work._replace(rows=work.rows + rows))
         return (self._formula(together) - self._formula(alone)) * exp(self.pace)
 
@@ -214,8 +215,10 @@ class StepTimes:
             pace = exp(-self.pace)
             further = alone - self.seconds(work._replace(rows=work.requests))
             added = max(min(seconds, most) - alone, 0.0)
-            beside = (0, 0.0) if self.apart else (work.rows - work.requests, max(further, 0.0) * pace)
-            self._prompts.observe(rows, added * pace, *beside)
+            if self.apart:
+                self._prompts.observe(rows, max(added - self.more_beside_prompts(work), 0.0) * pace, 0, 0.0)
+            else:
+                self._prompts.observe(rows, added * pace, work.rows - work.requests, max(further, 0.0) * pace)
 
     def count(self, tokens: float, prompts: bool) -> None:
         """A step is expected to have yielded so many tokens, and had rows of prompts, or none."""
@@ -231,18 +234,20 @@ class StepTimes:
         if beside < FEW * steps or not self._prompts.steps:
             return seconds
         share: float = 1 - max(1 - beside / steps, 0.0) ** (tokens * steps / yielded)
-        return max(seconds + share * (self._crowded(work, seconds, none) + self._prompts.part * exp(self.pace)), LEAST * seconds)
+        more = self._more_beside_prompts(work, seconds, none)
+        return max(seconds + share * (more + self._prompts.part * exp(self.pace)), LEAST * seconds)
 
-    def crowded(self, work: StepWork) -> float:
-        """Seconds that rows of prompts add for further rows of the requests."""
-        return self._crowded(work, self.seconds(work)) if work.rows > work.requests else 0.0
+    def more_beside_prompts(self, work: StepWork) -> float:
+        """Seconds that a step takes longer with prompts since there are further rows and passes, whatever the rows of the prompts."""
+        return self._more_beside_prompts(work, self.seconds(work))
 
-    def _crowded(self, work: StepWork, seconds: float, none: float | None = None) -> float:
-        further = work.rows - work.requests
-        if not further or not self._prompts.steps or self.apart:
+    def _more_beside_prompts(self, work: StepWork, seconds: float, none: float | None = None) -> float:
+        further, pace = work.rows - work.requests, exp(self.pace)
+        if self.apart:
+            return work.passes * sum(self.coefficients[-2:]) * pace  # of few requests
+        if not further or not self._prompts.steps:
             return 0.0
         alone = seconds - (self.seconds(work._replace(rows=work.requests)) if none is None else none)
-        pace = exp(self.pace)
         return self._prompts.crowded(further, max(alone, 0.0) / pace) * pace
 
     def _correct(self, cell: Cell, work: StepWork, found: float, noise: float) -> None:

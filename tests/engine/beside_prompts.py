@@ -1,5 +1,5 @@
 """`python -m tests.engine.beside_prompts`: depths that are chosen against plain decoding on the simulated H100, second by second from a
-start on, where prompts are several times as long as answers and little of what is drafted is accepted.
+start on, where prompts are several times as long as answers and little of what is drafted is accepted. Steps are captured, or launched.
 
 Answers end at random, and with drafts earlier: until some time one of the two has computed more prompts, so that rows of prompts are work,
 too: each counts as what it takes in a full step, in tokens of plain decoding.
@@ -19,6 +19,7 @@ from mtpserve.engine.costs import StepCost
 from mtpserve.engine.scheduler import Planned
 from mtpserve.engine.simulator import Simulation
 from mtpserve.engine.traces import TraceConversation, TraceTurn
+from tests.engine.captured import CAPTURED, Captured
 from tests.engine.test_policy import DEEP, costs, run
 
 SHORTEST, LONGEST = 32, 96  # tokens of an answer
@@ -28,8 +29,11 @@ class Over(Exception):
     """The time is."""
 
 
-def work(cost: StepCost, batch: int, prompt: int, rate: float | None, times: Seq[float], seed: int) -> list[float]:
-    """Tokens' worth of work until each of the times, in seconds. `rate`: of acceptance of each draft; None: plain decoding."""
+def work(
+    cost: StepCost, batch: int, prompt: int, rate: float | None, times: Seq[float], seed: int, captured: Seq[int] = ()
+) -> list[float]:  # fmt: skip
+    """Tokens' worth of work until each of the times, in seconds. `rate`: of acceptance of each draft; None: plain decoding. `captured`:
+    depths of steps that are; none: all are launched."""
     random, done, prompts = Random(seed), list[tuple[float, float]](), 0
     worth = cost.row * batch / cost.seconds(batch, 0, 0)
 
@@ -43,7 +47,8 @@ def work(cost: StepCost, batch: int, prompt: int, rate: float | None, times: Seq
     answers = (random.randrange(SHORTEST, LONGEST) for _ in range(int(batch * 6 * (times[-1] + 1))))
     load = [TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * tokens)]) for tokens in answers]
     with suppress(Over):
-        run(load, batch, cost, 0 if rate is None else DEEP, [rate or 0.0] * DEEP, adaptive=rate is not None, see=see)
+        depth, kind = 0 if rate is None else DEEP, Captured if captured else Simulation
+        run(load, batch, cost, depth, [rate or 0.0] * DEEP, rate is not None, see=see, kind=kind, captured=captured)
         raise AssertionError("too few requests")
     return [until(done, time) for time in times]
 
@@ -55,11 +60,11 @@ def until(done: Seq[tuple[float, float]], time: float) -> float:
     return less + (more - less) * (time - begin) / (end - begin)
 
 
-def ratios(batch: int, prompt: int, rate: float, times: Seq[float], seeds: int) -> list[float]:
+def ratios(batch: int, prompt: int, rate: float, times: Seq[float], seeds: int, captured: Seq[int] = ()) -> list[float]:
     """To plain decoding's work until each of the times: means over loads."""
     plain_cost, cost = costs("h100")
-    drafted = [work(cost, batch, prompt, rate, times, seed) for seed in range(seeds)]
-    plain = [work(plain_cost, batch, prompt, None, times, seed) for seed in range(seeds)]
+    drafted = [work(cost, batch, prompt, rate, times, seed, captured) for seed in range(seeds)]
+    plain = [work(plain_cost, batch, prompt, None, times, seed, captured) for seed in range(seeds)]
     return [mean(one[i] / other[i] for one, other in zip(drafted, plain, strict=True)) for i in range(len(times))]
 
 
@@ -70,11 +75,12 @@ def main(arguments: Seq[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="share of drafts that is accepted")
     parser.add_argument("--seconds", type=float, nargs="+", default=[1, 2, 3, 5, 10, 30])
     parser.add_argument("--seeds", type=int, default=3, help="loads, of which means are printed")
+    parser.add_argument("--launched", action="store_true", help="no step is captured: prompts are computed together with the others")
     chosen = parser.parse_args(arguments)
     times = sorted(chosen.seconds)
     print("requests  prompt  accepted " + "".join(f"{time:>7g} s" for time in times))
     for batch, prompt, rate in product(chosen.requests, chosen.prompt, chosen.rate):
-        found = ratios(batch, prompt, rate, times, chosen.seeds)
+        found = ratios(batch, prompt, rate, times, chosen.seeds, () if chosen.launched else CAPTURED)
         print(f"{batch:8}  {prompt:6}  {rate:8.0%} " + "".join(f"{ratio:9.3f}" for ratio in found), flush=True)
 
 

@@ -38,6 +38,9 @@ def test_the_default_shape_is_that_of_an_8b_model() -> None:
     assert (shape.layers, shape.kv_bytes, shape.pair_flops, shape.context) == (32, 131_072, 524_288, 131_072)
     assert (default.layers, default.kv_bytes, default.pair_flops, default.context) == (32, 131_072, 524_288, 131_072)
     assert shape.pass_bytes == pytest.approx(default.pass_bytes, rel=0.01)
+    # Two hidden states side by side, then eight heads of keys and of values.
+    assert (shape.kept_parameters, shape.kept_bytes) == (2 * 4096**2 + 4096 * 8 * 256, 2 * shape.kept_parameters)
+    assert default.kept_bytes == 2 * default.kept_parameters == pytest.approx(shape.kept_bytes, rel=0.01)
 
 
 def test_a_mixture_of_experts_reads_all_and_computes_with_some() -> None:
@@ -46,6 +49,7 @@ def test_a_mixture_of_experts_reads_all_and_computes_with_some() -> None:
     assert shape.weight_bytes == pytest.approx(671e9 - embedding, rel=0.002)
     assert shape.parameters == pytest.approx(37e9 - embedding / 2, rel=0.03)  # 37 billion active, as published
     assert shape.kv_bytes == 61 * 576 * 2
+    assert shape.kept_bytes == shape.kept_parameters == 2 * 7168**2 + 7168 * 576
 
 
 def test_blocks_that_are_layers_of_their_own_are_counted_once() -> None:
@@ -78,6 +82,6 @@ def test_proposing_takes_a_layer_and_the_head_for_each_pass() -> None:
     plain, deep = (StepCost.of(ModelShape(), PROFILES["h200"], drafts, overhead=0.001) for drafts in (False, True))
     assert plain.overhead == deep.overhead == 0.001
     assert deep.weights == plain.weights
-    assert deep.seconds(1, 1, 1, 0, [16, 1]) - deep.seconds(1, 1, 1) == pytest.approx(2 * 0.436e9 / 4.3e12)  # rows that it has to know
+    assert deep.seconds(1, 1, 1, 0, [16, 1]) - deep.seconds(1, 1, 1) == pytest.approx(2 * 84e6 / 4.3e12)  # rows that it has to know
     assert plain.absorb == plain.absorbed_row == 0.0
     assert deep.seconds(1, 1, 1, 3) - deep.seconds(1, 1, 1) == pytest.approx(3 * 1.486e9 / 4.3e12)

@@ -67,7 +67,7 @@ def test_what_any_prompt_takes_is_no_row_s(lengths: list[int]) -> None:
         times.observe_prompts(work, rows, (0.025 + 10e-6 * rows) * (1 + random.gauss(0, 0.02)))
     assert times.prompts(work, 128) == pytest.approx(0.0213, rel=0.1)
     # A mean row of a prompt takes 145 µs.
-    assert times.crowded(work) < 96 * 80e-6
+    assert times.more_beside_prompts(work) < 96 * 80e-6
 
 
 def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
@@ -90,10 +90,10 @@ def test_sampled_steps_are_learned_apart_from_greedy_ones() -> None:
 def test_further_rows_take_what_those_of_prompts_take_beside_them() -> None:
     """Steps take 10 ms whatever is in them, but 10 ms more where 48 drafts are beside 200 rows of prompts."""
     times, work = flat(0.01, (1, 1, 0), (16, 16, 0), (16, 64, 3), (1, 4, 3)), StepWork(16, 64, 3)
-    assert times.crowded(work) == 0
+    assert times.more_beside_prompts(work) == 0
     for _ in range(60):
         times.observe_prompts(work, 200, 0.02)
-    assert times.crowded(work) == pytest.approx(48 * 50e-6, rel=0.15) and times.crowded(StepWork(16, 16, 1)) == 0
+    assert times.more_beside_prompts(work) == pytest.approx(48 * 50e-6, rel=0.15) and times.more_beside_prompts(StepWork(16, 16, 1)) == 0
     assert times.prompts(work, 200) == pytest.approx(0.01, rel=0.05)
     assert times.prompts(StepWork(16, 16, 0), 200) == pytest.approx(0.0076, rel=0.05)  # all of it but what the drafts' rows took
 

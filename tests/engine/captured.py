@@ -1,0 +1,36 @@
+"""Simulated time as a GPU takes it, where steps are captured: a graph's rows for each request that decodes, and passes of their own for
+prompts."""
+
+from __future__ import annotations
+
+from mtpserve.core.plan import StepPlan
+from mtpserve.engine.simulator import Simulation
+from mtpserve.engine.step_shapes import passes_of
+
+CAPTURED = (1, 3)  # runtime/graphs.DEPTHS
+
+
+class Captured(Simulation):
+    """At most three drafts."""
+
+    def _duration(self, plan: StepPlan) -> tuple[int, float]:
+        prompts = [span for span in plan.spans if span.length > 1]
+        decoding = [span for span in plan.spans if span.length == 1]
+        deepest = max([passes_of(plan), *(span.drafts for span in decoding)])
+        depth = next(depth for depth in (0, *CAPTURED) if depth >= deepest)
+        late = sum(span.late for span in plan.spans)
+        taken = [
+            self._part([span.start for span in spans], lengths, passes, absorbed)
+            for spans, lengths, passes, absorbed in (
+                (decoding, [1 + depth] * len(decoding), depth, [late, len(decoding) * (1 + depth) * (depth > 0)]),
+                (prompts, [span.length for span in prompts], passes_of(plan), [sum(span.length for span in prompts)]),
+            )
+            if spans
+        ]
+        return sum(rows for rows, _ in taken), sum(seconds for _, seconds in taken)
+
+    def _part(self, starts: list[int], lengths: list[int], passes: int, absorbed: list[int]) -> tuple[int, float]:
+        """Of requests that are computed together."""
+        tokens = sum(starts) + sum(lengths)
+        pairs = sum(length * start + length * length // 2 for start, length in zip(starts, lengths, strict=True))
+        return sum(lengths), self._cost.seconds(sum(lengths), tokens, pairs, passes, [rows for rows in absorbed if rows])
