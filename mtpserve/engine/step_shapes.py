@@ -49,10 +49,10 @@ class StepShapes:
 
     def drafting(self, work: StepWork, drafts: int, depth: int) -> StepWork:
         """The same requests in a step that verifies so many drafts of all of them together, and makes new ones."""
-        requests, computed = work.requests, next((each for each in self.captured if each >= depth), depth)
-        if self.captured and (drafts or depth):
-            return work._replace(rows=requests * (1 + self.drafts(computed)), passes=computed)
-        return work._replace(rows=requests + drafts, passes=depth)
+        if not self.captured or not (drafts or depth):
+            return work._replace(rows=work.requests + drafts, passes=depth)
+        computed = next((each for each in self.captured if each >= depth), self.captured[-1])  # a tree has more drafts than it is deep
+        return work._replace(rows=work.requests * (1 + self.drafts(computed)), passes=computed)
 
     def work(self, seqs: Seq[Sequence], drafts: int, depth: int) -> StepWork:
         """Of a step that verifies so many of these requests' drafts."""

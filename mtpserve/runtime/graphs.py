@@ -227,8 +227,9 @@ class StepGraphs:
         return [sizes.depth] if sizes.trees or sizes.always_free else self.depths
 
     def depth_of(self, drafts: int) -> int:
-        """The depth of the graph in which so many are drafted, or verified."""
-        return next(depth for depth in self.used_depths if depth >= drafts)
+        """The depth of the graph in which so many are drafted, or verified: of a tree more than it is deep."""
+        *shallower, deepest = self.used_depths
+        return next((depth for depth in shallower if depth >= drafts), deepest)
 
     def key(self, requests: int, drafts: int, deepest: int, asked: Asked, trees: bool, deferred: bool = False) -> Key:
         assert drafts <= self.drafts

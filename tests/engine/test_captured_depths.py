@@ -64,6 +64,8 @@ def test_a_captured_step_has_the_rows_and_passes_of_its_graph() -> None:
 def test_a_captured_tree_is_there_or_not() -> None:
     shapes = StepShapes(DraftSizes(steps=2, proposed=6, written=6, trees=True), (2,))
     assert [*shapes.depths(2)] == [0, 2] and shapes.work([sequence(0)], 3, 2)[:3] == (1, 7, 2)
+    plan = StepPlan([SpanPlan(0, 10, 1, 6, True, True)], 0)
+    assert shapes.planned(plan, [sequence(0)])[0][:3] == (1, 7, 2), "more drafts than it is deep"
 
 
 def test_all_drafts_are_taken_where_they_are_computed_anyway() -> None:
