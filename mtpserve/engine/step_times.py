@@ -213,11 +213,11 @@ class StepTimes:
         if alone > 0:
             most = (alone + self.prompts(work, rows)) * exp(SLOWER if self._prompts.steps > TRUSTED else FASTER)
             pace = exp(-self.pace)
-            further = alone - self.seconds(work._replace(rows=work.requests))
             added = max(min(seconds, most) - alone, 0.0)
             if self.apart:
                 self._prompts.observe(rows, max(added - self.more_beside_prompts(work), 0.0) * pace, 0, 0.0)
             else:
+                further = alone - self.seconds(work._replace(rows=work.requests))
                 self._prompts.observe(rows, added * pace, work.rows - work.requests, max(further, 0.0) * pace)
 
     def count(self, tokens: float, prompts: bool) -> None:
@@ -244,7 +244,7 @@ class StepTimes:
     def _more_beside_prompts(self, work: StepWork, seconds: float, none: float | None = None) -> float:
         further, pace = work.rows - work.requests, exp(self.pace)
         if self.apart:
-            return work.passes * sum(self.coefficients[-2:]) * pace  # of few requests
+            return work.passes * sum(self.coefficients[-2:]) * pace  # as of one request: see `terms_of`
         if not further or not self._prompts.steps:
             return 0.0
         alone = seconds - (self.seconds(work._replace(rows=work.requests)) if none is None else none)
