@@ -116,7 +116,7 @@ class Engine:
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
             service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers, most_deferred=sizes.deferred,
-            drafter=drafter,
+            drafter=drafter, apart=bool(captured),
         )  # fmt: skip
         self._drafter, self.ticks = drafter, Ticks()  # others are set where it shares experts with other engines
         self._stats = new_stats(sizes.depth, pages.total, drafter)

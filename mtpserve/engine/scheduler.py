@@ -72,16 +72,15 @@ class Scheduler:
     def __init__(
         self, pages: PageGroups, *, max_running: int, token_budget: int, max_drafts: int, eos_ids: Collection[int],
         service: ServiceOrder = UNLIMITED, observer: CacheObserver | None = None, tiers: Tiers | None = None, most_deferred: int = 0,
-        drafter: str = MTP,
+        drafter: str = MTP, apart: bool = False,
     ) -> None:  # fmt: skip
+        """`apart`: prompts are not computed together with requests that decode."""
         if token_budget < max_drafts + 1:
             raise ValueError(f"a budget of {token_budget} tokens never holds a token and {max_drafts} drafts")
         self._pages = pages
-        self._max_running = max_running
-        self._token_budget = token_budget
-        self._max_drafts = max_drafts
+        self._max_running, self._token_budget, self._max_drafts = max_running, token_budget, max_drafts
         self._sources = Source.names(drafter)
-        self.most_deferred = most_deferred  # rows of a request that wait for a draft model to absorb them
+        self.most_deferred, self._apart = most_deferred, apart  # rows of a request that wait for a draft model to absorb them
         self._eos_ids = frozenset(eos_ids)
         self._service = service
         self._free_seats = list(range(max_running))  # a heap
@@ -143,7 +142,7 @@ class Scheduler:
         others = self.running if len(decoding) < len(self.running) else []
         prompts, admissions = self._prompts([seq for seq in others if not decodes(seq) and not ends(seq)], left)
         if self.most_deferred:
-            planned = deferred(planned, want, self.most_deferred, beside=bool(prompts))
+            planned = deferred(planned, want, self.most_deferred, beside=bool(prompts) and not self._apart)
         keeps = self._prefixes.keep(planned, prompts)
         planned += prompts
         busy = self.moving or any(seq.in_flight for seq in self.running)

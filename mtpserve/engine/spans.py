@@ -54,7 +54,8 @@ def prefill_end(seq: Sequence) -> int:
 
 def deferred(decoding: list[tuple[Sequence, SpanPlan]], want: int, most: int, beside: bool) -> list[tuple[Sequence, SpanPlan]]:
     """Spans of requests that decode, told when a draft model absorbs their rows: while nothing is drafted in a later step, after `most`
-    rows or when drafts are wanted. `beside` prompts, whose rows are absorbed with this step, only those wait whose earlier rows do."""
+    rows or when drafts are wanted. `beside` prompts that are computed together with them, whose rows are absorbed with this step, only
+    those wait whose earlier rows do."""
     drafted = late = full = False
     for seq, span in decoding:
         drafted, late, full = drafted or span.drafts > 0, late or seq.deferred > 0, full or seq.deferred == most

@@ -48,7 +48,7 @@ def run(
     device = SimulatedDevice(draft_sizes(spec, BUDGET), rates, seed=1)
     policy = measured(device.sizes, batch, cost, captured) if adaptive else None
     pages, depths = PageGroups([None], [20_000], 16, BUDGET), list[int]()
-    scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=())
+    scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=(), apart=bool(captured))
 
     def watch(planned: Planned) -> None:
         depths.append(planned.plan.want)

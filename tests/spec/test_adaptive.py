@@ -61,20 +61,27 @@ def test_texts_are_those_of_plain_decoding(family: str, kind: str, overlap: int)
 
 @pytest.mark.parametrize("family", ["mimo", "deepseek"])
 @pytest.mark.parametrize("kind", ["chain", "tree"])
-def test_captured_steps_draft_what_others_do(family: str, kind: str) -> None:
-    """Also after captured steps whose rows were absorbed later."""
-    model, asked = tiny_model(family), prompts(5, seed=4)
-    params, proposed = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True), list[list[list[int]]]()
+@pytest.mark.parametrize("pauses", [(0,), (1, 1, 20)], ids=["at once", "in turn"])
+def test_captured_steps_draft_what_others_do(family: str, kind: str, pauses: tuple[int, ...]) -> None:
+    """Also after captured steps whose rows were absorbed later. `pauses`: steps after each request, so that prompts are computed beside
+    requests that decode, some of which have rows that are absorbed later."""
+    model, asked = tiny_model(family), prompts(5 * len(pauses), seed=4)
+    params, proposed = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True), list[dict[str, list[list[int]]]]()
     for recorder in (None, Again()):
         engine = erratic(tiny_engine(model, KINDS[kind], adaptive=True, overlap=1, recorder=recorder), 5, calm=20)
+        drafts: dict[str, list[list[int]]] = {str(number): [] for number in range(len(asked))}
         for number, prompt in enumerate(asked):
             engine.add(Request(str(number), prompt, params))
-        proposed.append([])
+            for event in (event for _ in range(pauses[number % len(pauses)]) for event in engine.step()):
+                drafts[event.id].append(event.proposal.tokens)
         while engine.has_work:
-            proposed[-1] += [event.proposal.tokens for event in engine.step()]
+            for event in engine.step():
+                drafts[event.id].append(event.proposal.tokens)
         assert recorder is None or recorder.replayed
+        proposed.append(drafts)
     assert proposed[0] == proposed[1]
-    assert sum(map(len, proposed[0])) > 100 and proposed[0].count([]) > 100
+    each = [tokens for tokens in proposed[0].values() for tokens in tokens]
+    assert sum(map(len, each)) > 100 and each.count([]) > 100
 
 
 def test_some_drafts_were_accepted_and_some_were_not_made() -> None:
