@@ -2,8 +2,8 @@
 
 python benchmarks/depth_traces.py --requests 4 --out tests/engine/traces/NAME.json
 
-One engine decodes at each depth in turns, so that what slows the machine down for seconds is in all of them. The demo in 36 layers first,
-then that with an untrained draft layer, as if the text had become one that nobody guesses, then the first one again.
+One engine decodes at each depth in turns, so that what slows the machine down for seconds is in all of them. The demo in 36 layers first
+(`--model demo`: as it is), then that with an untrained draft layer, as if the text had become one that nobody guesses, then the first one again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from time import perf_counter
 from common.record import context
 from never_slower import DEPTH, Load, engine_of, large, untrained
 
-from mtpserve.config import SchedulerConfig, SpecConfig
+from mtpserve.config import ModelConfig, SchedulerConfig, SpecConfig
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.policy import DepthPolicy
 from mtpserve.engine.scheduler import Outcome, Planned
@@ -76,6 +76,7 @@ def recorded(engine: Engine, requests: int, turns: int, seconds: float) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("large", "demo"), default="large")
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--turns", type=int, default=24, help="of each depth and part")
     parser.add_argument("--turn-seconds", type=float, default=0.25)
@@ -83,7 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     spec, engines = SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=DEPTH), list[Engine]()
     with tempfile.TemporaryDirectory() as name:
-        model = large(Path(name))
+        model = large(Path(name)) if args.model == "large" else ModelConfig().directory
         for path in (model, untrained(model, Path(name))):
             engines.append(engine_of(path, spec, args.requests))
             engines[-1]._watch = Watchdog()  # its own requests would be among the steps, and suspend drafting

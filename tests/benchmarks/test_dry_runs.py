@@ -32,7 +32,8 @@ def test_depths_that_are_chosen_side_by_side(tmp_path: Path) -> None:
 
 
 def test_traces_of_depths(tmp_path: Path) -> None:
-    output(["depth_traces.py", "--requests", "2", "--turns", "1", "--turn-seconds", "0.05", "--out", str(tmp_path / "out.json")])
+    command = ["depth_traces.py", "--model", "demo", "--requests", "2", "--turns", "1", "--turn-seconds", "0.05"]
+    output([*command, "--out", str(tmp_path / "out.json")])
     parts = json.loads((tmp_path / "out.json").read_text())["parts"]
     assert len(parts) == 3 and all(len(part["microseconds"]) == 4 and all(turn for (turn,) in part["microseconds"]) for part in parts)
 
