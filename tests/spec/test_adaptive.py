@@ -10,7 +10,9 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
-from tests.runtime.recorders import Again
+from mtpserve.runtime.graphs import usual
+from tests.runtime.recorders import Again, runner_of
+from tests.runtime.test_graphs import graphs_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
@@ -69,6 +71,10 @@ def test_captured_steps_draft_what_others_do(family: str, kind: str, pauses: tup
     params, proposed = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True), list[dict[str, list[list[int]]]]()
     for recorder in (None, Again()):
         engine = erratic(tiny_engine(model, KINDS[kind], adaptive=True, overlap=1, recorder=recorder), 5, calm=20)
+        if recorder is not None:
+            greedy = usual(runner_of(engine).drafter.coupled)[:1]
+            graphs_of(engine).record_all(greedy, kind == "tree", adaptive=True, prompts=64)
+        made = recorder and recorder.recordings
         drafts: dict[str, list[list[int]]] = {str(number): [] for number in range(len(asked))}
         for number, prompt in enumerate(asked):
             engine.add(Request(str(number), prompt, params))
@@ -78,6 +84,7 @@ def test_captured_steps_draft_what_others_do(family: str, kind: str, pauses: tup
             for event in engine.step():
                 drafts[event.id].append(event.proposal.tokens)
         assert recorder is None or recorder.replayed
+        assert recorder is None or recorder.recordings == made, "something was captured while it served"
         proposed.append(drafts)
     assert proposed[0] == proposed[1]
     each = [tokens for tokens in proposed[0].values() for tokens in tokens]
