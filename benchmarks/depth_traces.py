@@ -3,7 +3,8 @@
 python benchmarks/depth_traces.py --requests 4 --out tests/engine/traces/NAME.json
 
 One engine decodes at each depth in turns, so that what slows the machine down for seconds is in all of them. The demo in 36 layers first
-(`--model demo`: as it is), then that with an untrained draft layer, as if the text had become one that nobody guesses, then the first one again.
+(`--model demo`: as it is), then that with an untrained draft layer, as if the text had become one that nobody guesses, then the first one
+again.
 """
 
 from __future__ import annotations
