@@ -80,7 +80,8 @@ class Scheduler:
         self._pages = pages
         self._max_running, self._token_budget, self._max_drafts = max_running, token_budget, max_drafts
         self._sources = Source.names(drafter)
-        self.most_deferred, self._apart = most_deferred, apart  # rows of a request that wait for a draft model to absorb them
+        self.most_deferred = most_deferred  # rows of a request that wait for a draft model to absorb them
+        self._apart = apart
         self._eos_ids = frozenset(eos_ids)
         self._service = service
         self._free_seats = list(range(max_running))  # a heap
