@@ -268,6 +268,7 @@ class Runner:
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
         trees = not self.seats.branching.isdisjoint(hosts)
+        # A graph keeps all rows for later or none: the scheduler, which is told that prompts are computed apart, does not mix them.
         deferred, drafts = all(plan.deferred for plan in plans), max(plan.drafts for plan in plans)
         kept = () if self.step.states is None else self.kept_of(plans)
         if prompts:
