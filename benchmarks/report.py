@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from html import escape
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import drafters_table, peers_table
+from common import drafters_table, gpu_tables, peers_table
 from common.leaves import Table, tables_of, text_of
 from common.plots import drawn
 
@@ -69,11 +69,19 @@ def descriptions(readme: Path) -> dict[str, str]:
     return {name: what for names, what in rows for name in re.findall(r"`([^`]+\.json)`", names)}
 
 
-def page(results: list[Result]) -> str:
+def page(results: list[Result], gpu: Sequence[Table] = ()) -> str:
+    """`gpu`: what gpu_tables.page_tables gives, shown first."""
     links = "".join(f'<li><a href="#{escape(each.name)}">{escape(each.name)}</a></li>' for each in results)
-    sections = "".join(map(section, results))
+    sections = gpu_section(gpu) + "".join(map(section, results))
     intro = "Ratios hold within one file only: other machines give others."
     return f"{HEAD}<body><h1>mtpserve: results of the benchmarks</h1><p>{intro}</p><nav><ul>{links}</ul></nav>{sections}</body></html>\n"
+
+
+def gpu_section(tables: Sequence[Table]) -> str:
+    if not tables:
+        return ""
+    what = "mtpserve's tokens per second over each other engine's, and each step over its bound. Lost cells come first."
+    return f'<section id="gpu"><h2>On a GPU</h2><p>{escape(what)}</p>{"".join(map(table_html, tables))}</section>'
 
 
 def section(result: Result) -> str:
@@ -154,7 +162,17 @@ def drafters() -> str:
     return drafters_table.text(RESULTS, markdown)
 
 
-MEASURED: dict[str, Callable[[], str]] = {"decoding": decoding, "against_vllm": against_vllm, "peers": peers, "drafters": drafters}
+def gpu() -> str:
+    return gpu_tables.text(RESULTS, rounded, markdown)
+
+
+MEASURED: dict[str, Callable[[], str]] = {
+    "decoding": decoding,
+    "against_vllm": against_vllm,
+    "peers": peers,
+    "drafters": drafters,
+    "gpu": gpu,
+}
 
 
 def with_tables(text: str) -> str:
@@ -180,7 +198,7 @@ def main() -> None:
         return
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = read(args.results)
-    args.out.write_text(page(results), encoding="utf-8")
+    args.out.write_text(page(results, gpu_tables.page_tables(args.results)), encoding="utf-8")
     print(f"{len(results)} results in {args.out}")
 
 
