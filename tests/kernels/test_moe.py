@@ -52,6 +52,19 @@ def test_a_softmax_with_a_bias(device: torch.device, rows: int, number: int, top
 
 
 @pytest.mark.parametrize("softmax", [False, True])
+def test_rows_in_bfloat16_are_routed_as_in_float32(device: torch.device, softmax: bool) -> None:
+    """The weights are cut into three bfloat16 numbers. A row's bits do not depend on who shares the launch."""
+    x, weight = numbers(device, 37, 300).bfloat16(), numbers(device, 40, 300) / 10
+    arguments = weight, None if softmax else numbers(device, 40, seed=1) / 5, 6, 1 if softmax else 4, 1 if softmax else 2, True, 2.5
+    (actual, chosen), (expected, best) = route(x, *arguments), reference.route(x, *arguments)
+    assert torch.equal(chosen, best)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    for first, last in ((0, 1), (3, 8), (16, 37)):
+        alone, alone_chosen = route(x[first:last], *arguments)
+        assert torch.equal(alone, actual[first:last]) and torch.equal(alone_chosen, chosen[first:last])
+
+
+@pytest.mark.parametrize("softmax", [False, True])
 def test_nan_leads_nowhere(device: torch.device, softmax: bool) -> None:
     x = numbers(device, 3, 64)
     x[1] = torch.nan
