@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from mtpserve_kernels.cache import reference
 from mtpserve_kernels.recurrent.reference import recur as reference_recur
+from mtpserve_kernels.seats.reference import draft_positions
 
 from mtpserve.attention.recurrent import MixedLayers, Recur, Recurrence
 from mtpserve.attention.registry import BACKENDS
@@ -59,6 +61,12 @@ KERNELS: dict[str, dict[str, str]] = {
         "compact": "mtpserve_kernels.cache.compact",
         "slots": "mtpserve_kernels.cache.slots",
         "store_boundary": "mtpserve_kernels.cache.slots",
+        "place": "mtpserve_kernels.seats.step",
+        "following": "mtpserve_kernels.seats.step",
+        "draft_positions": "mtpserve_kernels.seats.step",
+        "advance": "mtpserve_kernels.seats.step",
+        "hold": "mtpserve_kernels.seats.step",
+        "result_table": "mtpserve_kernels.seats.step",
         "decide": "mtpserve.spec.triton",
     },
     "cpu": {
@@ -185,8 +193,9 @@ def draft_passes(
     scale = arch.scale if arch.draft is None else arch.draft.scale
     attention = BACKENDS.get(options.backend)(own, arch.heads, scale)
     reduced = reduced_head(model, draft_model, options.token_map)
+    positions = partial(kernels.get("draft_positions", draft_positions), page_size=sizes.page_size)
     return DraftPasses(
-        draft_model, attention, boundary, reduced, kernels.get("propose", propose), deferred, history, drafts.steps,
+        draft_model, attention, positions, boundary, reduced, kernels.get("propose", propose), deferred, history, drafts.steps,
         kernels.get("draft_chain"),
     )  # fmt: skip
 

@@ -34,15 +34,9 @@ class Columns:
         return [1, 1, 1, self.accepted + 1, self.drafts, self.drafts, *((self.drafts, self.accepted + 1) if self.trees else (0, 0))]
 
 
-def packed(batch: Batch, verdict: Verdict, sources: Tensor) -> tuple[Columns, Tensor]:
-    """→ the table [R, columns], after the verdict."""
-    ones = torch.stack([verdict.accepted, verdict.failed.long(), batch.draft_count], 1)
-    drafts = batch.drafts
-    parts = [ones, verdict.tokens, drafts, sources]
-    if batch.tree is not None and verdict.path is not None:
-        parts += [batch.tree.parents, verdict.path]
-    columns = Columns(verdict.tokens.shape[1] - 1, drafts.shape[1], batch.tree is not None)
-    return columns, torch.cat(parts, 1)
+def result_columns(batch: Batch, verdict: Verdict) -> Columns:
+    """Of SeatTensors.result_table."""
+    return Columns(verdict.tokens.shape[1] - 1, batch.sample_rows.shape[1] - 1, batch.tree is not None)
 
 
 def results(

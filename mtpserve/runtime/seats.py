@@ -35,6 +35,7 @@ class SeatKernels(NamedTuple):
     following: Callable[[reference.Seats, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None  # likewise
     advance: Callable[..., None] = reference.advance
     hold: Callable[..., None] = reference.hold
+    result_table: Callable[..., Tensor] = reference.result_table
 
 
 TORCH = SeatKernels()
@@ -54,7 +55,8 @@ class SeatTensors:
         self.page_size, self.device, self.eos_ids, self.padding = page_size, device, tuple(eos_ids), seats
         self.spare_slots, self._slots_of = [page * page_size for page in spare_pages], kernels.slots
         self._place, self._advance = kernels.place or partial(reference.place, slots_of=kernels.slots), kernels.advance
-        self._hold, self._following = kernels.hold, kernels.following or partial(reference.following, slots_of=kernels.slots)
+        self._hold, self._result_table = kernels.hold, kernels.result_table
+        self._following = kernels.following or partial(reference.following, slots_of=kernels.slots)
         whole, drafts = max_len + sizes.lookahead(in_flight), sizes.nodes
 
         # The memory plan makes all this on no device, where any arithmetic would bring torch's compiler along: seconds of imports.
@@ -134,6 +136,14 @@ class SeatTensors:
     def advance(self, batch: Batch, verdict: Verdict) -> None:
         """Commit a verdict. A span that does not sample writes after its length, where nothing counts, and moves `computed` only."""
         self._advance(self._rows, batch.seat_ids, batch.cu_q, batch.last_row, batch.samples, verdict.accepted, verdict.tokens)
+
+    def result_table(self, batch: Batch, verdict: Verdict) -> Tensor:
+        """What the host gets of a step: see mtpserve_kernels.seats.reference.result_table. Before the seats are changed."""
+        tree = (batch.tree.parents, verdict.path) if batch.tree is not None and verdict.path is not None else ()
+        return self._result_table(
+            batch.seat_ids, batch.ids, batch.sample_rows, self.draft_sources, batch.draft_count, verdict.accepted, verdict.failed,
+            verdict.tokens, *tree,
+        )  # fmt: skip
 
     def hold(self, seat_ids: Tensor, drafts: Drafts | None, trees: bool) -> None:
         """Put proposals after the committed tokens, where the next span's rows are read from. `trees`: some of these seats are

@@ -16,7 +16,7 @@ from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
 from mtpserve.core.protocols import AttentionBackend, Drafter, Sampler, Trunk
 from mtpserve.runtime.inputs import RowLayout, Rows, build, compact, place
-from mtpserve.runtime.publish import Columns, packed
+from mtpserve.runtime.publish import Columns, result_columns
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec.accept import LOSSLESS, Decide, accept
 from mtpserve.spec.thresholds import Thresholds
@@ -30,6 +30,14 @@ class Computed(NamedTuple):
     verdict: Verdict
     columns: Columns
     table: Tensor  # what the host gets
+
+
+def sample_hidden(head: Tensor, batch: Batch) -> Tensor:
+    """head [T, hidden] → [R * (K + 1), hidden], the rows that logits are computed of."""
+    # Where all spans have one committed token and K drafts, these are all rows in order.
+    if batch.longest == 1 and len(head) == batch.sample_rows.numel():
+        return head
+    return head.index_select(0, batch.sample_rows.flatten())
 
 
 def unmarked(part: str) -> None:
@@ -64,13 +72,12 @@ class Step:
         batch = build(rows, seats)
         self.mark("host")
         hidden = self.model.trunk(batch.ids, batch.positions, self.attention.plan(batch), self.drafter.features)
-        logits = self.model.logits(hidden.head.index_select(0, batch.sample_rows.flatten())).unflatten(0, batch.sample_rows.shape)
+        logits = self.model.logits(sample_hidden(hidden.head, batch)).unflatten(0, batch.sample_rows.shape)
         self.mark("verify")
         verdict = accept(logits, batch, self.drafter.sizes.depth, self.thresholds, self.processed_logprobs, self.decide)
-        sources = seats.draft_sources[batch.seat_ids, : batch.sample_rows.shape[1] - 1]
-        columns, table = packed(batch, verdict, sources)
+        table = seats.result_table(batch, verdict)
         self.mark("accept")
-        return Computed(batch, hidden, verdict, columns, table)
+        return Computed(batch, hidden, verdict, result_columns(batch, verdict), table)
 
     def propose(self, rows: Rows, done: Computed) -> Drafts | None:
         self.mark("host")

@@ -7,16 +7,12 @@ step     the row of draft 2              (own output)              → draft 3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.spec.passes import DraftPasses, numbers
-
-ALIGNED = 2  # numbers, 16 bytes: kernels are compiled anew for pointers with less
+from mtpserve.spec.passes import DraftPasses
 
 
 class ChainDrafter:
@@ -46,22 +42,22 @@ class ChainDrafter:
 def one_by_one(passes: DraftPasses, batch: Batch, hidden: Hidden, verdict: Verdict, steps: int) -> tuple[Tensor, Tensor | None]:
     """spec.passes.DraftChain, by the passes of any draft model on any device."""
     state, seat_ids = passes.absorb(batch, hidden, verdict)
-    sampler, length = batch.sampler, batch.seats.length.index_select(0, seat_ids)
-    ahead = passes.model.lag + 1
-    places = counted(length, -ahead, steps)  # [i] is length - ahead + i
+    sampler, seats, lookback = batch.sampler, batch.seats, passes.model.lag + 1
+    # positions[i] is length - lookback + i
+    positions, slots = passes.draft_positions(seats.length, seats.page_tables[0], seat_ids, lookback, steps)
     tokens, probs, q = list[Tensor](), None, None
     for step in range(steps):
         if step:
-            index = places[step]
-            rows = passes.rows(batch, seat_ids, tokens[-1], index, index, places[step + ahead - 1], places[step + 1])
+            index = positions[step]
+            rows = passes.rows(batch, seat_ids, tokens[-1], index, index, slots[step - 1], positions[step + 1])
             state = passes.step(rows, state.features, step)
-        path = so_far(tokens, length) if sampler.has_rules else None
+        path = so_far(tokens, positions[lookback]) if sampler.has_rules else None
         logits, columns = passes.logits(state.head, step, batch, seat_ids, path)
         if not sampler.all_greedy and not sampler.all_coupled:
             # All in one table, so that they need not be put together afterwards: they are the largest numbers here.
             probs = logits.new_empty(logits.shape[0], steps, logits.shape[1]) if probs is None else probs
             q = probs[:, step]
-        token = passes.propose(logits, seat_ids, places[step + ahead], sampler, q)
+        token = passes.propose(logits, seat_ids, positions[step + lookback], sampler, q)
         tokens.append(token if columns is None else columns[token])
     return torch.stack(tokens, 1), probs
 
@@ -69,11 +65,3 @@ def one_by_one(passes: DraftPasses, batch: Batch, hidden: Hidden, verdict: Verdi
 def so_far(tokens: list[Tensor], length: Tensor) -> tuple[Tensor, Tensor]:
     """tokens [D] of each step → the drafts before the next one [D, steps], and their number [D]."""
     return torch.stack(tokens, 1) if tokens else length.new_zeros(len(length), 0), torch.full_like(length, len(tokens))
-
-
-def counted(length: Tensor, first: int, end: int) -> Sequence[Tensor]:
-    """length [D] → length + i for each i from `first` on, by one operation; each is aligned."""
-    number = length.shape[0]
-    table = length.new_empty(end - first, number + number % ALIGNED)[:, :number]
-    torch.add(length, numbers(first, end, 1, length.device).unsqueeze(1), out=table)
-    return table.unbind()

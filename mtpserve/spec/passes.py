@@ -42,6 +42,8 @@ SPLIT_ROWS, SPLIT_EACH = 16, 2
 # Absorbs a step's rows → so many drafts of each request that is drafted for [D, steps], and what they were drawn from [D, steps,
 # vocabulary]; None if all are point masses.
 DraftChain = Callable[["DraftPasses", Batch, Hidden, Verdict, int], tuple[Tensor, Tensor | None]]
+# mtpserve_kernels.seats.reference.draft_positions with a page size: length, page_table, seat_ids, lookback, steps → positions, slots.
+DraftPositions = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +92,18 @@ def numbers(first: int, end: int, step: int, device: torch.device) -> Tensor:
 
 
 class DraftPasses:
-    """`attention` plans for the draft model's own layers. `boundary` is None if the draft model gets no features of the trunk, and so is
-    `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`: drafts of a block. `draft_chain`: None is
-    spec.chain.one_by_one."""
+    """`attention` plans for the draft model's own layers; `draft_positions` knows their page size. `boundary` is None if the draft model
+    gets no features of the trunk, and so is `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`:
+    drafts of a block. `draft_chain`: None is spec.chain.one_by_one."""
 
     def __init__(
-        self, model: DraftModel, attention: AttentionBackend, boundary: BoundaryRows | None = None, reduced: ReducedHead | None = None,
-        propose: Propose = propose, deferred: DeferredRows | None = None, history: FeatureHistory | None = None, steps: int = 0,
-        draft_chain: DraftChain | None = None,
+        self, model: DraftModel, attention: AttentionBackend, draft_positions: DraftPositions, boundary: BoundaryRows | None = None,
+        reduced: ReducedHead | None = None, propose: Propose = propose, deferred: DeferredRows | None = None,
+        history: FeatureHistory | None = None, steps: int = 0, draft_chain: DraftChain | None = None,
     ) -> None:  # fmt: skip
         self.history, self.steps = history, steps
         self.model, self.attention, self.boundary, self.reduced, self.propose = model, attention, boundary, reduced, propose
-        self.deferred, self.draft_chain = deferred, draft_chain
+        self.deferred, self.draft_chain, self.draft_positions = deferred, draft_chain, draft_positions
         self.described: Any = None  # kept by a kernel that needs it
         self.chain: ModuleChain | None = None
         if model.features.chained and history is not None and boundary is not None:
@@ -214,21 +216,21 @@ class DraftPasses:
             self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows))
 
     def rows(
-        self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor, place: Tensor | None = None,
+        self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor, slots: Tensor | None = None,
         kv_len: Tensor | None = None,
     ) -> Batch:  # fmt: skip
         """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are contiguous.
-        `place`: index + lag, and `kv_len`: index + 1 of each request's last row, where these are known."""
+        `slots`: of the tokens, and `kv_len`: index + 1 of each request's last row, where these are known."""
         requests, device = seat_ids.shape[0], index.device
         each = ids.shape[0] // max(requests, 1)
         owners, ends = (seat_ids, index) if each == 1 else (seat_ids.repeat_interleave(each), index.view(requests, each)[:, -1])
-        if place is None:
-            place = index + self.model.lag if self.model.lag else index
+        if slots is None:
+            slots = batch.seats.slots(owners, index + self.model.lag if self.model.lag else index)
         return batch._replace(
             ids=ids,
             positions=positions,
             index=index,
-            slots=batch.seats.slots(owners, place),
+            slots=slots,
             row_seats=owners,
             seat_ids=seat_ids,
             cu_q=numbers(0, requests * each + 1, max(each, 1), device),

@@ -1,6 +1,6 @@
 """Compiles every configuration of every kernel that we ship, for every chip, without a GPU; `make check` runs it.
 
-    python -m tests.kernels.matrix [--targets sm_90 …]
+    python -m tests.kernels.matrix [--targets sm_90 …] [--groups seats …]
 
 The wrappers are called with tensors on the CPU while launching is replaced by writing down what would be launched, so that what is
 compiled is what ships: they are called with every number of rows, so that every tile which they choose is compiled. A kernel must not
@@ -213,12 +213,33 @@ def states(fp8: bool) -> None:
             recur(x, gates, conv, layer, spans, rule, skip)
 
 
+def seats(fp8: bool) -> None:
+    """A step's own kernels: they have one form for all numbers of requests and rows."""
+    from mtpserve_kernels.seats import reference, step
+
+    records = reference.Seats(ints(4, 4128), ints(5, 4), ints(4, 32), torch.zeros(4, dtype=torch.bool), ints(4, 65), 64)
+    requests, failed = ints(2), torch.zeros(2, dtype=torch.bool)
+    for start in (None, requests):
+        step.place(records, requests, ints(8), ints(8), ints(3), requests, requests, start=start)
+    step.following(records, ints(8), ints(8))
+    step.draft_positions(ints(4), records.page_table, requests, 2, 3, 64)
+    for drafts in (0, 1, 3, 7, 63):
+        step.advance(records, requests, ints(3), requests, requests, requests, ints(2, drafts + 1))
+        step.hold(records, requests, ints(2, drafts), requests)
+        step.result_table(requests, ints(8), ints(2, drafts + 1), ints(4, drafts), requests, requests, failed, ints(2, drafts + 1))
+    step.hold(records, requests, ints(2, 3), requests, (torch.zeros(2, 3, 32000), torch.zeros(4, 3, 32000)))
+    for nodes, depth in ((7, 3), (63, 8)):
+        verdict = ints(4, nodes), requests, requests, failed, ints(2, depth + 1), ints(2, nodes), ints(2, depth + 1)
+        step.result_table(requests, ints(8), ints(2, nodes + 1), *verdict)
+
+
 GROUPS = {
     "attention": attention,
     "selection": selection,
     "around": around,
     "mixtures and verdicts": mixtures_and_verdicts,
     "states": states,
+    "seats": seats,
 }
 
 

@@ -38,6 +38,7 @@ def step(count: int) -> None:
     from mtpserve_kernels.quant.rows import linear_rows, widen_rows
     from mtpserve_kernels.recurrent.delta import recur
     from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
+    from mtpserve_kernels.seats import reference, step as seats
     from mtpserve_kernels.spec.accept import accept
 
     where = ints(50, 16), ints(count), ints(count + 1), ints(count), ints(count), None, None, 16, 0.1
@@ -80,6 +81,18 @@ def step(count: int) -> None:
     for parents in (None, ints(count, 7)):
         spans = StateSpans(*own, parents, None, None, 7, count)
         recur(torch.zeros(count, rule.channels), torch.zeros(count, 2, 4), torch.zeros(4, rule.channels), layer, spans, rule)
+    requests, rows_of = ints(count), ints(3 * count)
+    records = reference.Seats(ints(50, 300), ints(5, 50), ints(50, 32), torch.zeros(50, dtype=torch.bool), ints(50, 16), 16)
+    for start in (None, requests):
+        seats.place(records, requests, rows_of, rows_of, ints(count + 1), requests, requests, start=start)
+    seats.following(records, rows_of, rows_of)
+    seats.draft_positions(ints(50), records.page_table, requests, 2, 3, 16)
+    seats.advance(records, requests, ints(count + 1), requests, requests, requests, ints(count, 4))
+    for probs in (None, (torch.zeros(count, 3, 1000), torch.zeros(50, 3, 1000))):
+        seats.hold(records, requests, ints(count, 3), requests, probs)
+    table = requests, rows_of, ints(count, 4), ints(50, 3), requests, requests, requests.bool(), ints(count, 4)
+    for nodes in ((), (ints(count, 3), ints(count, 4))):
+        seats.result_table(*table, *nodes)
     sampling = torch.zeros(50), ints(50), torch.zeros(50), torch.zeros(50), ints(50), torch.zeros(50, dtype=torch.bool)
     for q in (None, torch.zeros(50, 3, 1000)):
         accept(torch.zeros(count, 4, 1000), ints(count, 3), ints(count), None, None, ints(count), ints(50), *sampling, q, 3)

@@ -69,6 +69,16 @@ def following(seats: Seats, row_seats: Tensor, index: Tensor, *, slots_of: Slots
     return seats.tokens[row_seats, after], after, slots_of(seats.page_table, row_seats, after, seats.page_size)
 
 
+def draft_positions(
+    length: Tensor, page_table: Tensor, seat_ids: Tensor, lookback: int, steps: int, page_size: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """length [S], page_table [S, columns], seat_ids [D] of requests that get `steps` drafts one after the other. → positions
+    length - lookback to length + steps - 1 [lookback + steps, D], and slots of the drafts that a next step takes [steps - 1, D]."""
+    positions = length[seat_ids] + torch.arange(-lookback, steps, device=length.device).unsqueeze(1)
+    draft_inputs = positions[lookback:-1]
+    return positions, cache.slots(page_table, seat_ids.expand_as(draft_inputs), draft_inputs, page_size)
+
+
 def hold(seats: Seats, seat_ids: Tensor, tokens: Tensor, count: Tensor, drawn: tuple[Tensor, Tensor] | None = None) -> None:
     """tokens [D, K], count [D]: the first `count` of each row wait as drafts, after what is committed; what follows them is void. `drawn`:
     what they were drawn from [D, n, V] float32, and what that is kept in for each seat [S, n or more, V]."""
@@ -95,3 +105,15 @@ def advance(seats: Seats, seat_ids: Tensor, cu_q: Tensor, last_row: Tensor, samp
     seats.counts[:2].index_copy_(1, seat_ids, torch.stack((length, computed)))
     stops = (tokens.unsqueeze(2) == seats.stops[seat_ids].unsqueeze(1)).any(2) & (number < count.unsqueeze(1))
     seats.done.index_copy_(0, seat_ids, stops.any(1) | done | (length >= limit))
+
+
+def result_table(
+    seat_ids: Tensor, ids: Tensor, sample_rows: Tensor, draft_sources: Tensor, draft_count: Tensor, accepted: Tensor, failed: Tensor,
+    tokens: Tensor, parents: Tensor | None = None, path: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What the host wants to know of R verdicts: accepted, failed, draft_count [R], tokens [R, D + 1]; the K drafts, which are the `ids`
+    [T] of sample_rows [R, K + 1] after the first, and their sources by seat [S, K or more]; of trees parents [R, K] and path [R, D + 1].
+    → [R, columns] int64, side by side."""
+    first = torch.stack([accepted, failed.long(), draft_count], 1)
+    parts = [first, tokens, ids[sample_rows[:, 1:]], draft_sources[seat_ids, : sample_rows.shape[1] - 1]]
+    return torch.cat(parts if parents is None or path is None else [*parts, parents, path], 1)
