@@ -1,0 +1,55 @@
+"""What the compiler makes of a step's kernels for sm_90: registers, spills, shared memory. Nothing is run, and no GPU is needed.
+
+It needs the tests of the kernels beside the benchmarks, and cuobjdump, which comes with Triton.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gpu_kit.models import Cell, Place
+from gpu_kit.paper import launches_of
+
+TARGET = ("cuda", 90, 32)
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack, which is what spilled."""
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (sum(map(int, re.findall(rf"{name}:(\d+)", told))) for name in ("REG", "STACK"))
+    return {"registers": registers, "stack_bytes": stack}
+
+
+def facts(place: Place, cell: Cell) -> list[dict[str, Any]]:
+    """A record for each kernel of the cell's step that differs from the others in its source, types or constants."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tests.kernels.matrix import Source
+
+    sources: dict[str, Source] = {}
+
+    def seen(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        source = Source.of((kernel, args, kwargs))
+        sources.setdefault(f"{source.name} {source.signature} {source.options}", source)
+
+    launches_of(place, cell, seen)
+    records = []
+    for source in sources.values():
+        code = ASTSource(source.kernel, source.signature, source.constants, source.attributes)
+        kernel = triton.compile(code, target=GPUTarget(*TARGET), options=source.options)
+        warps = source.options.get("num_warps", 4)
+        shared = int(kernel.metadata.shared)
+        records.append({"kernel": source.kernel.__name__, "warps": warps, **usage(kernel.asm["cubin"]), "shared_bytes": shared})
+    return records

@@ -1,0 +1,162 @@
+"""The kernels of a captured step as a profiler saw them, each with the launch that it belongs to.
+
+Kernels and launches have the same order. Kernels of our own have the launches' names: these are the anchors. Between two anchors the
+products of the library belong to the products among the launches, in their order, and a kernel that adds up a product's parts to the
+product before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_kit.launches import OWN, PRODUCT, TORCH, Launch
+
+LIBRARY = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|dot_kernel", re.IGNORECASE)
+ADDS_PARTS = re.compile(r"splitk.*reduce|reduce.*splitk|splitkreduce", re.IGNORECASE)
+NAME = 72  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A kernel that has run; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    grid: tuple[int, ...] = ()
+    registers: int | None = None  # of a thread
+    shared_bytes: int | None = None  # of a block
+
+    @property
+    def us(self) -> float:
+        return self.end - self.start
+
+
+def profiled(work: Callable[[], object], times: int) -> list[Event]:
+    """Kernels, copies and fills of `work` on the GPU, in their order, run so many times."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(times):
+            work()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(file))
+        return events_of(json.loads(file.read_text()))
+
+
+def events_of(trace: dict[str, Any]) -> list[Event]:
+    """Of a trace in Chrome's format."""
+    events = []
+    for entry in trace["traceEvents"]:
+        if entry.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in entry:
+            facts = entry.get("args", {})
+            grid, registers, shared = (facts.get(key) for key in ("grid", "registers per thread", "shared memory"))
+            times = entry["ts"], entry["ts"] + entry["dur"]
+            events.append(Event(entry["name"], *times, tuple(grid or ()), registers, shared))
+    return sorted(events, key=lambda event: event.start)
+
+
+def own_name(event: Event, names: frozenset[str]) -> str | None:
+    """None: it is a library's."""
+    return next((name for name in names if event.name == name or event.name.startswith(f"{name}_")), None)
+
+
+def aligned(events: list[Event], launches: list[Launch]) -> list[Launch | None]:
+    """The launch of each event."""
+    names = frozenset(launch.name for launch in launches if launch.kind == OWN)
+    anchors = [(place, name) for place, event in enumerate(events) if (name := own_name(event, names)) is not None]
+    wanted = [place for place, launch in enumerate(launches) if launch.kind == OWN]
+    found: list[Launch | None] = [None] * len(events)
+    matcher = SequenceMatcher(None, [name for _, name in anchors], [launches[place].name for place in wanted], autojunk=False)
+    pairs = [(-1, -1)]
+    for first, second, size in matcher.get_matching_blocks():
+        pairs += [(anchors[first + i][0], wanted[second + i]) for i in range(size)]
+    pairs.append((len(events), len(launches)))
+    for (event, launch), (event_end, launch_end) in pairwise(pairs):
+        if event >= 0:
+            found[event] = launches[launch]
+        between(events, launches, range(event + 1, event_end), range(launch + 1, launch_end), found)
+    return found
+
+
+def between(events: list[Event], launches: list[Launch], places: range, others: range, found: list[Launch | None]) -> None:
+    """Of the events at `places` and the launches at `others`, among which none is our own."""
+    products = iter([launches[i] for i in others if launches[i].kind == PRODUCT])
+    rest = [launches[i] for i in others if launches[i].kind == TORCH]
+    plain, last = [], None
+    for place in places:
+        if ADDS_PARTS.search(events[place].name):
+            found[place] = last
+        elif LIBRARY.search(events[place].name) or events[place].name in ("mm", "addmm", "bmm", "baddbmm"):
+            found[place] = last = next(products, None)
+        else:
+            plain.append(place)
+    if len(plain) == len(rest):
+        for place, launch in zip(plain, rest, strict=True):
+            found[place] = launch
+
+
+def kind_of(event: Event, launch: Launch | None) -> str:
+    if launch is not None:
+        return launch.kind
+    return PRODUCT if LIBRARY.search(event.name) else TORCH
+
+
+def label_of(event: Event, launch: Launch | None) -> str:
+    """What tells kernels of one name apart."""
+    if launch is not None and launch.kind == PRODUCT:
+        batch, outputs, inputs, rows = launch.product
+        return f"{f'{batch} x ' if batch > 1 else ''}{rows} x {outputs} x {inputs}"
+    return "x".join(map(str, event.grid))
+
+
+def gaps_of(events: list[Event]) -> list[float | None]:
+    """Microseconds in which nothing ran before each event; None before the first one."""
+    gaps, last = list[float | None](), None
+    for event in events:
+        gaps.append(None if last is None else max(0.0, event.start - last))
+        last = event.end if last is None else max(last, event.end)
+    return gaps
+
+
+def table(replays: list[list[Event]], launches: list[Launch], read_gb_s: float | None) -> list[dict[str, Any]]:
+    """A row for each kernel and shape, the one that takes longest first. `replays`: the events of each."""
+    places = aligned(replays[0], launches)
+    durations, gaps = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    for events in replays:
+        for place, (event, gap) in enumerate(zip(events, gaps_of(events), strict=True)):
+            durations[place].append(event.us)
+            gaps[place] += [] if gap is None else [gap]
+    groups = defaultdict[tuple[str, str, str], list[int]](list)
+    for place, (event, launch) in enumerate(zip(replays[0], places, strict=True)):
+        adds = launch is not None and launch.kind == PRODUCT and ADDS_PARTS.search(event.name) is not None
+        groups[event.name[:NAME], kind_of(event, launch), "" if adds else label_of(event, launch)].append(place)
+    rows = []
+    for (name, kind, label), members in groups.items():
+        times = [statistics.median(durations[place]) for place in members]
+        before = [value for place in members for value in gaps[place]]
+        alike = [launch for place in members if (launch := places[place]) is not None]
+        moved, event = sum(launch.num_bytes for launch in alike), replays[0][members[0]]
+        known = kind == OWN or (len(alike) == len(members) and label != "")
+        speed = moved / sum(times) / 1e3 if known and sum(times) else None
+        rows.append({
+            "name": name, "class": kind, "shape": label, "calls": len(members), "us_sum": sum(times), "us_median": statistics.median(times),
+            "us_max": max(times), "gap_before_us": statistics.median(before) if before else None, "grid": list(event.grid),
+            "registers": event.registers, "shared_bytes": event.shared_bytes, "bytes": moved if known else None, "gb_s": speed,
+            "of_read": None if speed is None or read_gb_s is None else speed / read_gb_s,
+        })  # fmt: skip
+    return sorted(rows, key=lambda row: -row["us_sum"])

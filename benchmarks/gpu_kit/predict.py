@@ -1,0 +1,144 @@
+"""How long a step should take on a GPU: for each launch the gap before it, and the longest of three times.
+
+    bytes / what the memory gives        operations / what the matrix units give        the chain of waits in one block
+
+The chains are of kernels compiled for sm_90 whose instructions were simulated, with 300 cycles for a load from L2, 800 from memory and
+1.98 GHz; those of a library's products and of torch's own kernels are assumptions. With them and the gap the sum of all launches was
+within 10 % of what an H100 took for 1 to 32 requests of the model of 475 M parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+from gpu_kit.launches import KEY_BLOCK, OWN, PRODUCT, Launch
+
+LIBRARY_SHARE, OWN_SHARE = 0.88, 0.85  # of the read bandwidth that products and own kernels reach: assumptions
+MATRIX_SHARE = 0.82  # of the products per second of a large square one
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Stated, where nothing was measured: the bandwidth is that of a copy on an H100, and the gap was fitted to whole steps there."""
+
+    read_gb_s: float = 3000.0
+    mm_tflops: float = 790.0
+    gap_us: float = 2.1
+    torch_gap_us: float = 2.1
+    processors: int = 132
+    measured: bool = False
+
+    @classmethod
+    def of(cls, found: dict[str, Any], processors: int = 132) -> Ceilings:
+        """Of a result's `ceilings`; the stated ones where it has none."""
+        stated = cls()
+        return cls(
+            read_gb_s=found.get("read_gb_s", stated.read_gb_s),
+            mm_tflops=found.get("mm_tflops", stated.mm_tflops),
+            gap_us=found.get("empty_us", stated.gap_us),
+            torch_gap_us=found.get("torch_us", stated.torch_gap_us),
+            processors=processors,
+            measured="read_gb_s" in found and "empty_us" in found,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A prediction; times in milliseconds."""
+
+    launches: int
+    num_bytes: float
+    body_ms: float
+    gap_ms: float
+
+    @property
+    def device_ms(self) -> float:
+        return self.body_ms + self.gap_ms
+
+
+def waves(launch: Launch, share: float, ceilings: Ceilings, blocks: int) -> float:
+    """Rounds of the grid's blocks, of which `share` have work; `blocks` of them are on one processor at a time."""
+    return max(1.0, ceil(share * prod(launch.grid)) / (ceilings.processors * blocks))
+
+
+def constant(launch: Launch, *names: str, default: int = 1) -> int:
+    """The first of these that the launch has."""
+    return next((int(launch.constants[name]) for name in names if name in launch.constants), default)
+
+
+def product_chain(launch: Launch) -> float:
+    rows, depth = launch.product[3], launch.product[2]
+    return 1.6 + 0.0009 * depth + 0.6 * (rows > 16) + 0.6 * (rows > 64)
+
+
+def norm_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    return 0.9 if constant(launch, "H") <= 2048 else 1.1
+
+
+def route_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    """Scores of a split of the hidden numbers, then one choice for all rows of a block."""
+    blocks = ceil(constant(launch, "H") / (constant(launch, "BH", default=64) * constant(launch, "SPLITS")))
+    return 1.9 + 0.32 * blocks + 2.2
+
+
+def gate_up_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    return (1.0 + 0.29 * ceil(constant(launch, "H") / constant(launch, "BH", default=64))) * waves(launch, launch.busy, ceilings, 3)
+
+
+def down_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    return (1.2 + 0.3 * ceil(constant(launch, "S") / constant(launch, "BS", default=64))) * waves(launch, launch.busy, ceilings, 4)
+
+
+def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    """Blocks of keys one after the other, each with the page's number, keys, scores and values."""
+    width, splits = constant(launch, "BN", default=KEY_BLOCK), launch.grid[2] if len(launch.grid) > 2 else 1
+    latent = constant(launch, "D") > constant(launch, "E")
+    blocks = ceil(context / width)
+    own = max(ceil(blocks / splits), 1)
+    busy = min(1.0, ceil(blocks / own) / splits)
+    block_us = (2.3 if latent else 1.1) * (width / KEY_BLOCK) ** 0.5
+    return (1.5 + block_us * own) * waves(launch, busy, ceilings, 2)
+
+
+Chain = Callable[[Launch, int, Ceilings], float]
+
+
+def fixed(us: float) -> Chain:
+    return lambda launch, context, ceilings: us
+
+
+CHAINS: dict[str, Chain] = {
+    "add_rms_norm_kernel": norm_chain,
+    "route_kernel": route_chain,
+    "gate_up_kernel": gate_up_chain,
+    "down_kernel": down_chain,
+    "span_kernel": span_chain,
+    "combine_kernel": fixed(1.8),
+    "latent_store_kernel": fixed(0.9),
+    "rope_store_kernel": fixed(0.8),
+    "choose_kernel": fixed(1.6),
+}
+OWN_US, TORCH_US = 0.7, 0.6  # of other kernels
+
+
+def body_us(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    """Microseconds in which the launch runs."""
+    operations = launch.flops / (MATRIX_SHARE * ceilings.mm_tflops) / 1e6
+    if launch.kind == PRODUCT:
+        moved = launch.num_bytes / (LIBRARY_SHARE * ceilings.read_gb_s) / 1e3 + 1.0
+        return max(product_chain(launch), moved, operations + 1.5)
+    moved = launch.num_bytes / (OWN_SHARE * ceilings.read_gb_s) / 1e3 + 0.5
+    if launch.kind == OWN:
+        return max(CHAINS.get(launch.name, fixed(OWN_US))(launch, context, ceilings), moved, operations)
+    return max(TORCH_US, moved)
+
+
+def predicted(launches: list[Launch], context: int, ceilings: Ceilings) -> Step:
+    """`context`: keys that a row sees."""
+    own = sum(launch.kind == OWN for launch in launches)
+    gaps = own * ceilings.gap_us + (len(launches) - own) * ceilings.torch_gap_us
+    body = sum(body_us(launch, context, ceilings) for launch in launches)
+    return Step(len(launches), sum(launch.num_bytes for launch in launches), body / 1e3, gaps / 1e3)

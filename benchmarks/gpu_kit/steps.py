@@ -1,0 +1,142 @@
+"""Captured steps of whole models: how long the device takes for each, and its kernels."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from common.shapes import StepBytes
+
+from gpu_kit.environment import clocks
+from gpu_kit.kernel_table import Event, gaps_of, profiled, table
+from gpu_kit.launches import LaunchRecorder, recording
+from gpu_kit.models import Cell, Place, engine_of, key_of, random_model, replay, seat, state_of, traffic_of
+from gpu_kit.timing import Alarm, event_us, host_us
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.runtime.graphs import Body, CudaRecorder, GraphOutput, Recorder
+
+WARM_UPS, REPLAYS, PROFILED = 5, 30, 3
+
+
+class StepRecorder:
+    """mtpserve.runtime.graphs.Recorder: before a body is captured it runs twice, once to compile its kernels and once to write down its
+    launches."""
+
+    def __init__(self, device: torch.device, alarm: Alarm) -> None:
+        self.inner, self.alarm = inner_recorder(device), alarm
+        self.launches: LaunchRecorder | None = None
+        self.body: Body | None = None
+
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+        body()
+        if self.launches is not None:
+            with recording(self.launches, execute=True):
+                body()
+        self.body = body
+        with self.alarm.whole():
+            return self.inner.record(body)
+
+
+def inner_recorder(device: torch.device) -> Recorder:
+    if device.type == "cuda":
+        return CudaRecorder()
+    from tests.runtime.recorders import Again  # calls the body again
+
+    return Again()
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def model_of(place: Place, name: str, positions: int) -> DecoderModel:
+    return random_model(place.config(name), place.dtype, positions, place.device)
+
+
+def events_of_replays(place: Place, again: Callable[[], object], recorder: LaunchRecorder) -> list[list[Event]]:
+    """The kernels of each replay. On a CPU there is one, which the recorder has timed."""
+    if place.device.type != "cuda":
+        pairs = zip(recorder.launches, recorder.times, strict=True)
+        return [[Event(launch.name, *times, launch.grid) for launch, times in pairs]]
+    events = profiled(again, PROFILED)
+    number, rest = divmod(len(events), PROFILED)
+    if rest or not number:
+        raise RuntimeError(f"the profiler saw {len(events)} kernels in {PROFILED} replays of one graph")
+    return [events[i * number : (i + 1) * number] for i in range(PROFILED)]
+
+
+@torch.inference_mode()
+def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | None, alarm: Alarm) -> dict[str, Any]:
+    """One cell. Raises what the engine raises where it does not fit."""
+    recorder = StepRecorder(place.device, alarm)
+    engine = engine_of(model, cell, place.device, recorder)
+    seat(engine, cell)
+    key = key_of(engine, cell)
+    rows = key.rows or key.requests * key.width
+    recorder.launches = LaunchRecorder(traffic_of(engine, model, cell, rows))
+    restore = state_of(engine)
+    began = time.perf_counter()
+    recorded, _ = replay(engine, cell)
+    synchronise(place.device)
+    captured_s = time.perf_counter() - began
+    on_gpu = place.device.type == "cuda"
+    clock, times, hosts = event_us if on_gpu else host_us, list[float](), list[float]()
+    for _ in range(WARM_UPS + REPLAYS if on_gpu else 2):
+        restore()
+        synchronise(place.device)
+        times.append(clock(lambda: hosts.append(host_us(recorded.again))))
+    speed = clocks() if on_gpu else None  # right after the replays, before the device rests
+    restore()
+    replays = events_of_replays(place, recorded.again, recorder.launches)
+    times, launches = times[WARM_UPS:] or times, recorder.launches.launches
+    busy = statistics.median(sum(event.us for event in events) for events in replays)
+    between = [gap for events in replays for gap in gaps_of(events) if gap is not None]
+    moved = sum(launch.num_bytes for launch in launches)
+    context = recorder.launches.traffic.context
+    least = None if cell.prompt else StepBytes(place.config(cell.model)).step(cell.requests, context, cell.drafts)
+    return {
+        "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "context": cell.context, "prompt": cell.prompt,
+        "clock": "device" if on_gpu else "host", "rows": rows, "launches": len(launches), "kernel_launches": len(replays[0]),
+        "device_ms": statistics.median(times) / 1e3, "device_ms_least": min(times) / 1e3, "host_replay_ms": statistics.median(hosts) / 1e3,
+        "capture_s": captured_s, "busy_ms": busy / 1e3, "gap_ms": sum(between) / len(replays) / 1e3,
+        "gap_us_median": statistics.median(between) if between else None, "bytes": moved, "least_bytes": least,
+        "floor_ms": None if least is None or read_gb_s is None else least / read_gb_s / 1e6, "clocks": speed,
+        "kernels": table(replays, launches, read_gb_s),
+    }  # fmt: skip
+
+
+def free(place: Place) -> None:
+    gc.collect()
+    if place.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def steps(place: Place, cells: list[Cell], read_gb_s: float | None, alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """A record for each cell, or {"skipped": why}. A model is made once for all of its cells."""
+    for name in dict.fromkeys(cell.model for cell in cells):
+        own = [cell for cell in cells if cell.model == name]
+        try:
+            model = model_of(place, name, max(cell.context for cell in own) + 1024)
+        except Exception as error:
+            yield {"skipped": f"{name}: {type(error).__name__}: {first_line(error)}"}
+            free(place)
+            continue
+        for cell in own:
+            try:
+                yield measured(place, model, cell, read_gb_s, alarm)
+            except Exception as error:
+                yield {"skipped": f"{cell}: {type(error).__name__}: {first_line(error)}"}
+            free(place)
+        del model
+        free(place)
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message, and of its cause's."""
+    text = f"{error} {error.__cause__ or ''}".strip()
+    return text.splitlines()[0][:200] if text else "no message"

@@ -1,0 +1,106 @@
+"""Times of calls: on a GPU in captured graphs, by events; on a CPU by the host's clock, which says nothing about a GPU. And time limits."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+
+import torch
+
+CUDA = torch.device("cuda")
+SAMPLES = 7
+
+
+class TimeLimit(BaseException):
+    """The part's time is over. No `except Exception` of an engine may take it for a failure of its own."""
+
+
+class Alarm:
+    """Raises TimeLimit in the main thread once `seconds` have passed; inside `whole` only afterwards."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end, self.inside, self.due = time.perf_counter() + seconds, 0, False
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGALRM, self.ring)
+        signal.setitimer(signal.ITIMER_REAL, max(self.end - time.perf_counter(), 1e-3))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def ring(self, number: int, frame: FrameType | None) -> None:
+        self.due = True
+        if not self.inside:
+            raise TimeLimit
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - time.perf_counter()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What must not be left half done, like a capture: the stream would stay in it."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+        if self.due and not self.inside:
+            raise TimeLimit
+
+
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    capture = torch.cuda.graph(graph, stream=stream)
+    if alarm is None:
+        with torch.cuda.stream(stream), capture:
+            yield
+    else:
+        with alarm.whole(), torch.cuda.stream(stream), capture:
+            yield
+
+
+def event_us(work: Callable[[], object]) -> float:
+    """Of the device."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def host_us(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e6
+
+
+def call_us(body: Callable[[int], object], calls: int, device: torch.device, samples: int = SAMPLES, alarm: Alarm | None = None) -> float:
+    """Microseconds of one call of `body`, which gets the call's number, among `calls` that follow each other: the median of `samples`."""
+    body(0)
+    if device.type != "cuda":
+        return statistics.median(host_us(partial(body, i)) for i in range(min(samples, calls)))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph, alarm):
+        for i in range(calls):
+            body(i)
+    graph.replay()
+    return statistics.median(event_us(graph.replay) / calls for _ in range(samples))
+
+
+def rotation(num_bytes: float, least: int = 1, most: int = 256, rotated: float = 150e6) -> int:
+    """Copies of something of this size, so that calls that take one after the other find none of it in the L2 cache."""
+    return max(least, min(most, -(-int(rotated) // max(int(num_bytes), 1))))
