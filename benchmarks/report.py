@@ -80,8 +80,8 @@ def page(results: list[Result], gpu: Sequence[Table] = ()) -> str:
 def gpu_section(tables: Sequence[Table]) -> str:
     if not tables:
         return ""
-    what = "mtpserve's tokens per second over each other engine's, and each step over its bound. Lost cells come first."
-    return f'<section id="gpu"><h2>On a GPU</h2><p>{escape(what)}</p>{"".join(map(table_html, tables))}</section>'
+    caption = "mtpserve's tokens per second over each other engine's, and each step over its bound. Lost cells come first."
+    return f'<section id="gpu"><h2>On a GPU</h2><p>{escape(caption)}</p>{"".join(map(table_html, tables))}</section>'
 
 
 def section(result: Result) -> str:

@@ -1,6 +1,6 @@
 """Tables of the results of peers/gpu.py, `peers_gpu_*.json`: mtpserve beside other engines on a GPU, and each step beside its bound.
 
-As long as there are none, a table of what was measured before: the 475 M parameters of never_slower.py on an H100.
+As long as there are none, the fallback: what never_slower.py measured with 475 M parameters on an H100.
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from peers.gpu_engines.record import KIND, OWN, Record, Row
-from peers.gpu_engines.shapes import StepTraffic, inflated_demo
+from peers.gpu_engines.record import KIND, MTPSERVE, Record, Row
 
 from common.leaves import Table
+from common.shapes import SHAPES, StepBytes
 
 Rounded = Callable[[float, int], str]
 Markdown = Callable[[list[str], list[list[str]]], str]
-Key = tuple[str, int, int]  # model, drafts, batch
-NAMES = {"vllm": "vLLM", "loop": "torch.compile loop"}
-MODELS = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "mimo-7b": "MiMo-7B", "qwen3-8b": "Qwen3-8B"}
+CellKey = tuple[str, int, int]  # model, drafts, batch
+ENGINE_NAMES = {"vllm": "vLLM", "loop": "torch.compile loop"}
+MODEL_NAMES = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "mimo-7b": "MiMo-7B", "qwen3-8b": "Qwen3-8B"}
 COMMAND = "python benchmarks/peers/gpu.py --vllm VLLM/bin/python --json benchmarks/results/peers_gpu_h100.json"
 CLOSE = 1.1  # below it a ratio has two places
+EXPLANATION = (
+    "output tokens per second of requests that arrive together, prompts included, and milliseconds a step while the batch is whole. "
+    "`over` is mtpserve's tokens per second over that engine's: where one of both is slower the cell comes first, in bold. "
+    "The bound is what a step reads over the read bandwidth"
+)
 # Data sheets' bandwidth in bytes per second, by torch's name of the device: for results that did not measure it.
 STATED_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.35e12}
-# The newest runs of never_slower.py with the 475 M parameters and captured steps.
-EARLIER = "never_slower_475m_batches_h100", "never_slower_128_graphs_h100"
-EARLIER_MODEL, EARLIER_ARMS = "large", {"plain": 0, "k = 3": 3}
-EARLIER_PROMPT = 128  # never_slower.PROMPT
+FALLBACK_FILES = "never_slower_475m_batches_h100", "never_slower_128_graphs_h100"
+FALLBACK_MODEL, FALLBACK_ARMS = "large", {"plain": 0, "k = 3": 3}  # names there, and drafts
+FALLBACK_PROMPT = 128  # never_slower.PROMPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,222 +51,215 @@ class GpuResult:
 class Cell:
     """mtpserve's row of a model, number of drafts and batch, and the others' by engine. All are from one result."""
 
-    own: Row
-    others: dict[str, Row]
+    row: Row
+    peers: dict[str, Row]
     result: str
 
     def ratio(self, engine: str) -> float:
         """mtpserve's tokens per second over this engine's."""
-        return self.own.tokens_per_s / self.others[engine].tokens_per_s
+        return self.row.tokens_per_s / self.peers[engine].tokens_per_s
 
     def steady_ratio(self, engine: str) -> float:
         """The same while the batch is whole."""
-        return self.own.steady_tokens_per_s / self.others[engine].steady_tokens_per_s
+        return self.row.steady_tokens_per_s / self.peers[engine].steady_tokens_per_s
 
     @property
-    def worst(self) -> float:
+    def worst_ratio(self) -> float:
         """The least of both ratios to any engine. Without other engines 1: nothing is lost."""
-        return min((ratio(engine) for engine in self.others for ratio in (self.ratio, self.steady_ratio)), default=1.0)
+        return min((ratio(engine) for engine in self.peers for ratio in (self.ratio, self.steady_ratio)), default=1.0)
+
+    @property
+    def over_bound(self) -> float | None:
+        return None if self.row.bound_ms is None else self.row.step_ms / self.row.bound_ms
 
 
 def results(folder: Path) -> list[GpuResult]:
     """The newest first. Raises SystemExit for a file that is no result of peers/gpu.py, and leaves out dry runs."""
-    found = [result_of(path) for path in sorted(folder.glob("peers_gpu_*.json"))]
-    return sorted((result for result in found if not result.record.toy), key=lambda result: result.record.date, reverse=True)
+    every_result = map(result_of, sorted(folder.glob("peers_gpu_*.json")))
+    return sorted((result for result in every_result if not result.record.toy), key=lambda result: result.record.date, reverse=True)
 
 
 def result_of(path: Path) -> GpuResult:
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        record = msgspec.convert(whole["numbers"], Record)
-        names = {name: str(whole[name]) for name in ("command", "commit", "device")}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        record = msgspec.convert(content["numbers"], Record)
+        context = {name: str(content[name]) for name in ("command", "commit", "device")}
     except (ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"{path}: is no result of peers/gpu.py: {type(error).__name__}: {error}") from None
     if record.kind != KIND:
         raise SystemExit(f"{path}: kind must be {KIND}, got {record.kind}")
-    return GpuResult(path.stem, **names, record=record)
+    return GpuResult(path.stem, **context, record=record)
 
 
-def cells_of(result: GpuResult) -> dict[Key, Cell]:
+def cells_of(result: GpuResult) -> dict[CellKey, Cell]:
     rows = {(row.model, row.drafts, row.batch, row.engine): row for row in result.record.rows}
-    found = {}
+    cells = {}
     for (model, drafts, batch, engine), row in rows.items():
-        if engine == OWN:
-            others = {other: rows[key] for other in NAMES if (key := (model, drafts, batch, other)) in rows}
-            found[model, drafts, batch] = Cell(row, others, result.name)
-    return found
+        if engine == MTPSERVE:
+            peers = {peer: rows[key] for peer in ENGINE_NAMES if (key := (model, drafts, batch, peer)) in rows}
+            cells[model, drafts, batch] = Cell(row, peers, result.name)
+    return cells
 
 
-def newest_cells(found: Sequence[GpuResult]) -> list[Cell]:
-    """Each from the newest result that has it; `found` begins with the newest. Those that were lost come first, the worst before the
-    others."""
-    cells: dict[Key, Cell] = {}
-    for result in found:
+def newest_cells(gpu_results: Sequence[GpuResult]) -> list[Cell]:
+    """Each from the first of the results that has it. Losing cells come first, the worst before the others."""
+    cells: dict[CellKey, Cell] = {}
+    for result in gpu_results:
         cells = cells_of(result) | cells
-    lost = sorted((cell for cell in cells.values() if cell.worst < 1), key=lambda cell: cell.worst)
-    held = sorted((cell for cell in cells.values() if cell.worst >= 1), key=rank)
-    return lost + held
+    losing_cells = sorted((cell for cell in cells.values() if cell.worst_ratio < 1), key=lambda cell: cell.worst_ratio)
+    return losing_cells + sorted((cell for cell in cells.values() if cell.worst_ratio >= 1), key=rank)
 
 
 def rank(cell: Cell) -> tuple[int, int, int]:
-    models = list(MODELS)
-    return models.index(cell.own.model) if cell.own.model in models else len(models), cell.own.drafts, cell.own.batch
+    models = list(MODEL_NAMES)
+    return models.index(cell.row.model) if cell.row.model in models else len(models), cell.row.drafts, cell.row.batch
+
+
+def by_device(gpu_results: Sequence[GpuResult]) -> dict[str, list[GpuResult]]:
+    devices = dict.fromkeys(result.device for result in gpu_results)
+    return {device: [result for result in gpu_results if result.device == device] for device in devices}
 
 
 def text(folder: Path, rounded: Rounded, markdown: Markdown) -> str:
-    """The block of docs/measured.md: tables by device, or what there is instead."""
-    if not (found := results(folder)):
-        return unmeasured(folder, rounded, markdown)
+    """The block of docs/measured.md: a table for each device, or the fallback."""
     parts = []
-    for device in dict.fromkeys(result.device for result in found):
-        here = [result for result in found if result.device == device]
-        parts.append(f"**{device}**: {EXPLAINED}\n\n{markdown_table(newest_cells(here), rounded, markdown)}\n{sources(here, rounded)}")
-    return "\n".join(parts)
-
-
-EXPLAINED = (
-    "output tokens per second of requests that arrive together, 128 tokens in and out, and milliseconds a step while the batch is whole. "
-    "Below 1 × mtpserve is slower: these cells come first, in bold. The bound is what a step reads over the read bandwidth"
-)
+    for device, gpu_results in by_device(results(folder)).items():
+        table = markdown_table(newest_cells(gpu_results), rounded, markdown)
+        parts.append(f"**{device}**: {EXPLANATION}.\n\n{table}\n{sources(gpu_results, rounded)}")
+    return "\n".join(parts) if parts else fallback_text(folder, rounded, markdown)
 
 
 def markdown_table(cells: list[Cell], rounded: Rounded, markdown: Markdown) -> str:
-    engines = [engine for engine in NAMES if any(engine in cell.others for cell in cells)]
-    head = ["", "batch", "tokens/s", *(f"over {NAMES[engine]}" for engine in engines), "ms a step"]
-    head += [*(f"{NAMES[engine]}, ms" for engine in engines), "bound, ms", "step / bound"]
-    rows = []
-    for cell in cells:
-        ratios = [times(cell.ratio(engine), rounded) if engine in cell.others else "" for engine in engines]
-        steps = [step_of(cell, engine, rounded) if engine in cell.others else "" for engine in engines]
-        own = cell.own
-        title = f"{MODELS.get(own.model, own.model)}, {drafts_in_words(own.drafts)}"
-        bound = ["", ""] if own.bound_ms is None else [rounded(own.bound_ms, 2), times(own.step_ms / own.bound_ms, rounded)]
-        rows.append([title, str(own.batch), f"{own.tokens_per_s:,.0f}", *ratios, rounded(own.step_ms, 2), *steps, *bound])
-    return markdown(head, rows)
+    engines = [engine for engine in ENGINE_NAMES if any(engine in cell.peers for cell in cells)]
+    names = [ENGINE_NAMES[engine] for engine in engines]
+    head = ["", "batch", "tokens/s", *(f"over {name}" for name in names), "ms a step", *(f"{name}, ms" for name in names)]
+
+    def line(cell: Cell) -> list[str]:
+        row = cell.row
+        ratios = [times(cell.ratio(engine), rounded) if engine in cell.peers else "" for engine in engines]
+        steps = [peer_step(cell, engine, rounded) if engine in cell.peers else "" for engine in engines]
+        title = f"{MODEL_NAMES.get(row.model, row.model)}, {drafts_name(row.drafts)}"
+        bound = "" if row.bound_ms is None else rounded(row.bound_ms, 2)
+        over_bound = "" if cell.over_bound is None else times(cell.over_bound, rounded)
+        return [title, str(row.batch), f"{row.tokens_per_s:,.0f}", *ratios, rounded(row.step_ms, 2), *steps, bound, over_bound]
+
+    return markdown([*head, "bound, ms", "step / bound"], list(map(line, cells)))
 
 
-def drafts_in_words(drafts: int) -> str:
-    return "plain" if drafts == 0 else "one draft" if drafts == 1 else f"{drafts} drafts"
+def drafts_name(drafts: int) -> str:
+    return {0: "plain", 1: "one draft"}.get(drafts, f"{drafts} drafts")
 
 
 def times(ratio: float, rounded: Rounded) -> str:
-    shown = f"{rounded(ratio, 2 if ratio < CLOSE else 1)} ×"
-    return f"**{shown}**" if ratio < 1 else shown
+    number = f"{rounded(ratio, 2 if ratio < CLOSE else 1)} ×"
+    return f"**{number}**" if ratio < 1 else number
 
 
-def step_of(cell: Cell, engine: str, rounded: Rounded) -> str:
-    shown = rounded(cell.others[engine].step_ms, 2)
-    return f"**{shown}**" if cell.steady_ratio(engine) < 1 else shown
+def peer_step(cell: Cell, engine: str, rounded: Rounded) -> str:
+    number = rounded(cell.peers[engine].step_ms, 2)
+    return f"**{number}**" if cell.steady_ratio(engine) < 1 else number
 
 
-def sources(found: Iterable[GpuResult], rounded: Rounded) -> str:
+def sources(gpu_results: Iterable[GpuResult], rounded: Rounded) -> str:
     """Where the numbers come from, and what was not measured."""
-    lines, skipped = list[str](), dict[str, None]()
-    for result in found:
+    lines, reasons = list[str](), dict[str, None]()
+    for result in gpu_results:
         record = result.record
-        versions = ", ".join(f"{NAMES[engine]} {version}" for engine, version in versions_of(record).items())
+        versions = ", ".join(f"{ENGINE_NAMES[engine]} {version}" for engine, version in versions_of(record).items())
         bandwidth = f"{rounded(record.read_bandwidth / 1e12, 2)} TB/s, {record.read_bandwidth_source}"
-        where = f"{result.device}, {result.commit}, {record.date[:10]}; {versions or 'alone'}; read bandwidth {bandwidth}"
-        lines.append(f"- `{result.command}` ({where}; [file](../benchmarks/results/{result.name}.json))")
-        skipped |= dict.fromkeys(one.skipped for one in record.skipped)
-    more = ["", "Not measured:", "", *(f"- {why}" for why in skipped)] if skipped else []
-    return "\n".join([*lines, *more]) + "\n"
+        load = f"{record.prompt} tokens in and {record.output} out"
+        context = f"{result.device}, {result.commit}, {record.date[:10]}; {versions or 'alone'}; {load}; read bandwidth {bandwidth}"
+        lines.append(f"- `{result.command}` ({context}; {link(result.name)})")
+        reasons |= dict.fromkeys(arm.reason for arm in record.skipped)
+    return "\n".join([*lines, *(["", "Not measured:", "", *(f"- {reason}" for reason in reasons)] if reasons else [])]) + "\n"
+
+
+def link(name: str) -> str:
+    """From a page of docs/."""
+    return f"[file](../benchmarks/results/{name}.json)"
 
 
 def versions_of(record: Record) -> dict[str, str]:
-    return {start.engine: start.settings["version"] for start in record.starts if start.engine in NAMES and "version" in start.settings}
+    return {
+        start.engine: start.settings["version"] for start in record.starts if start.engine in ENGINE_NAMES and "version" in start.settings
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierRow:
-    """The 475 M parameters with some requests and drafts. `step_ms`: the whole time over the number of steps, prompts included."""
+class FallbackRow:
+    """475 M parameters with some requests and drafts. `step_ms`: the whole time over the number of steps, prompts included."""
 
     requests: int
     drafts: int
     tokens_per_s: float
     step_ms: float
     bound_ms: float
-    result: str
 
     @property
     def over_bound(self) -> float:
         return self.step_ms / self.bound_ms
 
 
-def earlier_rows(folder: Path) -> Iterator[EarlierRow]:
-    """Greedy rows. `accept_length` of these files is that of their deepest fixed arm, k = 3."""
-    traffic = StepTraffic(inflated_demo())
-    for name in EARLIER:
-        whole = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        numbers, bandwidth = whole["numbers"], STATED_BANDWIDTH[whole["device"]]
-        context = EARLIER_PROMPT + numbers["tokens"] / 2
-        for row in numbers["rows"]:
-            if row["model"] != EARLIER_MODEL or row["temperature"]:
-                continue
-            for arm, drafts in EARLIER_ARMS.items():
-                rate, requests = row["tokens_per_s"][arm], row["requests"]
-                step_ms = 1e3 * requests * (row["accept_length"] if drafts else 1) / rate
-                yield EarlierRow(requests, drafts, rate, step_ms, 1e3 * traffic.step_bytes(requests, context, drafts) / bandwidth, name)
+def fallback_rows(content: dict[str, Any]) -> Iterator[FallbackRow]:
+    """Greedy rows of one file. Its `accept_length` is that of the deepest fixed arm, k = 3. A request has half of its answer on average."""
+    step_bytes, bandwidth = StepBytes(SHAPES["475m"]), STATED_BANDWIDTH[content["device"]]
+    tokens = FALLBACK_PROMPT + content["numbers"]["tokens"] // 2
+    for row in content["numbers"]["rows"]:
+        if row["model"] != FALLBACK_MODEL or row["temperature"]:
+            continue
+        for arm, drafts in FALLBACK_ARMS.items():
+            tokens_per_s, requests = row["tokens_per_s"][arm], row["requests"]
+            step_ms = 1e3 * requests * (row["accept_length"] if drafts else 1) / tokens_per_s
+            yield FallbackRow(requests, drafts, tokens_per_s, step_ms, 1e3 * step_bytes.step(requests, tokens, drafts) / bandwidth)
 
 
-def unmeasured(folder: Path, rounded: Rounded, markdown: Markdown) -> str:
-    rows = sorted(earlier_rows(folder), key=lambda row: row.over_bound, reverse=True)
-    files = [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in EARLIER]
-    device, bandwidth = files[0]["device"], STATED_BANDWIDTH[files[0]["device"]]
-    head = ["requests", "", "tokens/s", "ms a step", "bound, ms", "step / bound"]
-    table = markdown(
-        head,
-        [
-            [str(row.requests), drafts_in_words(row.drafts), f"{row.tokens_per_s:,.0f}", rounded(row.step_ms, 2), rounded(row.bound_ms, 2),
-             times(row.over_bound, rounded)]
-            for row in rows
-        ],
-    )  # fmt: skip
+def fallback_text(folder: Path, rounded: Rounded, markdown: Markdown) -> str:
+    """Says that published shapes were not measured, how to, and what was: steps far from their bound first."""
+    contents = {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in FALLBACK_FILES}
+    rows = sorted((row for content in contents.values() for row in fallback_rows(content)), key=lambda row: row.over_bound, reverse=True)
+    bandwidth = rounded(max(STATED_BANDWIDTH[content["device"]] for content in contents.values()) / 1e12, 2)
     lines = [
-        f"**Published shapes ({', '.join(MODELS.values())}) have not been measured on a GPU yet**, neither alone nor beside another",
+        f"**Published shapes ({', '.join(MODEL_NAMES.values())}) have not been measured on a GPU yet**, neither alone nor beside another",
         f"engine. This measures them: `{COMMAND}`",
         "([how to get vLLM](../benchmarks/README.md#vllm-beside-mtpserve-on-a-hopper-gpu-without-network)).",
         "",
         "What was measured is a mixture of experts of 475 M parameters in 36 layers, in DeepSeek-V3's layout, without other engines.",
         "Steps far from their bound come first. Greedy, prompts as long as answers. Milliseconds a step are the whole time over the",
         "number of steps, so prompts are in them. The bound is the weights that a step's rows hit on average and the KV cache, over",
-        f"the {rounded(bandwidth / 1e12, 2)} TB/s of the device's data sheet; no bandwidth was measured:",
+        f"the {bandwidth} TB/s of the device's data sheet; no bandwidth was measured:",
         "",
-        table,
+        markdown(["requests", "", "tokens/s", "ms a step", "bound, ms", "step / bound"], [fallback_line(row, rounded) for row in rows]),
     ]
-    lines += [
-        f"- `{file['command']}` ({device}, {file['commit']}; [file](../benchmarks/results/{name}.json))"
-        for name, file in zip(EARLIER, files, strict=True)
-    ]
+    lines += [f"- `{content['command']}` ({content['device']}, {content['commit']}; {link(name)})" for name, content in contents.items()]
     return "\n".join(lines) + "\n"
+
+
+def fallback_line(row: FallbackRow, rounded: Rounded) -> list[str]:
+    numbers = [f"{row.tokens_per_s:,.0f}", rounded(row.step_ms, 2), rounded(row.bound_ms, 2), times(row.over_bound, rounded)]
+    return [str(row.requests), drafts_name(row.drafts), *numbers]
 
 
 def page_tables(folder: Path) -> list[Table]:
     """For the page of all results: a table for each device, of its newest results."""
-    found = results(folder)
-    tables = []
-    for device in dict.fromkeys(result.device for result in found):
-        cells = newest_cells([result for result in found if result.device == device])
-        columns = ["model", "drafts", "batch", "tokens_per_s", "step_ms", "bound_ms", "step_over_bound"]
-        columns += [f"over_{engine}{part}" for engine in NAMES for part in ("", "_steady")]
-        tables.append(Table(device, [*columns, "result"], [page_row(cell) for cell in cells]))
-    return tables
+    columns = ["model", "drafts", "batch", "tokens_per_s", "step_ms", "bound_ms", "step_over_bound"]
+    columns += [f"over_{engine}{part}" for engine in ENGINE_NAMES for part in ("", "_steady")]
+    devices = by_device(results(folder)).items()
+    return [Table(device, [*columns, "result"], list(map(page_row, newest_cells(gpu_results)))) for device, gpu_results in devices]
 
 
 def page_row(cell: Cell) -> list[Any]:
-    own = cell.own
-    over = None if own.bound_ms is None else own.step_ms / own.bound_ms
-    ratios = [of(engine) if engine in cell.others else None for engine in NAMES for of in (cell.ratio, cell.steady_ratio)]
-    return [own.model, own.drafts, own.batch, own.tokens_per_s, own.step_ms, own.bound_ms, over, *ratios, cell.result]
+    row = cell.row
+    ratios = [ratio(engine) if engine in cell.peers else None for engine in ENGINE_NAMES for ratio in (cell.ratio, cell.steady_ratio)]
+    return [row.model, row.drafts, row.batch, row.tokens_per_s, row.step_ms, row.bound_ms, cell.over_bound, *ratios, cell.result]
 
 
 def screen(record: Record) -> str:
     """For a terminal, when a run ends."""
     lines = []
     for cell in newest_cells([GpuResult("", "", "", "", record)]):
-        own = cell.own
-        ratios = ", ".join(f"{cell.ratio(other):.2f} × {NAMES[other]} (steady {cell.steady_ratio(other):.2f})" for other in cell.others)
-        bound = "" if own.bound_ms is None else f", {own.step_ms:.3f} ms a step of a bound of {own.bound_ms:.3f}"
-        lost = "LOST " if cell.worst < 1 else ""
-        lines.append(f"{lost}{own.model} k={own.drafts} batch {own.batch}: {own.tokens_per_s:.1f} tok/s{bound}; {ratios or 'alone'}")
-    return "\n".join([*lines, *(f"not measured: {one.skipped}" for one in record.skipped)])
+        row = cell.row
+        ratios = ", ".join(f"{cell.ratio(peer):.2f} × {ENGINE_NAMES[peer]} (steady {cell.steady_ratio(peer):.2f})" for peer in cell.peers)
+        bound = "" if row.bound_ms is None else f", {row.step_ms:.3f} ms a step of a bound of {row.bound_ms:.3f}"
+        mark = "LOST " if cell.worst_ratio < 1 else ""
+        lines.append(f"{mark}{row.model} k={row.drafts} batch {row.batch}: {row.tokens_per_s:.1f} tok/s{bound}; {ratios or 'alone'}")
+    return "\n".join([*lines, *(f"not measured: {arm.reason}" for arm in record.skipped)])

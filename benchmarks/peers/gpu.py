@@ -1,7 +1,7 @@
 """mtpserve, vLLM and a torch.compile loop on this machine's GPU: `python benchmarks/peers/gpu.py --vllm PYTHON --json FILE`.
 
-Random weights of published shapes: Qwen2.5-0.5B, MiMo-7B and Qwen3-8B plain, MiMo-7B with one and three drafts too, batches of 1 to 128. One
-loop drives all engines by token ids, greedy, without end tokens and without a prefix cache:
+Random weights of published shapes: Qwen2.5-0.5B, MiMo-7B and Qwen3-8B plain, MiMo-7B with one and three drafts too, batches of 1 to 128.
+One loop drives all engines by token ids, greedy, without end tokens and without a prefix cache:
 
 whole         output tokens per second of requests that arrive together, 128 tokens in and out; the median of three repeats
 steady        milliseconds and accepted tokens of a step while the batch is whole
@@ -38,23 +38,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import gpu_tables
 from common.record import context
 from peers.gpu_engines.load import ACCEPT_CURVE, Sizes
-from peers.gpu_engines.record import ENGINES, KIND, OWN, Arm, Record, Row
-from peers.gpu_engines.shapes import SHAPES, StepTraffic, has_mtp_layer, shape
-from peers.gpu_engines.waves import LEAST_SECONDS, WORKER, Found, Waves, plan
+from peers.gpu_engines.record import ENGINES, KIND, MTPSERVE, Arm, Record, Row
+from peers.gpu_engines.shapes import SHAPES, has_mtp_layer, shape, weight_bytes
+from peers.gpu_engines.waves import MIN_SECONDS, WORKER, Measurements, Waves, plan
 
 BANDWIDTH = Path(__file__).parent / "gpu_engines" / "bandwidth.py"
 OVERHEAD_BYTES = 2.5e9  # of an engine beside weights and KV cache: context, graphs, one step's numbers
 MEMORY_SHARE = 0.9  # of the device, for all arms of a wave
 TOY_SIZES = Sizes(batches=(1, 3), prompt=12, output=6, repeats=2, warm=2, timed=6)
 DRAFTS = (0, 1, 3)
-LONGEST_CURVE = len(ACCEPT_CURVE)
+MAX_DRAFTS = len(ACCEPT_CURVE)
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment that has vLLM (benchmarks/README.md says how to get one)")
     parser.add_argument(
-        "--engines", nargs="+", choices=ENGINES, metavar="ENGINE", help=f"of {', '.join(ENGINES)} (default: all; vllm with --vllm)"
+        "--engines", nargs="+", choices=ENGINES, metavar="ENGINE", help=f"of {', '.join(ENGINES)} (default: all, vllm if --vllm is there)"
     )
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="MODEL", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--drafts", type=int, nargs="+", default=list(DRAFTS), help="of models with an MTP layer (default: 0 1 3)")
@@ -68,7 +68,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of engines' output (default: a new one)")
     parser.add_argument("--dry-run", action="store_true", help="toy shapes; on a CPU too")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(given)
+    args = parser.parse_args(argv)
     if args.engines is None:
         args.engines = [engine for engine in ENGINES if engine != "vllm" or args.vllm is not None]
     if problem := next(problems(args), None):
@@ -83,10 +83,10 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--vllm PYTHON is needed to measure vllm, got none"
     if args.vllm is not None and shutil.which(args.vllm) is None:
         yield f"--vllm must be a Python interpreter, got {args.vllm}"
-    if wrong := [number for number in args.drafts if not 0 <= number <= LONGEST_CURVE]:
-        yield f"--drafts must be in [0, {LONGEST_CURVE}], got {wrong[0]}"
-    if wrong := [number for number in args.batches or [] if number < 1]:
-        yield f"--batches must be at least 1, got {wrong[0]}"
+    if invalid := [number for number in args.drafts if not 0 <= number <= MAX_DRAFTS]:
+        yield f"--drafts must be in [0, {MAX_DRAFTS}], got {invalid[0]}"
+    if invalid := [number for number in args.batches or [] if number < 1]:
+        yield f"--batches must be at least 1, got {invalid[0]}"
     for name in ("seconds", "kv_gib", "bandwidth"):
         if (value := getattr(args, name)) is not None and value <= 0:
             yield f"--{name.replace('_', '-')} must be more than 0, got {value:g}"
@@ -105,8 +105,8 @@ def arm_of(name: str) -> Arm:
     if engine not in ENGINES or model not in SHAPES or not drafts.isdecimal():
         raise argparse.ArgumentTypeError(f"an arm is ENGINE:MODEL:DRAFTS with {', '.join(ENGINES)} and {', '.join(SHAPES)}, got {name}")
     arm = Arm(engine, model, int(drafts))
-    if arm.drafts > LONGEST_CURVE or not can_draft(arm):
-        most = LONGEST_CURVE if can_draft(replace(arm, drafts=1)) else 0
+    if arm.drafts > MAX_DRAFTS or not can_draft(arm):
+        most = MAX_DRAFTS if can_draft(replace(arm, drafts=1)) else 0
         raise argparse.ArgumentTypeError(f"{engine}:{model} can have at most {most} drafts, got {name}")
     return arm
 
@@ -118,74 +118,78 @@ def can_draft(arm: Arm) -> bool:
 
 def options(value: str) -> dict[str, Any]:
     try:
-        found = json.loads(value)
+        arguments = json.loads(value)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"is not valid JSON ({error}): {value}") from None
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {value}")
-    return found
+    return arguments
 
 
 def all_arms(args: argparse.Namespace) -> list[Arm]:
     """Engines that are compared are neighbours, so that a run that is cut has whole comparisons."""
-    every = (Arm(engine, model, drafts) for model in args.models for drafts in args.drafts for engine in args.engines)
-    return list(filter(can_draft, every))
+    arms = (Arm(engine, model, drafts) for model in args.models for drafts in args.drafts for engine in args.engines)
+    return list(filter(can_draft, arms))
 
 
 class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.began = args, time.monotonic()
+        self.args, self.deadline = args, time.monotonic() + args.seconds
         sizes = TOY_SIZES if args.dry_run else Sizes(batches=(1, 8, 64, 128))
         self.sizes = replace(sizes, batches=tuple(args.batches)) if args.batches else sizes
-        self.found, self.context = Found(self.save), context()
+        self.measurements, self.context = Measurements(self.save), context()
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         self.bandwidth, self.memory, self.source = self.device()
 
     def device(self) -> tuple[float, float, str]:
         """Read bandwidth, bytes of memory, and where the bandwidth is from."""
         size = 16 if self.args.dry_run else 2048
-        done = subprocess.run([sys.executable, str(BANDWIDTH), "--mib", str(size)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"the read bandwidth could not be measured: {(done.stderr.splitlines() or ['no error was shown'])[-1]}")
-        found = json.loads(done.stdout)
-        stated = self.args.bandwidth
-        return (
-            (found["read_bandwidth"] if stated is None else stated * 1e12),
-            found["memory_bytes"],
-            "measured" if stated is None else "stated",
-        )
+        process = subprocess.run([sys.executable, str(BANDWIDTH), "--mib", str(size)], capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise SystemExit(f"the read bandwidth could not be measured: {(process.stderr.splitlines() or ['no error was shown'])[-1]}")
+        figures = json.loads(process.stdout)
+        if self.args.bandwidth is not None:
+            return self.args.bandwidth * 1e12, figures["memory_bytes"], "stated"
+        return figures["read_bandwidth"], figures["memory_bytes"], "measured"
 
     def kv_bytes(self, arm: Arm) -> int:
-        needed = self.sizes.kv_bytes(shape(arm.model, self.args.dry_run), arm.drafts)
-        return needed if self.args.kv_gib is None else int(self.args.kv_gib * 2**30)
+        if self.args.kv_gib is not None:
+            return int(self.args.kv_gib * 2**30)
+        return self.sizes.kv_bytes(shape(arm.model, self.args.dry_run), arm.drafts)
 
     def memory_of(self, arm: Arm) -> float:
-        weights = StepTraffic(shape(arm.model, self.args.dry_run)).weight_bytes()
-        return weights + self.kv_bytes(arm) + (0 if self.args.dry_run else OVERHEAD_BYTES)
+        return weight_bytes(shape(arm.model, self.args.dry_run)) + self.kv_bytes(arm) + (0 if self.args.dry_run else OVERHEAD_BYTES)
 
     def command(self, arm: Arm) -> list[str]:
-        more = {"vllm": self.args.vllm_options, OWN: self.args.mtpserve_options}.get(arm.engine, {})
+        engine_options = {"vllm": self.args.vllm_options, MTPSERVE: self.args.mtpserve_options}.get(arm.engine, {})
         numbers = {name: getattr(self.sizes, name) for name in ("prompt", "output", "repeats", "warm", "timed")}
         command = [self.args.vllm if arm.engine == "vllm" else sys.executable, str(WORKER), arm.engine, arm.model, str(arm.drafts)]
-        command += ["--batches", *map(str, self.sizes.batches), "--kv-bytes", str(self.kv_bytes(arm)), "--options", json.dumps(more)]
+        command += [
+            "--batches",
+            *map(str, self.sizes.batches),
+            "--kv-bytes",
+            str(self.kv_bytes(arm)),
+            "--options",
+            json.dumps(engine_options),
+        ]
         command += [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
         return [*command, *(["--toy"] if self.args.dry_run else [])]
 
     def run(self, logs: Path) -> None:
-        planned = self.args.wave or plan(all_arms(self.args), self.memory_of, MEMORY_SHARE * self.memory)
-        waves = Waves(self.command, logs, self.began + self.args.seconds, 0 if self.args.dry_run else LEAST_SECONDS)
-        for arms in planned:
-            waves.run(arms, self.found)
+        waves = self.args.wave or plan(all_arms(self.args), self.memory_of, MEMORY_SHARE * self.memory)
+        runner = Waves(self.command, logs, self.deadline, 0 if self.args.dry_run else MIN_SECONDS)
+        for arms in waves:
+            runner.run(arms, self.measurements)
         self.save()
 
     def with_bound(self, row: Row) -> Row:
         return replace(row, bound_ms=1e3 * row.step_bytes / self.bandwidth)
 
     def record(self) -> Record:
-        rows = [self.with_bound(row) for row in self.found.rows]
+        rows = [self.with_bound(row) for row in self.measurements.rows]
         return Record(
             KIND, self.date, self.args.dry_run, self.bandwidth, self.source, self.sizes.prompt, self.sizes.output, list(ACCEPT_CURVE),
-            rows, self.found.skipped, self.found.starts,
+            rows, self.measurements.skipped, self.measurements.starts,
         )  # fmt: skip
 
     def save(self) -> None:

@@ -1,1 +1,1 @@
-"""The parts of peers/gpu.py. What a worker imports needs the standard library alone, and its engine: each engine has its own interpreter."""
+"""The parts of peers/gpu.py. A worker imports the standard library and its engine alone: each engine has its own interpreter."""

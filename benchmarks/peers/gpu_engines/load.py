@@ -10,12 +10,14 @@ import gc
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
+from common.shapes import StepBytes
 from peers.gpu_engines.record import Arm, Row
-from peers.gpu_engines.shapes import Config, StepTraffic
+from peers.gpu_engines.shapes import Config, kv_bytes
 
 # Tokens per step with 1, 2, 3 drafts: GLM-5.2's MTP layer, as in mtpserve/spec/curves.py. Engines accept drafts by lot with these
 # probabilities, so that speed does not depend on what random weights guess.
@@ -64,13 +66,13 @@ class Sizes:
     def kv_bytes(self, config: Config, drafts: int) -> int:
         """Of all requests of the largest batch at their longest, and a twentieth more for pages that are not full."""
         tokens = self.max_batch * self.context_length(drafts)
-        return int(1.05 * tokens * StepTraffic(config).kv_bytes(drafts))
+        return int(1.05 * tokens * kv_bytes(config, drafts))
 
 
 def acceptance_rates(drafts: int) -> list[float]:
     """Probability that the draft at each position is accepted, whatever becomes of those before it."""
     lengths = (1.0, *ACCEPT_CURVE[:drafts])
-    return [after - before for before, after in zip(lengths, lengths[1:], strict=False)]
+    return [length - shorter for shorter, length in pairwise(lengths)]
 
 
 def prompts(batch: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -79,7 +81,7 @@ def prompts(batch: int, length: int, vocab_size: int, seed: int) -> list[list[in
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
+class SteadyFigures:
     """Of the timed steps. The fields are those of Row."""
 
     step_ms: float
@@ -112,22 +114,22 @@ class Load:
             raise RuntimeError(f"{batch} requests of {output} tokens gave {tokens} tokens")
         return tokens / seconds
 
-    def steady(self, batch: int, seed: int) -> Steady:
+    def steady(self, batch: int, seed: int) -> SteadyFigures:
         self.add(batch, self.sizes.steady_tokens(batch, self.drafts), seed)
-        started, before, steps = set[str](), 0, 0
-        while len(started) < batch or steps < self.sizes.warm:
-            steps += len(started) == batch
+        active_ids, warm_tokens, steps = set[str](), 0, 0
+        while len(active_ids) < batch or steps < self.sizes.warm:
+            steps += len(active_ids) == batch
             counts = self.engine.step()
-            started |= counts.keys()
-            before += sum(counts.values())
-        tokens, steps, partial, start = 0, 0, 0, time.perf_counter()
+            active_ids |= counts.keys()
+            warm_tokens += sum(counts.values())
+        tokens, steps, partial_steps, start = 0, 0, 0, time.perf_counter()
         while steps < self.sizes.timed:
             if counts := self.engine.step():  # an engine that runs ahead has steps without tokens
-                steps, tokens, partial = steps + 1, tokens + sum(counts.values()), partial + (len(counts) < batch)
+                steps, tokens, partial_steps = steps + 1, tokens + sum(counts.values()), partial_steps + (len(counts) < batch)
         seconds = time.perf_counter() - start
         self.engine.abort_all()
-        context = self.sizes.prompt + (before + tokens / 2) / batch
-        return Steady(1e3 * seconds / steps, tokens / seconds, tokens / steps / batch, partial, context)
+        context = self.sizes.prompt + (warm_tokens + tokens / 2) / batch
+        return SteadyFigures(1e3 * seconds / steps, tokens / seconds, tokens / steps / batch, partial_steps, context)
 
     def rows(self, arm: Arm) -> Iterator[Row]:
         """One for each batch, without `bound_ms`."""
@@ -135,9 +137,8 @@ class Load:
             self.whole(batch, min(16, self.sizes.output), seed=1)  # warm-up
             rates = [self.whole(batch, self.sizes.output, seed=2 + i) for i in range(self.sizes.repeats)]
             gc.collect()
-            steady = self.steady(batch, seed=99)
-            step_bytes = StepTraffic(self.config).step_bytes(batch, steady.context, self.drafts)
+            figures = self.steady(batch, seed=99)
+            step_bytes = StepBytes(self.config).step(batch, round(figures.context), self.drafts)
             yield Row(
-                arm.engine, arm.model, arm.drafts, batch, median(rates), min(rates), max(rates), steady.step_ms, steady.steady_tokens_per_s,
-                steady.accept_length, steady.partial_steps, steady.context, step_bytes,
-            )  # fmt: skip
+                arm.engine, arm.model, arm.drafts, batch, median(rates), min(rates), max(rates), **asdict(figures), step_bytes=step_bytes
+            )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.gpu_engines.load import ACCEPT_CURVE, Sizes
-from peers.gpu_engines.shapes import StepTraffic, read_config
+from peers.gpu_engines.shapes import kv_bytes as token_bytes, read_config
 
 
 class MtpserveEngine:
@@ -24,7 +24,7 @@ class MtpserveEngine:
                 speculative_synthetic_acceptance=",".join(map(str, ACCEPT_CURVE[:drafts])),
             )
         length, max_batch = sizes.context_length(drafts), sizes.max_batch
-        max_tokens = kv_bytes // StepTraffic(read_config(directory)).kv_bytes(drafts)
+        max_tokens = kv_bytes // token_bytes(read_config(directory), drafts)
         self.engine = build_engine(
             EngineConfig(
                 model=ModelConfig(model=str(directory), load_format="dummy", context_length=length, dtype="auto"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 KIND = "peers_gpu/1"
-OWN = "mtpserve"
-ENGINES = (OWN, "vllm", "loop")
+MTPSERVE = "mtpserve"
+ENGINES = (MTPSERVE, "vllm", "loop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,13 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
-    """An arm that was not measured, or not to its end. `skipped`: one sentence that says why."""
+class SkippedArm:
+    """An arm that was not measured, or not to its end. `reason`: one sentence."""
 
     engine: str
     model: str
     drafts: int
-    skipped: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,5 +82,5 @@ class Record:
     output: int
     accept_curve: list[float]
     rows: list[Row]
-    skipped: list[Skipped]
+    skipped: list[SkippedArm]
     starts: list[Start]

@@ -54,8 +54,8 @@ class BatchState:
 
 @dataclass(slots=True)
 class Requests:
-    waiting: dict[str, tuple[list[int], int]] = field(default_factory=dict)  # prompt, max_tokens
-    left: dict[str, int] = field(default_factory=dict)  # tokens
+    queue: dict[str, tuple[list[int], int]] = field(default_factory=dict)  # prompt, max_tokens
+    num_tokens: dict[str, int] = field(default_factory=dict)  # that are still to come
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,29 +79,29 @@ def project(x: Tensor, layer: Layer, cos: Tensor, sin: Tensor, heads: Heads) -> 
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def finish(x: Tensor, attended: Tensor, layer: Layer, eps: float) -> Tensor:
-    """attended: [..., query * dim]. The second half of a layer."""
-    x = x + attended @ layer.o
+def finish(x: Tensor, attention_output: Tensor, layer: Layer, eps: float) -> Tensor:
+    """attention_output: [..., query * dim]. The second half of a layer."""
+    x = x + attention_output @ layer.o
     gate, up = (rms_norm(x, layer.norm2, eps) @ layer.gate_up).chunk(2, -1)
     return x + (F.silu(gate) * up) @ layer.down
 
 
 def decode_layer(
-    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, position: Tensor, masked: Tensor, cos: Tensor, sin: Tensor, heads: Heads
+    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, position: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, heads: Heads
 ) -> Tensor:
-    """x: [batch, hidden]; keys, values: [batch, kv, length, dim]; masked: [length], positions after `position`."""
+    """x: [batch, hidden]; keys, values: [batch, kv, length, dim]; mask: [length], positions after `position`."""
     q, k, v = project(x, layer, cos, sin, heads)
     keys.index_copy_(2, position, k[:, :, None])
     values.index_copy_(2, position, v[:, :, None])
     scores = (q.unflatten(1, (heads.kv, heads.query // heads.kv)) @ keys.transpose(-1, -2)).float() * heads.dim**-0.5
-    weights = torch.softmax(scores.masked_fill(masked, float("-inf")), -1).to(x.dtype)
+    weights = torch.softmax(scores.masked_fill(mask, float("-inf")), -1).to(x.dtype)
     return finish(x, (weights @ values).flatten(1), layer, heads.eps)
 
 
 def random_layer(config: dict[str, Any], heads: Heads, device: str) -> Layer:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    packed = (heads.query + 2 * heads.kv) * heads.dim
-    sizes = (hidden,), (hidden,), (hidden, packed), (packed,), (heads.dim,), (heads.dim,)
+    qkv_dim = (heads.query + 2 * heads.kv) * heads.dim
+    sizes = (hidden,), (hidden,), (hidden, qkv_dim), (qkv_dim,), (heads.dim,), (heads.dim,)
     products = (heads.query * heads.dim, hidden), (hidden, 2 * inner), (inner, hidden)
     return Layer(*(random_tensor(size, device) for size in (*sizes, *products)))
 
@@ -134,11 +134,11 @@ class TorchLoop:
         self.requests = Requests()
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        self.requests.waiting[request_id] = prompt, max_tokens
+        self.requests.queue[request_id] = prompt, max_tokens
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests.waiting or self.requests.left)
+        return bool(self.requests.queue or self.requests.num_tokens)
 
     def abort_all(self) -> None:
         self.requests = Requests()
@@ -149,17 +149,17 @@ class TorchLoop:
     @torch.inference_mode()
     def step(self) -> dict[str, int]:
         """Requests that wait begin together, in place of those before."""
-        if waiting := self.requests.waiting:
-            self.requests = Requests(left={name: max_tokens for name, (_, max_tokens) in waiting.items()})
-            state = self.state = self.state_of(len(waiting))
-            self.prefill(state, [prompt for prompt, _ in waiting.values()])
+        if queue := self.requests.queue:
+            self.requests = Requests(num_tokens={name: max_tokens for name, (_, max_tokens) in queue.items()})
+            state = self.state = self.state_of(len(queue))
+            self.prefill(state, [prompt for prompt, _ in queue.values()])
         else:
             assert self.state is not None
             state = self.state
             self.decode(state) if state.graph is None else state.graph.replay()
         state.token.tolist()  # engines read their tokens too
-        counts = dict.fromkeys(self.requests.left, 1)
-        self.requests.left = {name: tokens - 1 for name, tokens in self.requests.left.items() if tokens > 1}
+        counts = dict.fromkeys(self.requests.num_tokens, 1)
+        self.requests.num_tokens = {name: tokens - 1 for name, tokens in self.requests.num_tokens.items() if tokens > 1}
         return counts
 
     def state_of(self, batch: int) -> BatchState:
@@ -188,17 +188,17 @@ class TorchLoop:
             for layer, keys, values in zip(self.layers, state.keys, state.values, strict=True):
                 q, k, v = (rows.transpose(1, 2) for rows in project(x, layer, self.cos[:length], self.sin[:length], self.heads))
                 keys[part, :, :length], values[part, :, :length] = k, v
-                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-                x = finish(x, attended.transpose(1, 2).flatten(2), layer, self.heads.eps)
+                attention_output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                x = finish(x, attention_output.transpose(1, 2).flatten(2), layer, self.heads.eps)
             state.token[part] = self.next_token(x[:, -1])
         state.position.fill_(length)
 
     def decode(self, state: BatchState) -> None:
-        masked = torch.arange(self.length, device=self.device) > state.position
+        mask = torch.arange(self.length, device=self.device) > state.position
         cos, sin = self.cos[state.position], self.sin[state.position]
         x = F.embedding(state.token, self.embedding)
         for layer, keys, values in zip(self.layers, state.keys, state.values, strict=True):
-            x = self.decode_layer(x, layer, keys, values, state.position, masked, cos, sin, self.heads)
+            x = self.decode_layer(x, layer, keys, values, state.position, mask, cos, sin, self.heads)
         state.token.copy_(self.next_token(x))
         state.position.add_(1).clamp_(max=self.length - 1)
 

@@ -17,12 +17,15 @@ from importlib import import_module
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# In place of this folder, whose modules are no top-level ones.
-sys.path[0] = str(HERE.parents[1])
+BENCHMARKS = str(HERE.parents[1])
+# For these imports alone: transformers looks for a module `kernels`, which benchmarks/ has too.
+sys.path = [BENCHMARKS, *(path for path in sys.path if path != str(HERE))]
 
 from peers.gpu_engines.load import Load, Sizes  # noqa: E402
 from peers.gpu_engines.record import Arm, Start  # noqa: E402
 from peers.gpu_engines.shapes import shape  # noqa: E402
+
+sys.path.remove(BENCHMARKS)
 
 ENGINES = {"vllm": ("vllm_engine", "VllmEngine"), "mtpserve": ("mtpserve_engine", "MtpserveEngine"), "loop": ("torch_loop", "TorchLoop")}
 
@@ -41,19 +44,20 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    args, began = arguments(), time.perf_counter()
+    args, start_time = arguments(), time.perf_counter()
     config, arm = shape(args.model, args.toy), Arm(args.engine, args.model, args.drafts)
     sizes = Sizes(tuple(args.batches), args.prompt, args.output, args.repeats, args.warm, args.timed)
     module, name = ENGINES[args.engine]
     engine_class = getattr(import_module(f"peers.gpu_engines.{module}"), name)
-    with tempfile.TemporaryDirectory() as folder, open(args.events, "w", buffering=1, encoding="utf-8") as events:
+    with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / args.model
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
         engine = engine_class(directory, args.drafts, sizes, args.kv_bytes, args.options)
-        load = Load(engine, config, sizes, args.drafts)
-        load.whole(1, min(8, args.output), seed=0)
-        start = Start(arm.engine, arm.model, arm.drafts, time.perf_counter() - began, engine.settings())
+    load = Load(engine, config, sizes, args.drafts)
+    load.whole(1, min(8, args.output), seed=0)
+    start = Start(arm.engine, arm.model, arm.drafts, time.perf_counter() - start_time, engine.settings())
+    with open(args.events, "w", buffering=1, encoding="utf-8") as events:
         events.write(json.dumps({"ready": asdict(start)}) + "\n")
         if not sys.stdin.readline():  # the parent has ended
             return
