@@ -112,8 +112,9 @@ def build(given: Rows, seats: SeatTensors) -> Batch:
     tree = seats.waiting_tree(given.seat_ids, rows.widest)
     # Siblings share a position, not a slot; a node sees its ancestors and what is committed.
     root = batch.index[rows.last_row]
-    positions = torch.where(rows.node > 0, root[rows.row_span] + tree.depths[rows.row_span, rows.node], batch.index)
-    bits = torch.where(rows.node > 0, tree.ancestors[rows.row_span, rows.node], -1)
+    committed = rows.node == 0
+    positions = torch.where(committed, batch.index, root[rows.row_span] + tree.depths[rows.row_span, rows.node])
+    bits = tree.ancestors[rows.row_span, rows.node].masked_fill(committed, -1)
     return batch._replace(positions=positions, tree=tree, tree_bits=bits, tree_start=root)
 
 

@@ -17,7 +17,7 @@ def valid(logits: Tensor) -> Tensor:
     """[rows, vocabulary], whatever a draft model computed → logits of a distribution."""
     # -inf means forbidden and stays; a row in which every token is forbidden becomes uniform.
     logits = torch.nan_to_num(logits, nan=0.0, neginf=-torch.inf)
-    return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits)
+    return logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
 
 
 def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:

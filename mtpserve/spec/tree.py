@@ -15,14 +15,17 @@ with the same noise (runtime/sampling): so the tree contains the tokens that the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mtpserve.core.batch import Batch, Drafts, Hidden, Tree, Verdict, Want
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.spec.passes import DraftPasses
+from mtpserve.spec.passes import DraftPasses, numbers
 from mtpserve.spec.propose import valid
 from mtpserve.spec.streams import DRAW
 
@@ -67,12 +70,11 @@ class TreeDrafter:
             length.new_zeros(len(length), 1),
             None if state.features is None else state.features.unsqueeze(1),
         )
-        pool, frontier = self.grow(batch, seat_ids, length, root, state, 0, 0)
-        pools = [pool]
+        frontier, pools = root, [self.candidates(batch, seat_ids, length, root, state, 0)]
         for step in range(1, steps):
-            fed, state = self.feed(batch, seat_ids, length, frontier, step)
-            pool, frontier = self.grow(batch, seat_ids, length, fed, state, step, sum(part.tokens.shape[1] for part in pools))
-            pools.append(pool)
+            frontier = self.expand(pools, frontier, state)
+            frontier, state = self.feed(batch, seat_ids, length, frontier, step)
+            pools.append(self.candidates(batch, seat_ids, length, frontier, state, step))
         return choose(pools, want, self.sizes.proposed)
 
     def catch_up(self, batch: Batch) -> None:
@@ -82,22 +84,20 @@ class TreeDrafter:
         """One pass of the layer over the frontier's nodes. → the same nodes with their own bits set, and the output."""
         width = frontier.tokens.shape[1]
         first = (step - 1) * self.topk
-        place = first + torch.arange(width, device=length.device)
+        place = numbers(first, first + width, 1, length.device)
         start = length - self.passes.model.lag  # index of the first node's row
         index = (start.unsqueeze(1) + place).flatten()
         positions = (start + step - 1).repeat_interleave(width)
-        bits = frontier.bits | (1 << place)
+        bits = frontier.bits | bit_of(first, first + width, length.device)
         rows = self.passes.rows(batch, seat_ids, frontier.tokens.flatten(), index, positions)
         rows = rows._replace(tree_bits=bits.flatten(), tree_start=start)
         state = self.passes.step(rows, None if frontier.state is None else frontier.state.flatten(0, 1), step)
         return replace(frontier, bits=bits), state
 
-    def grow(
-        self, batch: Batch, seat_ids: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int, offset: int
-    ) -> tuple[Pool, Frontier]:
-        """The candidates from the parents' outputs, and the best of them as the next frontier."""
+    def candidates(self, batch: Batch, seat_ids: Tensor, length: Tensor, parents: Frontier, state: Hidden, step: int) -> Pool:
+        """From the parents' outputs."""
         requests, width = parents.tokens.shape
-        owners, sampler = seat_ids.repeat_interleave(width), batch.sampler
+        owners, sampler = seat_ids if width == 1 else seat_ids.repeat_interleave(width), batch.sampler
         path, count = parents.path.flatten(0, 1), length.new_full((len(owners),), step)
         logits, columns = self.passes.logits(state.head, step, batch, owners, (path, count))
         logits = valid(logits)
@@ -109,23 +109,26 @@ class TreeDrafter:
             shares = torch.where(sampler.greedy(owners).unsqueeze(1), shares, drawn)
         best = shares.topk(min(self.topk, shares.shape[1]), -1)
         children = best.values.shape[1]
-        gained = torch.where(best.values > 0, best.values.log(), LEAST).view(requests, width, children)
+        gained = best.values.log().nan_to_num(nan=LEAST, neginf=LEAST).view(requests, width, children)
         scores = (parents.scores.unsqueeze(2) + gained - TIE).flatten(1)
         tokens = (best.indices if columns is None else columns[best.indices]).view(requests, -1)
-        above = parents.pool.repeat_interleave(children, 1)
-        pool = Pool(tokens, scores, above)
-        kept = scores.topk(min(self.topk, scores.shape[1]), -1)
-        parent = kept.indices // children
-        each = torch.arange(requests, device=length.device).unsqueeze(1)
-        chosen = tokens.gather(1, kept.indices)
-        outputs = None if state.features is None else state.features.unflatten(0, (requests, width))[each, parent]
-        return pool, Frontier(
-            chosen,
-            kept.values,
-            offset + kept.indices,
-            torch.cat([parents.path[each, parent], chosen.unsqueeze(2)], 2),
+        return Pool(tokens, scores, parents.pool.repeat_interleave(children, 1))
+
+    def expand(self, pools: Sequence[Pool], parents: Frontier, state: Hidden) -> Frontier:
+        """The best of the last candidates, with what is known of their parents."""
+        *earlier, pool = pools
+        requests, width = parents.tokens.shape
+        best = pool.scores.topk(min(self.topk, pool.scores.shape[1]), -1)
+        parent = best.indices // (pool.tokens.shape[1] // width)
+        request = numbers(0, requests, 1, parent.device).unsqueeze(1)
+        tokens = pool.tokens.gather(1, best.indices)
+        return Frontier(
+            tokens,
+            best.values,
+            sum(part.tokens.shape[1] for part in earlier) + best.indices,
+            torch.cat([parents.path[request, parent], tokens.unsqueeze(2)], 2),
             parents.bits.gather(1, parent),
-            outputs,
+            None if state.features is None else state.features.unflatten(0, (requests, width))[request, parent],
         )
 
 
@@ -141,32 +144,42 @@ class Pool:
 def choose(pools: list[Pool], want: Want, nodes: int) -> Drafts:
     """The best `nodes` candidates of all depths, fewer and not as deep where `want` says so, as a tree. The best is node 1."""
     tokens, scores, parents = (torch.cat([getattr(pool, part) for pool in pools], 1) for part in ("tokens", "scores", "parents"))
-    depth = torch.cat([tokens.new_full((pool.tokens.shape[1],), d) for d, pool in enumerate(pools, 1)])
+    depth = depths_of(1, tuple(pool.tokens.shape[1] for pool in pools), tokens.device)
     scores = scores.masked_fill(depth > want.each.unsqueeze(1), LEAST)
     # A parent scores more than its children, so that it comes before them.
     best = scores.topk(min(nodes, scores.shape[1]), -1)
     taken = best.indices
-    number = torch.arange(1, taken.shape[1] + 1, device=taken.device)
-    real = best.values > LEAST / 2
-    real = real if want.most is None else real & (number <= want.most.unsqueeze(1))
-    count = real.sum(1)
+    number = numbers(1, taken.shape[1] + 1, 1, taken.device)
+    void = best.values <= LEAST / 2
+    void = void if want.most is None else void | (number > want.most.unsqueeze(1))
+    count = len(number) - void.sum(1)
     node_of = taken.new_zeros(scores.shape[0], scores.shape[1] + 1)  # place in the pool → node; the root, node 0, is at the last place
-    node_of = node_of.scatter(1, torch.where(real, taken, scores.shape[1]), torch.where(real, number, 0))
+    node_of = node_of.scatter(1, taken.masked_fill(void, scores.shape[1]), number.expand_as(taken).masked_fill(void, 0))
     above = parents.gather(1, taken)
-    above = node_of.gather(1, torch.where(above < 0, scores.shape[1], above))
-    above = torch.where(real, above, 0)
+    above = node_of.gather(1, above.masked_fill(above < 0, scores.shape[1])).masked_fill(void, 0)
     return Drafts(tokens.gather(1, taken), count, tree=tree_of(above, len(pools)))
 
 
 def tree_of(parents: Tensor, depth: int) -> Tree:
     """parents [D, K] → the tree; no node is deeper than `depth`."""
-    number = torch.arange(parents.shape[1] + 1, device=parents.device)
-    ancestors = (1 << number).expand(len(parents), -1)
-    depths = (number > 0).long().expand(len(parents), -1)
-    above = torch.cat([torch.zeros_like(parents[:, :1]), parents], 1)
-    own = ancestors
+    nodes, device = parents.shape[1] + 1, parents.device
+    bits, deeper = bit_of(0, nodes, device), depths_of(0, (1, nodes - 1), device)
+    ancestors, depths = bits.expand(len(parents), -1), deeper.expand(len(parents), -1)
+    above = pad(parents, (1, 0))
     for _ in range(depth):
-        ancestors = own | ancestors.gather(1, above)
+        ancestors = bits | ancestors.gather(1, above)
     for _ in range(depth - 1):
-        depths = (number > 0).long() + depths.gather(1, above)
+        depths = deeper + depths.gather(1, above)
     return Tree(parents, ancestors, depths)
+
+
+@cache
+def bit_of(first: int, end: int, device: torch.device) -> Tensor:
+    """Of nodes: 1 << i, made once, as `numbers` is."""
+    return 1 << numbers(first, end, 1, device)
+
+
+@cache
+def depths_of(first: int, sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of so many nodes at each depth from `first` on: made once, as `numbers` is."""
+    return torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes, first)])

@@ -96,7 +96,7 @@ def launches(spec: SpecConfig, layers: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("spec", "most"),
     # Outside the trunk's layers: the batch, logits, acceptance, seats; with drafts the MTP layer's passes (three with its layer in each).
-    [(PLAIN, 11), (CHAIN, 72), (TREE, 264)],
+    [(PLAIN, 11), (CHAIN, 72), (TREE, 218)],
     ids=["plain", "chain", "tree"],
 )
 def test_a_step_launches_no_more_than_it_did(spec: SpecConfig, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
