@@ -147,7 +147,7 @@ def markdown_table(cells: list[Cell], rounded: Rounded, markdown: Markdown) -> s
 
 
 def drafts_name(drafts: int) -> str:
-    return {0: "plain", 1: "one draft"}.get(drafts, f"{drafts} drafts")
+    return ("plain", "one draft", "two drafts", "three drafts")[drafts]
 
 
 def times(ratio: float, rounded: Rounded) -> str:
@@ -226,7 +226,7 @@ def fallback_text(folder: Path, rounded: Rounded, markdown: Markdown) -> str:
         "What was measured is a mixture of experts of 475 M parameters in 36 layers, in DeepSeek-V3's layout, without other engines.",
         "Steps far from their bound come first. Greedy, prompts as long as answers. Milliseconds a step are the whole time over the",
         "number of steps, so prompts are in them. The bound is the weights that a step's rows hit on average and the KV cache, over",
-        f"the {bandwidth} TB/s of the device's data sheet; no bandwidth was measured:",
+        f"the {bandwidth} TB/s of the device's data sheet; no bandwidth was measured. Changes after the commits below are not in it:",
         "",
         markdown(["requests", "", "tokens/s", "ms a step", "bound, ms", "step / bound"], [fallback_line(row, rounded) for row in rows]),
     ]

@@ -118,7 +118,7 @@ def test_the_gpu_table_begins_with_what_was_lost(report: Any, tmp_path: Path, mo
         "| MiMo-7B, plain | 128 | 50 | **0.50 ×** | | 4.00 | 8.00 | | 1.00 | 4.0 × |",
         "| MiMo-7B, plain | 8 | 200 | 2.0 × | | 4.00 | **3.85** | | 1.00 | 4.0 × |",
         "| MiMo-7B, plain | 1 | 200 | 2.0 × | 1.4 × | 4.00 | 8.00 | 8.00 | 1.00 | 4.0 × |",
-        "| MiMo-7B, 3 drafts | 1 | 200 | | | 4.00 | | | 1.00 | 4.0 × |",
+        "| MiMo-7B, three drafts | 1 | 200 | | | 4.00 | | | 1.00 | 4.0 × |",
         "| Qwen3-8B, plain | 1 | 1 | | | 4.00 | | | 1.00 | 4.0 × |",
     ]
     assert notes.startswith(
