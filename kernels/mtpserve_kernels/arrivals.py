@@ -1,8 +1,8 @@
 """Counters by which the last of some programs knows that it is the last, and finishes what all of them have begun.
 
-Each program writes its part, waits for its own threads, and adds to the counter; who finds the others' share there already reads their parts
-and adds them up in a fixed order, so that the sum does not depend on who came last. It leaves the counter at zero for the next launch:
-no launch clears them.
+Each program writes its part, waits for its own threads, and adds to the counter. The program that finds the count complete reads all parts
+and adds them up in a fixed order, so that the sum does not depend on who came last. It leaves the counter at zero for the next launch: no
+launch clears them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+
+from mtpserve_kernels import tuned
 
 MAX_SCORES = 1 << 26  # of attention/select.py, that are in memory at a time: those of rows together, or of one that has more
+Rule = TypeVar("Rule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +21,20 @@ class Tiling:
     BN: int
     BK: int
     stages: int
+    warps: int = 4
+
+
+def with_table(rule: Rule, op: str, shape: str, rows: int, device: torch.device) -> tuple[Rule, int | None]:
+    """A kernel's own tiling with what the chip's table has for its fields, and the number of splits that the table has."""
+    entry = dict(tuned.tiling(op, shape, rows, device) or {})
+    splits = entry.pop("splits", None)
+    return cast(Rule, replace(cast(Any, rule), **entry)) if entry else rule, splits
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """`bfloat16`, as the tables' shapes begin."""
+    return str(dtype).removeprefix("torch.")
+
+
+def processors_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mtpserve_kernels.arrivals import arrival_counters
 from mtpserve_kernels.moe import experts as module, reference
 from mtpserve_kernels.moe.experts import experts
 from mtpserve_kernels.moe.experts_rows import experts_rows
@@ -169,6 +170,18 @@ def test_an_experts_weights_are_read_by_one_program_after_the_other(device: torc
         order = [frozenset(programs[place]) for place in sorted(programs, key=lambda place: place[::-1])]
         runs = [next(run) for _, run in groupby(order)]
         assert len(runs) == len(set(order)) == len(order) // tiles and len(runs) > number
+
+
+def test_counters_are_left_at_zero(device: torch.device) -> None:
+    """Also where no expert is hit, or one twice: the next launch would be wrong."""
+    x, gate_up, down = numbers(device, 3, 64), numbers(device, 4, 64, 64) / 8, numbers(device, 4, 64, 32) / 8
+    weights, chosen = torch.rand(3, 2).to(device), torch.tensor([[0, 1], [2, 3], [3, 0]], device=device)
+    for others, first in ((chosen + 4, 0), (torch.full_like(chosen, 1), None), (chosen, 2)):
+        experts(x, weights, others, gate_up, down, None, None, first=first)
+        assert not any(arrival_counters("experts", 1, device).tolist())
+    expected = reference.experts(x, weights, chosen, gate_up, down, None, None)
+    torch.testing.assert_close(experts(x, weights, chosen, gate_up, down, None, None), expected, rtol=1e-4, atol=1e-4)
+    assert not experts(x, weights, chosen + 4, gate_up, down, None, None, first=0).any()
 
 
 def in_float8(matrix: Tensor, parts: int = 1) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The experts' products without a sort: gate and up with silu, down, and the sum over a row's experts; three launches.
+"""The experts' products without a sort: gate and up with silu, then down and the sum over a row's experts; two launches.
 
 A program has one expert, some of its output columns and a tile of rows. It looks up itself which of the rows chose its expert, and
 returns at once if none did, so that only the weights of experts that were chosen are read. Programs that differ in their rows alone
@@ -6,7 +6,8 @@ follow one another, so that they find the weights in the cache. The shared exper
 
     inner [T, K + shared, S]     silu(gate) * up of row t's k-th expert, or gpt-oss's clamped gate; biases are added to what is multiplied;
                                  without a gate relu(up)^2, and gate_up [E, S, H] is up alone
-    parts [T, K + shared, H]     its output, float32, weighted; always summed over k in this order
+    parts [T, K + shared, H]     its output, float32, weighted; always summed over k in this order, by the program that is the last one
+                                 to write parts of these rows and columns (arrivals.py)
 
 float8 weights (e4m3) have one float32 scale per 128 x 128 block and are widened in registers. Gate and up each begin a block of their own,
 
@@ -25,10 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpserve_kernels.arrivals import arrival_counters
 from mtpserve_kernels.moe.reference import Clamped
-from mtpserve_kernels.tiling import Tiling
+from mtpserve_kernels.tiling import Tiling, type_name, with_table
 
 BLOCK = 128  # of float8 scales
+CHUNK = tl.constexpr(16)  # rows whose parts are added at a time
 
 
 @triton.jit
@@ -44,6 +47,41 @@ def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, FIRST: tl.constexpr, K: 
     b_hits = tl.sum(b_match.to(tl.int32), 1) + beyond
     b_place = tl.sum(tl.where(b_match, o_k[None, :], 0), 1)
     return (b_hits > 0) & (o_t < rows), b_place + beyond * (K + expert - E)
+
+
+@triton.jit
+def add_parts(
+    p_parts, p_chosen, p_out, p_arrivals, o_t, o_n, i_arrival, expert, rows, H: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr,
+    FIRST: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Called by every program that has written parts of the rows o_t and columns o_n, and by the first expert's. What is counted are
+    parts, so that experts without a row need not arrive; the first expert counts once more, since somebody must."""
+    o_k = tl.arange(0, BK)
+    b_number = tl.load(p_chosen + o_t[:, None] * K + o_k[None, :], mask=(o_t < rows)[:, None] & (o_k < K)[None, :], other=-1)
+    if FIRST is not None:
+        b_number -= FIRST
+    number_of_rows = tl.sum((o_t < rows).to(tl.int32))
+    expected = tl.sum(tl.sum(((b_number >= 0) & (b_number < E)).to(tl.int32), 1)) + SHARED * number_of_rows + 1
+    hits = tl.sum(tl.sum((b_number == expert).to(tl.int32), 1))
+    count = tl.where(expert < E, hits, number_of_rows) + tl.where(expert == 0, 1, 0)
+    tl.debug_barrier()  # all of this program's parts are written before they are counted
+    arrived = tl.atomic_add(p_arrivals + i_arrival, count, sem="acq_rel")
+    if arrived + count == expected:
+        tl.store(p_arrivals + i_arrival, 0)
+        # Few rows at a time, so that the parts of all experts are on their way together and still fit the registers.
+        for chunk in range(o_t.shape[0] // CHUNK):
+            o_c = tl.min(o_t) + chunk * CHUNK + tl.arange(0, CHUNK)
+            b_sum, m = tl.zeros([CHUNK, o_n.shape[0]], tl.float32), (o_c < rows)[:, None] & (o_n < H)[None, :]
+            for k in tl.static_range(K + SHARED):
+                m_k = m
+                if FIRST is not None:
+                    if k < K:  # nobody has written the parts of experts that are elsewhere
+                        b_local = tl.load(p_chosen + o_c * K + k, mask=o_c < rows, other=-1) - FIRST
+                        m_k = m & ((b_local >= 0) & (b_local < E))[:, None]
+                o_part = (o_c * (K + SHARED) + k).to(tl.int64)[:, None] * H + o_n[None, :]
+                # Not from the L1 cache: other processors have written them.
+                b_sum += tl.load(p_parts + o_part, mask=m_k, other=0.0, volatile=True)
+            tl.store(p_out + o_c.to(tl.int64)[:, None] * H + o_n[None, :], b_sum.to(p_out.dtype.element_ty), mask=m)
 
 
 @triton.jit
@@ -119,14 +157,15 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def down_kernel(
-    p_inner, p_chosen, p_weights, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_parts, rows, H: tl.constexpr, S: tl.constexpr,
-    E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
-    FIRST: tl.constexpr,
+    p_inner, p_chosen, p_weights, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_parts, p_out, p_arrivals, rows, H: tl.constexpr,
+    S: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    BS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n, o_s = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BS)
     b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
-    if tl.sum(b_hit.to(tl.int32)) > 0:
+    is_hit = tl.sum(b_hit.to(tl.int32)) > 0
+    if is_hit:
         m_n = o_n < H
         p_down = p_w + expert.to(tl.int64) * H * S
         stride = S
@@ -155,22 +194,9 @@ def down_kernel(
             b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit & (b_place < K), other=1.0)
         tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
-
-
-@triton.jit
-def sum_kernel(
-    p_parts, p_chosen, p_out, H: tl.constexpr, E: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, B: tl.constexpr
-):  # fmt: skip
-    i_row, o = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
-    b_sum = tl.zeros([B], tl.float32)
-    for k in tl.static_range(PARTS):
-        width = H
-        if FIRST is not None:
-            if k < K:
-                number = tl.load(p_chosen + i_row * K + k) - FIRST
-                width = tl.where((number >= 0) & (number < E), H, 0)  # nobody has written the others
-        b_sum += tl.load(p_parts + (i_row * PARTS + k) * H + o, mask=o < width, other=0.0)
-    tl.store(p_out + i_row * H + o, b_sum.to(p_out.dtype.element_ty), mask=o < H)
+    if is_hit | (expert == 0):
+        i_arrival = i_n * tl.num_programs(0) + i_t
+        add_parts(p_parts, p_chosen, p_out, p_arrivals, o_t, o_n, i_arrival, expert, rows, H, E, SHARED, FIRST, K, BK)
 
 
 def tiling(rows: int, x_bytes: int, hip: bool) -> Tiling:
@@ -178,6 +204,15 @@ def tiling(rows: int, x_bytes: int, hip: bool) -> Tiling:
     largest = 16 if x_bytes == 4 else 64
     BT = min(largest, max(16, triton.next_power_of_2(rows)))
     return Tiling(BT, 32, 32, 2) if x_bytes == 4 else Tiling(BT, 64, 64, 1 if hip else 3)
+
+
+def tilings(rows: int, x_bytes: int, weight_bytes: int, hip: bool) -> tuple[Tiling, Tiling]:
+    """Of gate_up and of down. Few rows hit few experts: narrow tiles make programs enough to keep the memory busy. Narrow ones of float8
+    gates spill."""
+    rule = tiling(rows, x_bytes, hip)
+    if rows > 16 or x_bytes == 4 or hip:
+        return rule, rule
+    return rule if weight_bytes == 1 else Tiling(rule.BT, 16, BLOCK, 4), Tiling(rule.BT, 32, BLOCK, 3)
 
 
 def experts(
@@ -213,20 +248,21 @@ def experts(
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    cut = tiling(rows, x.element_size(), torch.version.hip is not None)
-    tiles, BK = triton.cdiv(rows, cut.BT), triton.next_power_of_2(top)
-    gate_up_kernel[(tiles, number + shared, triton.cdiv(size, cut.BN))](
+    rules = tilings(rows, x.element_size(), gate_up.element_size(), torch.version.hip is not None)
+    shape = f"{type_name(gate_up.dtype)} E{number} K{top} H{hidden} S{size}"
+    (wide, _), (back, _) = (with_table(rule, op, shape, rows, x.device) for rule, op in zip(rules, ("gate_up", "down"), strict=True))
+    tiles, BK = triton.cdiv(rows, wide.BT), triton.next_power_of_2(top)
+    gate_up_kernel[(tiles, number + shared, triton.cdiv(size, wide.BN))](
         x, chosen, gate_up, shared_gate_up, gate_up_scale, shared_gate_up_scale, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size,
-        E=number, SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BH=cut.BK, ALPHA=alpha, MOST=most,
-        LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=4, num_stages=cut.stages,
+        E=number, SHARED=shared, K=top, BK=BK, BT=wide.BT, BN=wide.BN, BH=wide.BK, ALPHA=alpha, MOST=most,
+        LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=wide.warps, num_stages=wide.stages,
     )  # fmt: skip
-    down_kernel[(tiles, number + shared, triton.cdiv(hidden, cut.BN))](
-        inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, down_bias, weighted, rows, H=hidden, S=size, E=number,
-        SHARED=shared, K=top, BK=BK, BT=cut.BT, BN=cut.BN, BS=cut.BK, FIRST=first, num_warps=4,
-        num_stages=cut.stages,
+    columns = triton.cdiv(hidden, back.BN)
+    down_kernel[(tiles, number + shared, columns)](
+        inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, down_bias, weighted, out,
+        arrival_counters("experts", tiles * columns, x.device), rows, H=hidden, S=size, E=number, SHARED=shared, K=top, BK=BK,
+        BT=back.BT, BN=back.BN, BS=back.BK, FIRST=first, num_warps=back.warps, num_stages=back.stages,
     )  # fmt: skip
-    grid = rows, triton.cdiv(hidden, 1024)
-    sum_kernel[grid](weighted, chosen, out, H=hidden, E=number, FIRST=first, K=top, PARTS=parts, B=1024)
     return out
 
 

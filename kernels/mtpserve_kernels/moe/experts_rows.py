@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.moe.experts import _hits, activated, sum_kernel, tiling
+from mtpserve_kernels.arrivals import arrival_counters
+from mtpserve_kernels.moe.experts import _hits, activated, add_parts, tiling
 from mtpserve_kernels.moe.reference import Clamped
 from mtpserve_kernels.quant.rows import FLOAT8, as_bytes, check_rows, form_of, row_scaled_tile, step_of
 
@@ -51,14 +52,15 @@ def gate_up_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def down_rows_kernel(
-    p_inner, p_chosen, p_weights, p_w, p_scale, p_zeros, p_bias, p_parts, rows, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
-    K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, FORM: tl.constexpr,
-    FIRST: tl.constexpr,
+    p_inner, p_chosen, p_weights, p_w, p_scale, p_zeros, p_bias, p_parts, p_out, p_arrivals, rows, H: tl.constexpr, S: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    FORM: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_t, o_n = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN)
     b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
-    if tl.sum(b_hit.to(tl.int32)) > 0:
+    is_hit = tl.sum(b_hit.to(tl.int32)) > 0
+    if is_hit:
         m_n = o_n < H
         o_row = (o_t * K + b_place).to(tl.int64)
         b_acc = tl.zeros([BN, BT], tl.float32)
@@ -71,6 +73,9 @@ def down_rows_kernel(
             b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit, other=1.0)
         tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
+    if is_hit | (expert == 0):
+        i_arrival = i_n * tl.num_programs(0) + i_t
+        add_parts(p_parts, p_chosen, p_out, p_arrivals, o_t, o_n, i_arrival, expert, rows, H, E, 0, FIRST, K, BK)
 
 
 def experts_rows(
@@ -106,11 +111,10 @@ def experts_rows(
         GROUPS=groups, BK=BK, BT=cut.BT, BN=BN, BH=step_of(cut.BK, hidden, groups), FORM=form,
         ALPHA=alpha, MOST=most, LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
-    down_rows_kernel[(tiles, number, triton.cdiv(hidden, cut.BN))](
-        inner, chosen, weights, down, down_scale, down_zeros, down_bias, weighted, rows, H=hidden, S=size, E=number, K=top,
-        GROUPS=down_groups, BK=BK, BT=cut.BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form,
-        FIRST=first, num_warps=4, num_stages=cut.stages,
+    columns = triton.cdiv(hidden, cut.BN)
+    down_rows_kernel[(tiles, number, columns)](
+        inner, chosen, weights, down, down_scale, down_zeros, down_bias, weighted, out,
+        arrival_counters("experts", tiles * columns, x.device), rows, H=hidden, S=size, E=number, K=top, GROUPS=down_groups, BK=BK,
+        BT=cut.BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form, FIRST=first, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
-    grid = rows, triton.cdiv(hidden, 1024)
-    sum_kernel[grid](weighted, chosen, out, H=hidden, E=number, FIRST=first, K=top, PARTS=top, B=1024)
     return out

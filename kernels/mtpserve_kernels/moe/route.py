@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mtpserve_kernels import tuned
 from mtpserve_kernels.arrivals import arrival_counters
+from mtpserve_kernels.tiling import type_name
 
 ROWS = 16
 NO_KEY = tl.constexpr(-(1 << 63))
@@ -177,7 +178,7 @@ def tiling(number: int, hidden: int, x_type: torch.dtype, device: torch.device) 
     AT_ONCE, warps = (16, 4) if number <= 64 else (8, 8)
     rule = {"BE": BE, "BH": BH, "SPLITS": min(MAX_SPLITS, triton.cdiv(hidden, BH)), "AT_ONCE": AT_ONCE, "warps": warps}
     # One tiling for all numbers of rows: see above.
-    shape = f"{str(x_type).removeprefix('torch.')} E{number} H{hidden}"
+    shape = f"{type_name(x_type)} E{number} H{hidden}"
     return tuned.tiling("route", shape, 1, device, invariant=True) or rule
 
 
