@@ -92,10 +92,10 @@ def rope_store(
 
 
 def latent_store(
-    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
+    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     tables = rotation.positions, rotation.cos, rotation.sin
-    return fused.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved)
+    return fused.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved, out)
 
 
 def pack_router(weight: Tensor, bias: Tensor | None, arch: MoEArch) -> Route:
@@ -157,8 +157,8 @@ class HeadMatrices:
 
     packed: matrices.Matrices
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return matrices.heads_linear(x, self.packed)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return matrices.heads_linear(x, self.packed, out)
 
 
 def pack(weight: Tensor, bias: Tensor | None, lookups: bool) -> PanelMatrix:

@@ -57,9 +57,11 @@ class RopeStore(Protocol):
 
 class LatentStore(Protocol):
     def __call__(
-        self, q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int, /
-    ) -> Tensor:
-        """q [T, heads, nope + rope], row [T, rank + rope] → the rotated part of q [T, heads, rope]; the latent, normed with `norm`
+        self, q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int,
+        out: Tensor | None = None, /,
+    ) -> Tensor:  # fmt: skip
+        """q [T, heads, nope + rope], row [T, rank + rope] → the rotated part of q [T, heads, rope], in `out` if that is given, which may be
+        a part of something wider; the latent, normed with `norm`
         [rank] and `eps`, and the rotated key after it are stored in `slots` [T] of `keys` [slots, 1, rank + rope]."""
         ...
 
@@ -155,8 +157,9 @@ class PackExperts(Protocol):
 
 
 class HeadProducts(Protocol):
-    def __call__(self, x: Tensor, /) -> Tensor:
-        """x [T, heads, K] → [T, heads, N]: each head's rows by the head's own matrix."""
+    def __call__(self, x: Tensor, out: Tensor | None = None, /) -> Tensor:
+        """x [T, heads, K] → [T, heads, N], in `out` if that is given: each head's rows by the head's own matrix. Both may be parts of
+        something wider."""
         ...
 
 

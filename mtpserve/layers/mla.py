@@ -55,9 +55,11 @@ class MLA(nn.Module):
         """q [T, heads * (nope + rope)], row [T, kv_rank + rope] → [T, hidden]"""
         mla, norm = self.mla, self.kv_norm
         q = q.unflatten(-1, (self.heads, -1))  # [T, heads, nope + rope]
-        absorbed = self.k_up(q[..., : mla.nope])  # [T, heads, kv_rank]
-        q_rope = self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope)
-        seen = context.attend(torch.cat([absorbed, q_rope], -1))  # [T, heads, kv_rank]
+        query = q.new_empty(len(q), self.heads, mla.kv_rank + mla.rope)
+        absorbed, q_rope = query.split([mla.kv_rank, mla.rope], -1)
+        self.k_up(q[..., : mla.nope], absorbed)
+        self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope, q_rope)
+        seen = context.attend(query)  # [T, heads, kv_rank]
         return self.kernels.ranks.sum(self.out(self.v_up(seen).flatten(1)))
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:

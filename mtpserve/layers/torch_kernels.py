@@ -106,13 +106,13 @@ def rope_store_apart(
 
 
 def latent_store(
-    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
+    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     heads, rank = q.shape[1], len(norm)
     rotated = rotation.rotate(torch.cat([q[..., nope:], row[:, None, rank:]], 1))  # [T, heads + 1, rope]
     latent = F.rms_norm(row[:, :rank], norm.shape, norm, eps)
     store(keys, slots, torch.cat([latent.unsqueeze(1), rotated[:, heads:]], -1))
-    return rotated[:, :heads]
+    return rotated[:, :heads] if out is None else out.copy_(rotated[:, :heads])
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,9 +143,10 @@ def pack_heads(kv_up: Tensor, heads: int, nope: int) -> tuple[HeadProducts, Head
     return partial(by_head, k_up), partial(by_head, v_up)
 
 
-def by_head(matrices: Tensor, x: Tensor) -> Tensor:
+def by_head(matrices: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     """matrices [heads, K, N], x [T, heads, K] → [T, heads, N]"""
-    return torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
+    products = torch.bmm(x.transpose(0, 1), matrices).transpose(0, 1)
+    return products if out is None else out.copy_(products)
 
 
 def pack_layers(layers: Sequence[Layer], norm: LastNorm) -> RunLayers:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtpserve.core.arch import ClampedGate, MoEArch
 from mtpserve.layers import torch_kernels
-from mtpserve.layers.kernels import Gate, HeadNorms, Kernels, RoutedExperts, SharedExpert
+from mtpserve.layers.kernels import Gate, HeadNorms, HeadProducts, Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK
 from mtpserve.quant.stored import QuantisedMatrix
@@ -35,6 +35,7 @@ def triton_kernels() -> Kernels:
         gated=gated,
         rope_store=rope_store,
         latent_store=latent_store,
+        pack_heads=pack_heads,
         pack_router=partial(partial, route),
         pack_experts=partial(partial, experts),
         pack=lambda *_: None,
@@ -55,10 +56,23 @@ def rope_store(
 
 
 def latent_store(
-    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int
+    q: Tensor, row: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, norm: Tensor, eps: float, nope: int, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     tables = rotation.positions, rotation.cos, rotation.sin
-    return rope.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved)
+    return rope.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved, out)
+
+
+def pack_heads(kv_up: Tensor, heads: int, nope: int) -> tuple[HeadProducts, HeadProducts]:
+    per_head = kv_up.unflatten(0, (heads, -1))
+    return partial(by_head, per_head[:, :nope]), partial(by_head, per_head[:, nope:].mT)
+
+
+def by_head(matrices: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """matrices [heads, K, N], x [T, heads, K] → [T, heads, N]. The library writes rows of any stride: nothing is copied before or after."""
+    if out is None:
+        out = x.new_empty(*x.shape[:2], matrices.shape[2])
+    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+    return out
 
 
 def route(weight: Tensor, bias: Tensor | None, arch: MoEArch, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from mtpserve_kernels.fused.rope import latent_store, rope_store
 from mtpserve_kernels.fused.silu import silu_mul
 from torch import Tensor
 
+from mtpserve.layers import triton_kernels
+
 
 def numbers(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device, dtype)
@@ -86,6 +88,20 @@ def test_latent_store(device: torch.device, heads: int, rank: int, rope: int, no
     ]
     same(*both)
     torch.testing.assert_close(*caches, equal_nan=True, atol=2e-5, rtol=2e-5)
+    query = torch.full((rows, heads, rank + rope), torch.nan, device=device)
+    latent_store(q, down, positions, cos, sin, slots, caches[0], norm, 1e-6, nope, interleaved, query[..., rank:])
+    assert torch.equal(query[..., rank:], both[0]) and query[..., :rank].isnan().all()
+
+
+def test_products_of_heads_go_into_a_part_of_something_wider(device: torch.device) -> None:
+    kv_up, x = numbers(device, 3 * (16 + 8), 40), numbers(device, 5, 3, 16 + 4)[..., :16]
+    for up, given in zip(triton_kernels.pack_heads(kv_up, 3, 16), (x, numbers(device, 5, 3, 40)), strict=True):
+        expected = torch.stack([given[:, head] @ up.args[0][head] for head in range(3)], 1)
+        wide = torch.full((5, 3, expected.shape[2] + 7), torch.nan, device=device)
+        up(given, wide[..., 3:-4])
+        torch.testing.assert_close(up(given), expected)
+        torch.testing.assert_close(wide[..., 3:-4], expected)
+        assert wide[..., :3].isnan().all() and wide[..., -4:].isnan().all() and up(given).is_contiguous()
 
 
 def test_a_float8_cache_cuts_off_what_is_too_large(device: torch.device) -> None:

@@ -73,7 +73,8 @@ def rope_store_kernel(
 
 @triton.jit
 def latent_store_kernel(
-    p_q, p_q_rope, p_down, p_positions, p_cos, p_sin, p_slots, p_cache, p_norm, stride_q, stride_head, stride_down, stride_cache, eps,
+    p_q, p_q_rope, p_down, p_positions, p_cos, p_sin, p_slots, p_cache, p_norm, stride_q, stride_head, stride_out, stride_out_head,
+    stride_down, stride_cache, eps,
     NOPE: tl.constexpr, RANK: tl.constexpr, BRANK: tl.constexpr, ROPE: tl.constexpr, BROPE: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +86,7 @@ def latent_store_kernel(
     p_c, p_s = p_cos + position * (ROPE // 2), p_sin + position * (ROPE // 2)
     if i_head < HEADS:
         b_q = _rotated(p_q + i_row * stride_q + i_head * stride_head + NOPE, o, p_c, p_s, p_norm, 1.0, ROPE, INTERLEAVED, False, m)
-        tl.store(p_q_rope + (i_row * HEADS + i_head) * ROPE + o, b_q.to(p_q_rope.dtype.element_ty), mask=m)
+        tl.store(p_q_rope + i_row * stride_out + i_head * stride_out_head + o, b_q.to(p_q_rope.dtype.element_ty), mask=m)
     else:
         slot = tl.load(p_slots + i_row)
         o_r = tl.arange(0, BRANK)
@@ -122,17 +123,19 @@ def rope_store(
 
 def latent_store(
     q: Tensor, down: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, norm: Tensor, eps: float,
-    nope: int, interleaved: bool = True,
+    nope: int, interleaved: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See reference.latent_store. `q` and `down` may be strided views of one product."""
+    """See reference.latent_store. `q` and `down` may be strided views of one product, and `out` [T, heads, rope] one of a wider tensor."""
     rows, heads, _ = q.shape
     rank, rope = norm.shape[0], 2 * cos.shape[1]
     assert q.shape[2] == nope + rope and down.shape[1] == rank + rope == cache.shape[2] and cache.shape[1] == 1, (q.shape, down.shape)
     assert q.stride(2) == 1 and down.stride(1) == 1 and cache.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
-    q_rope = torch.empty(rows, heads, rope, dtype=q.dtype, device=q.device)
+    q_rope = torch.empty(rows, heads, rope, dtype=q.dtype, device=q.device) if out is None else out
+    assert q_rope.shape == (rows, heads, rope) and q_rope.stride(2) == 1 and q_rope.dtype == q.dtype, (q_rope.shape, q_rope.dtype)
     if rows:
         latent_store_kernel[(rows, heads + 1)](
-            q, q_rope, down, positions, cos, sin, slots, cache, norm, q.stride(0), q.stride(1), down.stride(0), cache.stride(0), eps,
+            q, q_rope, down, positions, cos, sin, slots, cache, norm, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1),
+            down.stride(0), cache.stride(0), eps,
             NOPE=nope, RANK=rank, BRANK=triton.next_power_of_2(rank), ROPE=rope, BROPE=triton.next_power_of_2(rope),
             HEADS=heads, INTERLEAVED=interleaved, num_warps=2,
         )  # fmt: skip
