@@ -37,6 +37,29 @@ def read_kernel(p_x, p_out, PER: tl.constexpr, B: tl.constexpr):
     tl.store(p_out + tl.program_id(0), tl.sum(b_sum))
 
 
+@triton.jit
+def chase_kernel(p_next, p_place, HOPS: tl.constexpr):
+    """Each load's address is what the one before it gave; the next launch goes on where this one ends."""
+    place = tl.load(p_place)
+    for _ in range(HOPS):
+        place = tl.load(p_next + place)
+    tl.store(p_place, place)
+
+
+def load_ns(device: torch.device, numbers: int, hops: int, alarm: Alarm) -> float:
+    """Nanoseconds of a load that waits for the one before it, among so many numbers of 8 bytes."""
+    stride = 513  # 4 KiB and 8 bytes: no line is met twice before all were
+    places = (torch.arange(numbers, device=device) + stride) % numbers
+    place = places.sum().mul_(0).view(1)  # all are read once: what fits into the L2 cache is there
+    return call_us(lambda i: chase_kernel[(1,)](places, place, HOPS=hops, num_warps=1), 3, device, alarm=alarm) / hops * 1e3
+
+
+def latencies(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
+    """From the L2 cache: 2 MiB, which the L1 cache does not hold; and from memory: 2 GiB."""
+    small, large, hops = (1 << 11, 1 << 12, 16) if dry else (1 << 18, 1 << 28, 2048)
+    return {"l2_ns": load_ns(device, small, hops, alarm), "memory_ns": load_ns(device, large, hops, alarm)}
+
+
 def streams(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
     """GB/s of a copy, its reads and writes counted, and of a read alone."""
     programs, per, block = (4, 2, 256) if dry else (8192, 32, 4096)
@@ -101,7 +124,7 @@ def attention_of_torch() -> dict[str, str]:
 
 
 def ceilings(device: torch.device, dry: bool, alarm: Alarm) -> Iterator[dict[str, Any]]:
-    for part in (launches, replays, streams, products):
+    for part in (launches, replays, latencies, streams, products):
         try:
             yield dict(part(device, dry, alarm))
         except Exception as error:

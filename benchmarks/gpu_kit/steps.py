@@ -13,7 +13,7 @@ from common.shapes import StepBytes
 
 from gpu_kit.environment import clocks
 from gpu_kit.kernel_table import Event, gaps_of, profiled, table
-from gpu_kit.launches import LaunchRecorder, recording
+from gpu_kit.launches import Launch, LaunchRecorder, recording
 from gpu_kit.models import Cell, Place, engine_of, key_of, random_model, replay, seat, state_of, traffic_of
 from gpu_kit.timing import Alarm, event_us, host_us
 from mtpserve.layers.decoder import DecoderModel
@@ -58,22 +58,37 @@ def model_of(place: Place, name: str, positions: int) -> DecoderModel:
     return random_model(place.config(name), place.dtype, positions, place.device)
 
 
-def events_of_replays(place: Place, again: Callable[[], object], recorder: LaunchRecorder) -> list[list[Event]]:
+def events_of_replays(place: Place, again: Callable[[], object], recorder: LaunchRecorder, alarm: Alarm) -> list[list[Event]]:
     """The kernels of each replay. On a CPU there is one, which the recorder has timed."""
     if place.device.type != "cuda":
         pairs = zip(recorder.launches, recorder.times, strict=True)
         return [[Event(launch.name, *times, launch.grid) for launch, times in pairs]]
-    events = profiled(again, PROFILED)
+    with alarm.whole():
+        events = profiled(again, PROFILED)
     number, rest = divmod(len(events), PROFILED)
     if rest or not number:
         raise RuntimeError(f"the profiler saw {len(events)} kernels in {PROFILED} replays of one graph")
     return [events[i * number : (i + 1) * number] for i in range(PROFILED)]
 
 
+def of_kernels(replays: list[list[Event]], launches: list[Launch], read_gb_s: float | None) -> dict[str, Any]:
+    """What a profiler's view adds to a cell; nothing where it saw nothing."""
+    if not replays:
+        return {"kernel_launches": 0, "busy_ms": None, "gap_ms": None, "gap_us_median": None, "kernels": []}
+    between = [gap for events in replays for gap in gaps_of(events) if gap is not None]
+    return {
+        "kernel_launches": len(replays[0]),
+        "busy_ms": statistics.median(sum(event.us for event in events) for events in replays) / 1e3,
+        "gap_ms": sum(between) / len(replays) / 1e3,
+        "gap_us_median": statistics.median(between) if between else None,
+        "kernels": table(replays, launches, read_gb_s),
+    }
+
+
 @torch.inference_mode()
-def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | None, alarm: Alarm) -> dict[str, Any]:
-    """One cell. Raises what the engine raises where it does not fit."""
-    recorder = StepRecorder(place.device, alarm)
+def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | None, alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """The record of one cell, and a sentence where its kernels could not be seen. Raises what the engine raises where it does not fit."""
+    recorder, on_gpu = StepRecorder(place.device, alarm), place.device.type == "cuda"
     engine = engine_of(model, cell, place.device, recorder)
     seat(engine, cell)
     key = key_of(engine, cell)
@@ -84,29 +99,28 @@ def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | N
     recorded, _ = replay(engine, cell)
     synchronise(place.device)
     captured_s = time.perf_counter() - began
-    on_gpu = place.device.type == "cuda"
     clock, times, hosts = event_us if on_gpu else host_us, list[float](), list[float]()
-    for _ in range(WARM_UPS + REPLAYS if on_gpu else 2):
+    for _ in range(WARM_UPS + REPLAYS if on_gpu else 1):
         restore()
         synchronise(place.device)
         times.append(clock(lambda: hosts.append(host_us(recorded.again))))
     speed = clocks() if on_gpu else None  # right after the replays, before the device rests
     restore()
-    replays = events_of_replays(place, recorded.again, recorder.launches)
+    replays = list[list[Event]]()
+    try:
+        replays = events_of_replays(place, recorded.again, recorder.launches, alarm)
+    except Exception as error:
+        yield {"skipped": f"kernels of {cell}: {type(error).__name__}: {first_line(error)}"}
     times, launches = times[WARM_UPS:] or times, recorder.launches.launches
-    busy = statistics.median(sum(event.us for event in events) for events in replays)
-    between = [gap for events in replays for gap in gaps_of(events) if gap is not None]
-    moved = sum(launch.num_bytes for launch in launches)
     context = recorder.launches.traffic.context
     least = None if cell.prompt else StepBytes(place.config(cell.model)).step(cell.requests, context, cell.drafts)
-    return {
-        "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "context": cell.context, "prompt": cell.prompt,
-        "clock": "device" if on_gpu else "host", "rows": rows, "launches": len(launches), "kernel_launches": len(replays[0]),
-        "device_ms": statistics.median(times) / 1e3, "device_ms_least": min(times) / 1e3, "host_replay_ms": statistics.median(hosts) / 1e3,
-        "capture_s": captured_s, "busy_ms": busy / 1e3, "gap_ms": sum(between) / len(replays) / 1e3,
-        "gap_us_median": statistics.median(between) if between else None, "bytes": moved, "least_bytes": least,
+    yield {
+        "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "context": context, "prompt": cell.prompt,
+        "clock": "device" if on_gpu else "host", "rows": rows, "launches": len(launches), "device_ms": statistics.median(times) / 1e3,
+        "device_ms_least": min(times) / 1e3, "host_replay_ms": statistics.median(hosts) / 1e3, "capture_s": captured_s,
+        "bytes": sum(launch.num_bytes for launch in launches), "least_bytes": least,
         "floor_ms": None if least is None or read_gb_s is None else least / read_gb_s / 1e6, "clocks": speed,
-        "kernels": table(replays, launches, read_gb_s),
+        **of_kernels(replays, launches, read_gb_s),
     }  # fmt: skip
 
 
@@ -128,7 +142,7 @@ def steps(place: Place, cells: list[Cell], read_gb_s: float | None, alarm: Alarm
             continue
         for cell in own:
             try:
-                yield measured(place, model, cell, read_gb_s, alarm)
+                yield from measured(place, model, cell, read_gb_s, alarm)
             except Exception as error:
                 yield {"skipped": f"{cell}: {type(error).__name__}: {first_line(error)}"}
             free(place)

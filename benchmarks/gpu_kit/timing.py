@@ -6,7 +6,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 
@@ -29,7 +29,8 @@ class Alarm:
     @contextmanager
     def set(self) -> Iterator[None]:
         before = signal.signal(signal.SIGALRM, self.ring)
-        signal.setitimer(signal.ITIMER_REAL, max(self.end - time.perf_counter(), 1e-3))
+        # Again and again: an exception in a destructor is lost.
+        signal.setitimer(signal.ITIMER_REAL, max(self.end - time.perf_counter(), 1e-3), 0.5)
         try:
             yield
         finally:
@@ -60,15 +61,16 @@ class Alarm:
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]:
+    """Without what torch.cuda.graph does before: it empties the allocator's cache, and thousands of graphs are captured here."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    capture = torch.cuda.graph(graph, stream=stream)
-    if alarm is None:
-        with torch.cuda.stream(stream), capture:
+    with nullcontext() if alarm is None else alarm.whole(), torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
             yield
-    else:
-        with alarm.whole(), torch.cuda.stream(stream), capture:
-            yield
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def event_us(work: Callable[[], object]) -> float:

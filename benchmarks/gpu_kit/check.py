@@ -1,0 +1,92 @@
+"""Whether what was chosen is right: against float64, with outputs full of NaN before, and captured steps against eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpu_kit.models import Cell, Place, engine_of, replay, seat, state_of
+from gpu_kit.steps import StepRecorder, first_line, free, model_of
+from gpu_kit.timing import Alarm
+from gpu_kit.tune import chosen
+from gpu_kit.tuned_table import chosen_tiles
+from gpu_kit.works import Work
+
+LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-3}  # of ‖out − exact‖ / ‖exact‖
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that is allocated for results is full of NaN, or of absurd integers."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def filled(tensor: Tensor) -> Tensor:
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else -(1 << 30) if tensor.itemsize >= 4 else 0)
+
+    torch.empty = lambda *sizes, **options: filled(empty(*sizes, **options))
+    torch.empty_like = lambda *like, **options: filled(empty_like(*like, **options))
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = empty, empty_like
+
+
+def error_of(out: Tensor, exact: Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+
+
+@torch.inference_mode()
+def checked(place: Place, record: dict[str, Any], tile: dict[str, int]) -> dict[str, Any]:
+    """On fresh random data."""
+    work = Work(record["op"], record["kind"], record["label"], record["rows"], tuple(record["sizes"]))
+    call, limit = work.call(place), LIMITS[place.dtype]
+    with chosen(work.op, tile), poisoned():
+        out = call.run(0)
+    error = error_of(out, call.exact(0))
+    return {
+        "op": work.op, "label": work.label, "shape": record["shape"], "rows": work.rows, "tiling": dict(tile),
+        "error": error if error == error else None, "limit": limit, "good": error <= limit,
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def captured_as_eager(place: Place, cell: Cell, alarm: Alarm) -> dict[str, Any]:
+    """The tokens of a captured step and those of the same step launched kernel by kernel, from the same state."""
+    recorder = StepRecorder(place.device, alarm)
+    model = model_of(place, cell.model, cell.context + 1024)
+    engine = engine_of(model, cell, place.device, recorder)
+    seat(engine, cell)
+    restore = state_of(engine)
+    recorded, output = replay(engine, cell)
+    assert recorder.body is not None
+    restore()
+    recorded.again()
+    captured = output.table.clone()
+    restore()
+    eager = recorder.body().table.clone()
+    differing = int((captured != eager).sum())
+    return {
+        "op": "captured step", "label": str(cell), "shape": "", "rows": cell.requests, "tiling": {}, "error": float(differing),
+        "limit": 0.0, "good": differing == 0,
+    }  # fmt: skip
+
+
+def check(place: Place, models: list[str], records: list[dict[str, Any]], alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """A record for each tiling that a table would have and for a step of the first model, or {"skipped": why}."""
+    for drafts in (0, 3):
+        cell = Cell(models[0], drafts, 1 if place.toy else 8, 24 if place.toy else 256)
+        try:
+            yield captured_as_eager(place, cell, alarm)
+        except Exception as error:
+            yield {"skipped": f"check of {cell}: {type(error).__name__}: {first_line(error)}"}
+        free(place)
+    for record, tile in chosen_tiles(records):
+        try:
+            yield checked(place, record, tile)
+        except Exception as error:
+            yield {"skipped": f"check of {record['op']} {record['shape']} {tile}: {type(error).__name__}: {first_line(error)}"}
+        free(place)

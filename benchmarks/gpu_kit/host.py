@@ -1,0 +1,202 @@
+"""The host's share of the engine's steps beside the device's, while requests end and others arrive.
+
+`plan`, `launch`, `wait` and `book` are the parts of Engine.step: what is run, its launches, the wait for a step's results, and what comes
+of them. Steps overlap, so that a step is bound by the host where there is hardly a wait. `decode` and `prompt` are the graphs' times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from typing import Any
+
+import torch
+
+from gpu_kit.models import Cell, Place, engine_of, runner_of
+from gpu_kit.steps import StepRecorder, first_line, free, model_of
+from gpu_kit.timing import Alarm
+from mtpserve.core.request import Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.engine import Engine
+from mtpserve.runtime.graphs import Body, GraphOutput, StepGraphs
+from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.transfer import Download
+
+MODELS = ("475m", "7b")
+REQUESTS, TOY_REQUESTS = (1, 32, 128), (1,)
+PROMPT, TOKENS = 128, 128  # of each request, as in never_slower.py
+STEPS, WARM_UPS = 60, 24
+PARTS = ("plan", "launch", "wait", "book")
+
+
+@dataclass(slots=True)
+class Spent:
+    """Of one step, in milliseconds."""
+
+    total: float = 0.0
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    launched: int = 0  # passes without a graph
+    graphs: list[tuple[str, Any]] = field(default_factory=list)  # the kind, and what tells its milliseconds once the device is done
+
+
+class TimedGraphs:
+    """mtpserve.runtime.graphs.Recorder: what it gives out is timed by the device's events."""
+
+    def __init__(self, place: Place, alarm: Alarm, step: Callable[[], Spent]) -> None:
+        self.inner, self.step, self.on_gpu = StepRecorder(place.device, alarm), step, place.device.type == "cuda"
+        self.kind = "decode"
+
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+        output, again = self.inner.record(body)
+
+        def timed() -> None:
+            if not self.on_gpu:
+                began = time.perf_counter()
+                again()
+                ended = time.perf_counter()
+                self.step().graphs.append((self.kind, lambda: (ended - began) * 1e3))
+                return
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            again()
+            end.record()
+            self.step().graphs.append((self.kind, lambda: start.elapsed_time(end)))
+
+        return output, timed
+
+
+class Clocked:
+    """An engine whose parts are timed."""
+
+    def __init__(self, place: Place, model: Any, cell: Cell, alarm: Alarm) -> None:
+        self.spent, self.waited = Spent(), 0.0
+        self.recorder = TimedGraphs(place, alarm, lambda: self.spent)
+        self.engine: Engine = engine_of(model, cell, place.device, self.recorder, room=PROMPT + TOKENS + 64)
+        runner, graphs = runner_of(self.engine)
+        self.time(self.engine._scheduler, "plan", "plan")
+        self.time(self.engine, "_book", "book")
+        self.time(runner, "launch", "launch")
+        self.tell_prompts(graphs)
+        self.count_launched(runner)
+
+    def time(self, owner: Any, name: str, part: str) -> None:
+        method = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.spent.parts[part] += (time.perf_counter() - began) * 1e3
+
+        setattr(owner, name, timed)
+
+    def tell_prompts(self, graphs: StepGraphs) -> None:
+        """The recorder does not know whose graph it replays."""
+        replay = graphs.replay
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            prompts = kwargs.get("prompts", args[9] if len(args) > 9 else None)
+            self.recorder.kind = "decode" if prompts is None else "prompt"
+            return replay(*args, **kwargs)
+
+        graphs.replay = told  # type: ignore[method-assign]
+
+    def count_launched(self, runner: Runner) -> None:
+        run = runner.run
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.spent.launched += 1
+            return run(*args, **kwargs)
+
+        runner.run = counted  # type: ignore[method-assign]
+
+    def step(self) -> tuple[Spent, list[Any]]:
+        self.spent = spent = Spent()
+        wait = Download.wait
+
+        def timed(download: Download) -> Any:
+            began = time.perf_counter()
+            try:
+                return wait(download)
+            finally:
+                spent.parts["wait"] += (time.perf_counter() - began) * 1e3
+
+        Download.wait = timed  # type: ignore[method-assign]
+        try:
+            began = time.perf_counter()
+            events = self.engine.step()
+            spent.total = (time.perf_counter() - began) * 1e3
+        finally:
+            Download.wait = wait  # type: ignore[method-assign]
+        spent.parts["book"] -= spent.parts["wait"]  # it waits as it books
+        return spent, events
+
+
+def medians(steps: list[Spent]) -> dict[str, float]:
+    found = {"step": statistics.median(step.total for step in steps)}
+    found |= {part: statistics.median(step.parts[part] for step in steps) for part in PARTS}
+    kinds = defaultdict[str, list[float]](list)
+    for step in steps:
+        for kind, milliseconds in step.graphs:
+            kinds[kind].append(float(milliseconds()))
+    return found | {f"{kind}_graph": statistics.median(times) for kind, times in kinds.items()}
+
+
+def measured(place: Place, model: Any, cell: Cell, alarm: Alarm) -> dict[str, Any]:
+    """Requests of different lengths, so that they end one by one, each replaced as it ends."""
+    clocked, random, names = Clocked(place, model, cell, alarm), Random(0), count()
+    vocab, tokens = clocked.engine.card.vocab, 3 if place.toy else TOKENS
+
+    def add(length: int) -> None:
+        prompt = [random.randrange(1, vocab) for _ in range(8 if place.toy else PROMPT)]
+        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, seed=0)
+        clocked.engine.add(Request(f"{next(names)}", prompt, params))
+
+    for i in range(cell.requests):
+        add(max(2, tokens * (i + 1) // cell.requests))
+    steps, graphs, arrived = list[Spent](), clocked.recorder, 0
+    known = runner_of(clocked.engine)[1].recorded
+    warm_ups, number = (0, 2) if place.toy else (WARM_UPS, STEPS)
+    while len(steps) < number:
+        before = len(known)
+        spent, events = clocked.step()
+        ended = [event for event in events if event.finish is not None]
+        if wrong := [event.error for event in events if event.error is not None]:
+            raise RuntimeError(wrong[0])
+        for _ in ended:
+            add(tokens)
+        if warm_ups > 0 or len(known) > before:  # a step that captures another one says nothing
+            warm_ups -= 1
+            continue
+        steps.append(spent)
+        arrived += len(ended)
+    if graphs.on_gpu:
+        torch.cuda.synchronize()
+    with_prompts = sum(any(kind == "prompt" for kind, _ in step.graphs) for step in steps)
+    return {
+        "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "clock": "device" if graphs.on_gpu else "host",
+        "steps": len(steps), "steps_with_prompts": with_prompts, "launched_without_graph": sum(step.launched for step in steps),
+        "arrived": arrived, "median_ms": medians(steps),
+    }  # fmt: skip
+
+
+def host(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """A record for each model, depth and number of requests, or {"skipped": why}."""
+    for name in [model for model in MODELS if model in models]:
+        model = model_of(place, name, 2048)
+        for requests in TOY_REQUESTS if place.toy else REQUESTS:
+            for drafts in (0,) if place.toy else (0, 3):
+                cell = Cell(name, drafts, requests, 0)
+                try:
+                    yield measured(place, model, cell, alarm)
+                except Exception as error:
+                    yield {"skipped": f"host, {name} k={drafts} batch {requests}: {type(error).__name__}: {first_line(error)}"}
+                free(place)
+        del model
+        free(place)

@@ -1,0 +1,199 @@
+"""Which tiling of a kernel is the fastest, by shape and number of rows: each candidate in a graph of calls over inputs that rotate.
+
+The wrappers of the kernels look up their tilings (mtpserve_kernels/tuned); a candidate is what they find there while it is measured. So
+they say themselves under which op and shape they would look it up. Where candidates make no difference to what is launched, the wrapper
+does not look, and nothing is tuned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mtpserve_kernels import tuned
+
+from gpu_kit.candidates import Tile, tiles_of
+from gpu_kit.launches import launches_are
+from gpu_kit.models import Place
+from gpu_kit.steps import first_line, free
+from gpu_kit.timing import Alarm, call_us
+from gpu_kit.works import Call, Work, prompts_of, works_of
+
+CALLS, TOY_CALLS = 20, 1
+FINALISTS = 6  # tilings that are measured with every number of rows, after all were with two
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a wrapper looked up."""
+
+    shape: str
+    rows: int
+
+
+@contextmanager
+def lookups(op: str) -> Iterator[list[Asked]]:
+    """Those of this op while it is entered."""
+    found, original = list[Asked](), tuned.tiling
+
+    def listening(asked: str, shape: str, rows: int, *args: Any, **kwargs: Any) -> Any:
+        if asked == op:
+            found.append(Asked(shape, rows))
+        return original(asked, shape, rows, *args, **kwargs)
+
+    tuned.tiling = listening
+    try:
+        yield found
+    finally:
+        tuned.tiling = original
+
+
+def launches_with(call: Call, op: str, tile: Tile | None) -> str:
+    """The kernels of one call with their grids and constants, as a text. Raises what the wrapper raises for such a tiling."""
+    said: list[str] = []
+
+    def write(original: Any, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
+        plain = {name: value for name, value in kwargs.items() if isinstance(value, bool | int | float)}
+        said.append(f"{kernel.__name__}{tuple(grid)}{plain}")
+
+    with chosen(op, tile), launches_are(write):
+        launch_of(call)(0)
+    return " ".join(said)
+
+
+def launch_of(call: Call) -> Callable[[int], Any]:
+    """Of a call whose output is put together from several."""
+    return call.library.get("launch", call.run)
+
+
+def chosen(op: str, tile: Tile | None) -> AbstractContextManager[None]:
+    """None: the wrapper's own."""
+    return nullcontext() if tile is None else tuned.override(op, tile)
+
+
+def different(call: Call, op: str, tiles: list[Tile]) -> list[Tile]:
+    """Those that launch something else than the ones before them. Raises LookupError where none can be launched."""
+    seen, kept, wrong = set[str](), list[Tile](), ""
+    for tile in tiles:
+        try:
+            said = launches_with(call, op, tile)
+        except Exception as error:  # this wrapper has other names, or limits, for its tiles
+            wrong = f"{type(error).__name__}: {first_line(error)}"
+            continue
+        if said not in seen:
+            seen.add(said)
+            kept.append(tile)
+    if not kept:
+        raise LookupError(f"{op}: no candidate can be launched: {wrong}")
+    return kept
+
+
+def timed(place: Place, call: Call, op: str, tile: Tile | None, alarm: Alarm) -> float:
+    with chosen(op, tile):
+        return call_us(launch_of(call), TOY_CALLS if place.toy else CALLS, place.device, samples=1 if place.toy else 7, alarm=alarm)
+
+
+def measured(place: Place, work: Work, tiles: list[Tile] | None, alarm: Alarm) -> dict[str, Any]:
+    """A record of one work; `tiles` None: all that differ. Raises LookupError where there is nothing to choose."""
+    call = work.call(place)
+    with lookups(work.op) as found:
+        launch_of(call)(0)
+    if not found:
+        raise LookupError(f"{work.op}: the kernel does not look up a tiling")
+    tiles = different(call, work.op, tiles_of(work, place.toy)) if tiles is None else tiles
+    own = timed(place, call, work.op, None, alarm)
+    candidates, wrong = [], ""
+    for tile in tiles:
+        try:
+            us = timed(place, call, work.op, tile, alarm)
+        except Exception as error:  # it does not fit the chip, or the compiler fails
+            wrong = f"{type(error).__name__}: {first_line(error)}"
+            continue
+        candidates.append({"tiling": dict(tile), "us": us, "gb_s": call.num_bytes / us / 1e3})
+    if not candidates:
+        raise LookupError(f"{work.op} of {work.label}, {work.rows} rows: no candidate runs: {wrong}")
+    library = {name: timed_library(place, run, alarm) for name, run in call.library.items() if name != "launch"}
+    candidates.sort(key=lambda candidate: candidate["us"])
+    best = candidates[0]
+    return {
+        "op": work.op, "label": work.label, "kind": work.kind, "sizes": list(work.sizes), "shape": found[0].shape, "rows": work.rows,
+        "table_rows": found[0].rows, "clock": "device" if place.device.type == "cuda" else "host", "own_us": own, "candidates": candidates,
+        "best": best["tiling"], "best_us": best["us"], "best_gb_s": best["gb_s"], "library_us": library,
+    }  # fmt: skip
+
+
+def timed_library(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float | str:
+    try:
+        return call_us(run, TOY_CALLS if place.toy else CALLS, place.device, samples=1 if place.toy else 7, alarm=alarm)
+    except Exception as error:
+        return f"skipped: {type(error).__name__}: {first_line(error)}"
+
+
+def families(works: list[Work]) -> list[list[Work]]:
+    """Works whose tilings share a shape of the table, or may: of one op and kind, and of sizes that are equal but for a span's."""
+    groups = defaultdict[tuple[Any, ...], list[Work]](list)
+    for work in works:
+        sizes = work.sizes[2:] if work.kind == "span" else work.sizes
+        groups[work.op, work.kind, sizes].append(work)
+    return list(groups.values())
+
+
+def finalists(records: list[dict[str, Any]]) -> list[Tile]:
+    """Those with the smallest product of times relative to the fastest, among what all these works had; else each work's best."""
+    scores = defaultdict[str, list[float]](list)
+    tiles: dict[str, Tile] = {}
+    for record in records:
+        for candidate in record["candidates"]:
+            key = str(candidate["tiling"])
+            tiles[key] = candidate["tiling"]
+            scores[key].append(math.log(candidate["us"] / record["best_us"]))
+    common = sorted((key for key in scores if len(scores[key]) == len(records)), key=lambda key: sum(scores[key]))
+    best = [str(record["best"]) for record in records]
+    return [tiles[key] for key in dict.fromkeys([*common[:FINALISTS], *best])]
+
+
+@torch.inference_mode()
+def tune(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """A record for each work, or {"skipped": why}. All candidates are measured with two numbers of rows of a shape, the best with all."""
+    for family in families(works_of(models, place.toy)):
+        first = [family[0], family[-1]] if len(family) > 1 else family
+        records = []
+        for work in [*first, *(work for work in family if work not in first)]:
+            tiles = None if work in first else finalists(records)
+            try:
+                record = measured(place, work, tiles, alarm)
+            except LookupError as error:
+                yield {"skipped": str(error)}
+                break
+            except Exception as error:
+                yield {"skipped": f"{work.op} of {work.label}, {work.rows} rows: {type(error).__name__}: {first_line(error)}"}
+                free(place)
+                continue
+            if work in first:
+                records.append(record)
+            yield record
+            free(place)
+    yield from prompts(place, models, alarm)
+
+
+def prompts(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """Attention of whole prompts beside what torch has for it. There is nothing to choose: `candidates` is empty."""
+    for work in prompts_of(models, place.toy):
+        try:
+            call = work.call(place)
+            own = timed(place, call, work.op, None, alarm)
+            library = {name: timed_library(place, run, alarm) for name, run in call.library.items()}
+        except Exception as error:
+            yield {"skipped": f"{work.op} of {work.label}: {type(error).__name__}: {first_line(error)}"}
+        else:
+            yield {
+                "op": work.op, "label": work.label, "kind": "prompt", "sizes": list(work.sizes), "shape": "", "rows": work.rows,
+                "table_rows": 0, "clock": "device" if place.device.type == "cuda" else "host", "own_us": own, "candidates": [],
+                "best": {}, "best_us": own, "best_gb_s": call.num_bytes / own / 1e3, "library_us": library,
+            }  # fmt: skip
+        free(place)

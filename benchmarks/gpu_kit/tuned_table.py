@@ -1,0 +1,83 @@
+"""The table of tilings that the kernels read (mtpserve_kernels/tuned), made of what `tune` measured and `check` found right."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mtpserve_kernels import tuned
+
+Record = dict[str, Any]
+
+
+def grouped(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """By op and shape; what has no candidates is left out."""
+    groups = defaultdict[tuple[str, str], list[Record]](list)
+    for record in records:
+        if record["candidates"]:
+            groups[record["op"], record["shape"]].append(record)
+    return dict(groups)
+
+
+def cheapest(records: list[Record]) -> dict[str, int] | None:
+    """Of the tilings that all of them have, the one with the smallest sum of times relative to each record's fastest one."""
+    costs, tiles = defaultdict[str, list[float]](list), {}
+    for record in records:
+        for candidate in record["candidates"]:
+            key = text_of(candidate)
+            tiles[key] = candidate["tiling"]
+            costs[key].append(candidate["us"] / record["best_us"])
+    common = [key for key in costs if len(costs[key]) == len(records)]
+    return tiles[min(common, key=lambda key: sum(costs[key]))] if common else None
+
+
+def choices(records: list[Record]) -> dict[str, Any]:
+    """`fastest` for each bucket of rows, and `invariant`, of the records of one op and shape."""
+    buckets = defaultdict[int, list[Record]](list)
+    for record in records:
+        if number := tuned.bucket(record["table_rows"]):
+            buckets[number].append(record)
+    fastest = {str(number): tile for number in sorted(buckets) if (tile := cheapest(buckets[number])) is not None}
+    invariant = cheapest(records)
+    return {"fastest": fastest} | ({} if invariant is None else {"invariant": invariant})
+
+
+def chosen_tiles(records: Iterable[Record]) -> list[tuple[Record, dict[str, int]]]:
+    """Each tiling that a table would have, with the record of one work that it is for."""
+    found = []
+    for own in grouped(records).values():
+        said = choices(own)
+        tiles = [*said["fastest"].values(), *([said["invariant"]] if "invariant" in said else [])]
+        for key in dict.fromkeys(json.dumps(tile, sort_keys=True) for tile in tiles):
+            record = next(record for record in own if key in map(text_of, record["candidates"]))
+            found.append((record, json.loads(key)))
+    return found
+
+
+def text_of(candidate: Record) -> str:
+    return json.dumps(candidate["tiling"], sort_keys=True)
+
+
+def verified(records: Iterable[Record], checks: Iterable[Record]) -> list[Record]:
+    """The records with those candidates alone that were found right for their op and shape."""
+    good = {(check["op"], check["shape"], text_of(check)) for check in checks if check["good"]}
+    kept = [
+        record | {"candidates": [each for each in record["candidates"] if (record["op"], record["shape"], text_of(each)) in good]}
+        for record in records
+    ]
+    return [record | {"best_us": min(each["us"] for each in record["candidates"])} for record in kept if record["candidates"]]
+
+
+def table_of(records: Iterable[Record], checks: Iterable[Record], chip: str, source: str) -> dict[str, Any]:
+    """What was not checked, or not right, is not in it."""
+    ops = defaultdict[str, dict[str, Any]](dict)
+    for (op, shape), own in sorted(grouped(verified(records, checks)).items()):
+        ops[op][shape] = choices(own)
+    return {"chip": chip, "source": source, "ops": dict(ops)}
+
+
+def write(path: Path, table: dict[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=1) + "\n")

@@ -1,0 +1,302 @@
+"""Single kernels as models call them, on random data: a call, its result in float64, and what a library takes for the same.
+
+Inputs that a step reads from memory rotate, so that no call finds them in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common.shapes import SHAPES, TOYS
+from torch import Tensor
+
+from gpu_kit.models import PAGE, Place, arch_of
+from gpu_kit.timing import rotation
+
+Run = Callable[[int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    run: Callable[[int], Tensor]  # the number of the call → its output
+    exact: Callable[[int], Tensor]  # the same in float64
+    num_bytes: float  # that one call moves
+    library: dict[str, Run] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`sizes` are the arguments of the function `kind` below."""
+
+    op: str  # as in the table of tilings
+    kind: str
+    label: str
+    rows: int
+    sizes: tuple[int, ...]
+
+    def call(self, place: Place) -> Call:
+        return KINDS[self.kind](place, self.rows, *self.sizes)
+
+
+def linear(place: Place, rows: int, outputs: int, inputs: int) -> Call:
+    from mtpserve_kernels.fused.linear import skinny_linear
+
+    copies = 1 if place.toy else rotation(outputs * inputs * place.dtype.itemsize)
+    weights = torch.randn(copies, outputs, inputs, device=place.device, dtype=place.dtype) * inputs**-0.5
+    x = torch.randn(rows, inputs, device=place.device, dtype=place.dtype)
+    return Call(
+        lambda i: skinny_linear(x, weights[i % copies]),
+        lambda i: x.double() @ weights[i % copies].double().T,
+        (outputs * inputs + rows * (outputs + inputs)) * place.dtype.itemsize,
+        {"F.linear": lambda i: F.linear(x, weights[i % copies])},
+    )
+
+
+def norm(place: Place, rows: int, hidden: int) -> Call:
+    from mtpserve_kernels.fused.norm import add_rms_norm
+
+    x, residual = (torch.randn(rows, hidden, device=place.device, dtype=place.dtype) for _ in range(2))
+    weight = 1 + 0.1 * torch.randn(hidden, device=place.device, dtype=place.dtype)
+
+    def exact(i: int) -> Tensor:
+        total = (x + residual).double()  # the kernel rounds the sum, too
+        return total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+
+    return Call(lambda i: add_rms_norm(x, residual, weight, 1e-6)[0], exact, 4 * x.nbytes)
+
+
+def router(place: Place, rows: int, experts: int, hidden: int, top: int, groups: int, top_groups: int, softmax: int) -> Call:
+    from mtpserve_kernels.moe.route import route
+
+    copies = 1 if place.toy else rotation(experts * hidden * 4)
+    weights = torch.randn(copies, experts, hidden, device=place.device) * hidden**-0.5
+    x = torch.randn(rows, hidden, device=place.device, dtype=place.dtype)
+    bias = None if softmax else torch.zeros(experts, device=place.device)
+
+    def dense(chosen: Tensor, numbers: Tensor) -> Tensor:
+        return torch.zeros(rows, experts, dtype=torch.float64, device=place.device).scatter_(1, chosen, numbers.double())
+
+    def exact(i: int) -> Tensor:
+        logits = x.double() @ weights[i % copies].double().T
+        scores = logits.softmax(-1) if softmax else logits.sigmoid()
+        choice = scores
+        if top_groups < groups:
+            grouped = scores.unflatten(-1, (groups, -1))
+            best = grouped.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
+            mask = torch.ones_like(scores[:, :groups], dtype=torch.bool).scatter_(1, best, False)
+            choice = grouped.masked_fill(mask.unsqueeze(-1), -torch.inf).flatten(1)
+        chosen = choice.topk(top, -1).indices
+        taken = scores.gather(1, chosen)
+        return dense(chosen, taken / taken.sum(-1, keepdim=True))
+
+    def launch(i: int) -> tuple[Tensor, Tensor]:
+        return route(x, weights[i % copies], bias, top, groups, top_groups, True, 1.0, bool(softmax))
+
+    def run(i: int) -> Tensor:
+        numbers, chosen = launch(i)
+        return dense(chosen, numbers)
+
+    return Call(run, exact, experts * hidden * 4 + x.nbytes, {"launch": launch})
+
+
+def mixture(place: Place, rows: int, experts: int, top: int, hidden: int, size: int, shared: int) -> Call:
+    from mtpserve_kernels.moe.experts import experts as kernel
+
+    device, dtype = place.device, place.dtype
+    copies = 1 if place.toy else rotation(experts * 3 * size * hidden * 2, most=16)
+    gate_up = torch.randn(copies, experts, 2 * size, hidden, device=device, dtype=dtype) * hidden**-0.5
+    down = torch.randn(copies, experts, hidden, size, device=device, dtype=dtype) * size**-0.5
+    beside: tuple[Tensor | None, Tensor | None] = (None, None)
+    if shared:
+        beside = (
+            torch.randn(2 * size * shared, hidden, device=device, dtype=dtype) * hidden**-0.5,
+            torch.randn(hidden, size * shared, device=device, dtype=dtype) * (size * shared) ** -0.5,
+        )
+    x = torch.randn(rows, hidden, device=device, dtype=dtype)
+    chosen = torch.rand(8, rows, experts, device=device).topk(top, -1).indices
+    weights = torch.rand(rows, top, device=device)
+
+    def block(rows_in: Tensor, both: Tensor, back: Tensor) -> Tensor:
+        gate, up = (rows_in @ both.double().T).chunk(2, -1)
+        return (F.silu(gate) * up) @ back.double().T
+
+    def exact(i: int) -> Tensor:
+        total = torch.zeros(rows, hidden, dtype=torch.float64, device=device) if beside[0] is None else block(x.double(), *beside)
+        for expert in range(experts):
+            hit, place_of = (chosen[i % 8] == expert).nonzero(as_tuple=True)
+            if len(hit):
+                out = block(x[hit].double(), gate_up[i % copies, expert], down[i % copies, expert])
+                total.index_add_(0, hit, out * weights[hit, place_of].double().unsqueeze(1))
+        return total
+
+    share = 1 - (1 - top / experts) ** rows
+    return Call(
+        lambda i: kernel(x, weights, chosen[i % 8], gate_up[i % copies], down[i % copies], *beside),
+        exact,
+        (experts * share + shared) * 3 * size * hidden * dtype.itemsize,
+    )
+
+
+def span(place: Place, rows: int, width: int, context: int, heads: int, kv_heads: int, dim: int, value: int) -> Call:
+    """`rows` of requests with `width` rows each; of the latent layout where `value` is less than `dim`."""
+    from mtpserve_kernels.attention.span import span_gqa, span_mla
+
+    device, dtype, latent, requests = place.device, place.dtype, value < dim, rows // width
+    pages = -(-(context + width) // PAGE)
+    token = kv_heads * (dim if latent else 2 * dim) * dtype.itemsize
+    copies = 1 if place.toy else rotation(requests * max(context, width) * token)
+    keys = torch.randn(copies * requests * pages * PAGE, kv_heads, dim, device=device, dtype=dtype)
+    caches = (keys,) if latent else (keys, torch.randn_like(keys))
+    tables = torch.randperm(copies * requests * pages, device=device).view(copies, requests, pages)
+    each = torch.arange(requests, device=device)
+    index = (context + torch.arange(width, device=device)).repeat(requests)
+    q = torch.randn(rows, heads, dim, device=device, dtype=dtype)
+    where = each, torch.arange(requests + 1, device=device) * width, torch.full_like(each, context + width), index, None, None, PAGE
+    scale, last = dim**-0.5, (value,) if latent else ()
+    kernel: Any = span_mla if latent else span_gqa
+
+    def exact(i: int) -> Tensor:
+        parts = []
+        for request in range(requests):
+            place_of = torch.arange(context + width, device=device)
+            slots = tables[i % copies, request, place_of // PAGE] * PAGE + place_of % PAGE
+            k = keys[slots].double().repeat_interleave(heads // kv_heads, 1)
+            v = (keys[slots, :, :value] if latent else caches[1][slots]).double().repeat_interleave(heads // kv_heads, 1)
+            scores = torch.einsum("rhd,nhd->hrn", q[request * width : (request + 1) * width].double(), k) * scale
+            later = place_of > context + torch.arange(width, device=device).unsqueeze(1)
+            parts.append(torch.einsum("hrn,nhe->rhe", scores.masked_fill(later, -torch.inf).softmax(-1), v))
+        return torch.cat(parts)
+
+    return Call(
+        lambda i: kernel(q, *caches, tables[i % copies], *where, scale, *last, width=width),
+        exact,
+        requests * (context + width) * token + q.nbytes * (1 + value / dim),
+        library_attention(place, q, requests, width, context, kv_heads, dim, latent),
+    )
+
+
+def library_attention(
+    place: Place, q: Tensor, requests: int, width: int, context: int, kv_heads: int, dim: int, latent: bool
+) -> dict[str, Run]:
+    """For prompts: what torch has, over keys that lie side by side. The latent layout is compared as it would be without absorption, with
+    192 numbers of a key and 128 of a value."""
+    if context or width < 2 or place.device.type != "cuda":
+        return {}
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    heads = q.shape[1]
+    key_dim, value_dim, kv = (192, 128, heads) if latent else (dim, dim, kv_heads)
+    sizes = ((heads, key_dim), (kv, key_dim), (kv, value_dim))
+    parts = [torch.randn(requests, count, width, size, device=place.device, dtype=place.dtype) for count, size in sizes]
+
+    def by(backend: SDPBackend) -> Run:
+        def run(i: int) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=kv != heads)
+
+        return run
+
+    found = {"flash": by(SDPBackend.FLASH_ATTENTION), "cudnn": by(SDPBackend.CUDNN_ATTENTION)}
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return found
+    flat = [part.transpose(1, 2).flatten(0, 1).repeat_interleave(heads // part.shape[1], 1).contiguous() for part in parts]
+    ends = torch.arange(requests + 1, device=place.device, dtype=torch.int32) * width
+    # Newer ones say it as a window.
+    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in signature(varlen_attn).parameters else {"window_size": (-1, 0)}
+    return found | {"varlen": lambda i: varlen_attn(*flat, ends, ends, width, width, **causal)}
+
+
+def sampler(place: Place, rows: int, nodes: int, vocab: int) -> Call:
+    """Greedy verdicts over `nodes` rows of each request, at least one."""
+    from mtpserve_kernels.spec.accept import accept
+
+    device, requests = place.device, max(rows // nodes, 1)
+    logits = torch.randn(requests, nodes, vocab, device=device)
+    seats, zero = torch.arange(requests, device=device), torch.zeros(requests, device=device)
+    drafts = logits[:, :-1].argmax(-1)
+    numbers = zero, seats * 0, zero + 1, zero, seats * 0, torch.ones(requests, dtype=torch.bool, device=device)
+    cuts = {"any_top_k": False, "any_top_p": False, "any_min_p": False}
+    count = torch.full_like(seats, nodes - 1)
+    return Call(
+        lambda i: accept(logits, drafts, count, None, None, seats, seats * 0, *numbers, None, nodes - 1, **cuts)[0],
+        lambda i: logits.argmax(-1).double(),
+        logits.nbytes,
+        {"argmax": lambda i: logits.argmax(-1)},
+    )
+
+
+KINDS: dict[str, Callable[..., Call]] = {
+    "linear": linear, "norm": norm, "router": router, "mixture": mixture, "span": span, "sampler": sampler,
+}  # fmt: skip
+
+
+def products_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """[outputs, inputs] of a layer's products, by name."""
+    arch = arch_of(config)
+    hidden, heads = arch.hidden, arch.heads
+    found = {"fuse": (hidden, 2 * hidden)}
+    if arch.mla is not None:
+        mla, q = arch.mla, heads * (arch.mla.nope + arch.mla.rope)
+        found |= {"down": ((mla.q_rank or q) + mla.kv_rank + mla.rope, hidden), "out": (hidden, heads * mla.value)}
+        return found | ({"q_up": (q, mla.q_rank)} if mla.q_rank else {})
+    kv = arch.attention(0).kv
+    found |= {"qkv": ((heads + 2 * kv.heads) * arch.head_dim, hidden), "out": (hidden, heads * arch.head_dim)}
+    if arch.moe is None:
+        found |= {"gate_up": (2 * arch.intermediate, hidden), "mlp_down": (hidden, arch.intermediate)}
+    return found
+
+
+def decode_rows(toy: bool) -> tuple[int, ...]:
+    return (1, 4) if toy else (1, 2, 4, 8, 16, 32, 64)
+
+
+def works_of(models: list[str], toy: bool) -> list[Work]:
+    """What is tuned, the most promising first; each shape once."""
+    rows, contexts = decode_rows(toy), (40,) if toy else (256, 2048, 16384)
+    attention, mixtures, products, small = [], [], [], []
+    for model in models:
+        config = (TOYS if toy else SHAPES)[model]
+        arch = arch_of(config)
+        kv = arch.attention(0).kv
+        op = "span_mla" if arch.mla is not None else "span_gqa"
+        shape = arch.heads, kv.heads, kv.key_dim, kv.value_dim
+        for context in contexts:
+            sizes = [(1, 1), (1, 4)] if toy else [(1, 1), (8, 1), (64, 1), (128, 1), (1, 4), (8, 4), (64, 4)]
+            most = 64 * 4096
+            attention += [
+                Work(op, "span", f"{model} {requests} x {width}, context {context}", requests * width, (width, context, *shape))
+                for requests, width in sizes
+                if requests * context <= most
+            ]
+        if (moe := arch.moe) is not None:
+            widths = rows if toy else (*rows, 128, 256)
+            sizes = moe.experts, moe.top_k, arch.hidden, moe.size, moe.shared // moe.size
+            mixtures += [Work(part, "mixture", f"{model} {part}", n, sizes) for part in ("gate_up", "down") for n in widths]
+            choice = moe.experts, arch.hidden, moe.top_k, moe.groups, moe.top_groups, int(moe.scores == "softmax")
+            mixtures += [Work("route", "router", f"{model} router", n, choice) for n in widths]
+        products += [
+            Work("skinny_linear", "linear", f"{model} {name}", n, sizes) for name, sizes in products_of(config).items() for n in rows
+        ]
+        small += [Work("add_rms_norm", "norm", f"{model} norm", n, (arch.hidden,)) for n in (*rows, *(() if toy else (128, 256)))]
+        small += [Work("choose", "sampler", f"{model} sampler", n, (nodes, arch.vocab)) for nodes in (1, 4) for n in (nodes, rows[-1])]
+    return list(dict.fromkeys([*attention, *mixtures, *products, *small]))
+
+
+def prompts_of(models: list[str], toy: bool) -> list[Work]:
+    """Attention of whole prompts, of one request each."""
+    works = []
+    for model in models:
+        arch = arch_of((TOYS if toy else SHAPES)[model])
+        kv = arch.attention(0).kv
+        op = "span_mla" if arch.mla is not None else "span_gqa"
+        for rows in (24,) if toy else (512, 2048, 8192):
+            sizes = rows, 0, arch.heads, kv.heads, kv.key_dim, kv.value_dim
+            works.append(Work(op, "span", f"{model} prompt of {rows}", rows, sizes))
+    return works

@@ -1,0 +1,193 @@
+"""What a GPU does with a step of the engine, kernel by kernel, and what it could do: one command, one JSON file.
+
+    python benchmarks/gpu_profile.py --json FILE                          all parts, 330 seconds
+    python benchmarks/gpu_profile.py --json FILE --parts env ceilings steps --models 475m --batches 1 128
+    python benchmarks/gpu_profile.py --parts env tune check --write-tuned kernels/mtpserve_kernels/tuned/sm_90.json
+    python benchmarks/gpu_profile.py --compile-only                       without a GPU: fills TRITON_CACHE_DIR, to be taken to one
+    python benchmarks/gpu_profile.py --dry-run                            everything at toy size, interpreted on a CPU: a test of itself
+
+    env        versions, driver, clocks, and how many kernels Triton found compiled
+    ceilings   bytes and products per second; what a launch costs, with programmatic dependent launch too; what a replay costs
+    steps      captured steps of models with random weights, plain and with three drafts: the device's time, and a table of kernels with
+               their bytes, beside what gpu_model.py predicts; prompt graphs apart
+    host       plan, launch, wait and book of the engine's own steps, beside the device's time, while requests end and others arrive
+    tune       candidate tilings of kernels, by shape and rows; attention of prompts beside torch's
+    check      the chosen tilings against float64, and captured steps against eager ones
+
+Each part has a time limit: it is cut there, and what was measured is kept and written. What fails leaves a sentence under `skipped`. The
+result's schema is gpu_kit/schema.json. From a checkout nothing need be installed but torch with its triton, numpy and msgspec.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if "--dry-run" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+from common.shapes import SHAPES
+from gpu_kit import tuned_table
+from gpu_kit.ceilings import ceilings
+from gpu_kit.check import check
+from gpu_kit.environment import Compiled, compilations, environment
+from gpu_kit.host import host
+from gpu_kit.models import Cell, Place, cells_of
+from gpu_kit.paper import LaunchCounter
+from gpu_kit.predict import Ceilings, predicted
+from gpu_kit.report import Result
+from gpu_kit.steps import steps
+from gpu_kit.tables import predictions, summary
+from gpu_kit.timing import Alarm
+from gpu_kit.tune import tune
+from gpu_kit.warm import compiled_ahead
+from gpu_kit.works import works_of
+
+SHARES = {"env": 3.0, "ceilings": 12.0, "steps": 150.0, "host": 30.0, "tune": 120.0, "check": 15.0}  # seconds of 330
+COMPILING = 0.35  # of a part's time, at most
+MODELS, TOY_MODELS = ["475m", "0.5b", "7b", "v2-lite", "30b-a3b"], ["475m", "0.5b"]
+BATCHES, CONTEXTS, PROMPT = [1, 8, 64, 128], (256, 2048), 512
+TOY_BATCHES, TOY_CONTEXTS, TOY_PROMPT = [1], (24, 40), 64
+
+
+class Run:
+    """The parts of one run, which share what the ones before have found."""
+
+    def __init__(self, options: argparse.Namespace, place: Place, result: Result, count: Compiled) -> None:
+        self.options, self.place, self.result, self.count = options, place, result, count
+        toy = place.toy
+        contexts, prompt = (TOY_CONTEXTS, TOY_PROMPT) if toy else (CONTEXTS, PROMPT)
+        self.cells = cells_of(options.models, options.batches, contexts, prompt)
+        self.counter: LaunchCounter | None = None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return self.result.numbers
+
+    def env(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
+        yield environment(self.place.device)
+
+    def ceilings(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
+        yield from ceilings(self.place.device, self.place.toy, alarm)
+
+    def steps(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
+        self.counter = LaunchCounter()
+        self.counter.count(self.place, self.cells)
+        self.compile(self.cells, [], alarm)
+        found = Ceilings.of(self.numbers.get("ceilings", {}), self.numbers.get("env", {}).get("processors", 132))
+        for record in steps(self.place, self.cells, self.numbers.get("ceilings", {}).get("read_gb_s"), alarm):
+            yield record if "skipped" in record else self.with_prediction(record, found)
+
+    def with_prediction(self, record: dict[str, Any], found: Ceilings) -> dict[str, Any]:
+        context = 0 if record["prompt"] else record["context"]
+        cell = Cell(record["model"], record["drafts"], record["requests"], context, record["prompt"])
+        assert self.counter is not None
+        try:
+            step = predicted(self.counter.launches(cell), record["context"], found)
+        except Exception as error:
+            self.numbers["skipped"].append(f"prediction of {cell}: {type(error).__name__}: {str(error)[:200]}")
+            return record
+        told = {"launches": step.launches, "bytes": step.num_bytes, "body_ms": step.body_ms, "gap_ms": step.gap_ms}
+        return record | {"predicted": told | {"device_ms": step.device_ms}}
+
+    def host(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
+        yield from host(self.place, self.options.models, alarm)
+
+    def tune(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
+        self.compile([], works_of(self.options.models, self.place.toy), alarm)
+        yield from tune(self.place, self.options.models, alarm)
+
+    def check(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
+        yield from check(self.place, self.options.models, self.numbers.get("tune", []), alarm)
+
+    def compile(self, cells: list[Any], works: list[Any], alarm: Alarm) -> None:
+        """Ahead, in all cores; interpreted kernels are not compiled."""
+        if self.place.toy:
+            return
+        ahead = compiled_ahead(cells, works, os.cpu_count() or 1, COMPILING * alarm.left)
+        print(f"compiled ahead: {ahead.hits} were there, {ahead.misses} were compiled", flush=True)
+        self.numbers["skipped"] += ahead.wrong
+
+    def keep(self, part: str) -> Callable[[dict[str, Any]], None]:
+        if part in ("env", "ceilings"):
+            return self.numbers.setdefault(part, {}).update
+        return self.numbers.setdefault(part, []).append
+
+    def all(self) -> None:
+        for part in SHARES:
+            if part in self.options.parts:
+                print(f"{part}: {self.result.limit_of(part):.0f} s", flush=True)
+                self.result.run(part, getattr(self, part), self.keep(part))
+                self.numbers.get("env", {})["compiled"] = asdict(self.count)
+        if self.counter is not None:
+            self.counter.close()
+        self.result.save()
+
+
+def write_tuned(run: Run, file: Path) -> None:
+    numbers, env = run.numbers, run.numbers["env"]
+    chip = env.get("capability", "sm_90")
+    source = f"{env['device']}, commit {env['commit'] or 'unknown'}, triton {env['versions']['triton']}"
+    table = tuned_table.table_of(numbers.get("tune", []), numbers.get("check", []), chip, source)
+    tuned_table.write(file, table)
+    print(f"{file}: {sum(map(len, table['ops'].values()))} shapes of {len(table['ops'])} ops")
+
+
+def options_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int)
+    parser.add_argument("--seconds", type=float, default=330.0, help="of all parts together")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--write-tuned", type=Path, metavar="FILE", help="the table of tilings; needs the parts env, tune and check")
+    parser.add_argument("--compile-only", action="store_true", help="compile the kernels of steps and tune for sm_90, and run nothing")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    toy = options.dry_run
+    options.models = options.models or (TOY_MODELS if toy else MODELS)
+    options.batches = sorted(options.batches or (TOY_BATCHES if toy else BATCHES))
+    if options.batches[0] < 1:
+        parser.error(f"--batches must be at least 1, got {options.batches[0]}")
+    if options.seconds <= 0:
+        parser.error(f"--seconds must be above 0, got {options.seconds:g}")
+    if options.write_tuned is not None and not {"env", "tune", "check"} <= set(options.parts):
+        parser.error(f"--write-tuned needs the parts env, tune and check, got {' '.join(options.parts)}")
+    return options
+
+
+def compile_only(options: argparse.Namespace) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # of the processes that compile
+    cells = cells_of(options.models, options.batches, CONTEXTS, PROMPT)
+    ahead = compiled_ahead(cells, works_of(options.models, False), os.cpu_count() or 1, options.seconds)
+    print(*ahead.wrong, f"{ahead.hits} kernels were compiled already, {ahead.misses} were compiled now", sep="\n")
+
+
+def main() -> None:
+    options = options_of()
+    if options.compile_only:
+        return compile_only(options)
+    if not options.dry_run and not torch.cuda.is_available():
+        print("no GPU: there is nothing to measure; --dry-run tries everything at toy size, gpu_model.py predicts")
+        return None
+    place = Place(torch.device("cpu" if options.dry_run else "cuda"), options.dry_run)
+    result = Result(options.json, options.seconds, {part: SHARES[part] for part in options.parts})
+    with compilations() as count:
+        run = Run(options, place, result, count)
+        run.all()
+    if options.write_tuned is not None:
+        write_tuned(run, options.write_tuned)
+    cells = result.numbers.get("steps", [])
+    print("\n".join([*(predictions(cells) if cells else []), *summary(result.numbers)]))
+    return None
+
+
+if __name__ == "__main__":
+    main()
