@@ -351,4 +351,5 @@ def test_the_payload_has_what_is_used(tmp_path: Path) -> None:
     unpack(tmp_path / "vllm-1-py3-none-any.whl", tmp_path / "site", LIBRARIES)
     unpacked_files = {str(file.relative_to(tmp_path / "site")) for file in (tmp_path / "site").rglob("*") if file.is_file()}
     assert unpacked_files == set(files)
-    assert {"msgspec", "pyzmq"} <= set(WHEELS.read_text().split())
+    pins = dict(line.split("==") for line in WHEELS.read_text().split())
+    assert {"msgspec", "pyzmq"} <= pins.keys() and all(pins.values())
