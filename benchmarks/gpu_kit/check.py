@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_kit.models import Cell, Place, engine_of, replay, seat, state_of
-from gpu_kit.steps import StepRecorder, first_line, free, model_of
+from gpu_kit.steps import first_line, free, model_of, recorder_of
 from gpu_kit.timing import Alarm
 from gpu_kit.tune import chosen
 from gpu_kit.tuned_table import chosen_tiles
@@ -56,7 +56,7 @@ def checked(place: Place, record: dict[str, Any], tile: dict[str, int]) -> dict[
 @torch.inference_mode()
 def captured_as_eager(place: Place, cell: Cell, alarm: Alarm) -> dict[str, Any]:
     """The tokens of a captured step and those of the same step launched kernel by kernel, from the same state."""
-    recorder = StepRecorder(place.device, alarm)
+    recorder = recorder_of(place.device, alarm)
     model = model_of(place, cell.model, cell.context + 1024)
     engine = engine_of(model, cell, place.device, recorder)
     seat(engine, cell)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpu_kit.models import Cell, Place, engine_of, runner_of
-from gpu_kit.steps import StepRecorder, first_line, free, model_of
+from gpu_kit.steps import first_line, free, model_of, recorder_of
 from gpu_kit.timing import Alarm
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
@@ -48,7 +48,7 @@ class TimedGraphs:
     """mtpserve.runtime.graphs.Recorder: what it gives out is timed by the device's events."""
 
     def __init__(self, place: Place, alarm: Alarm, step: Callable[[], Spent]) -> None:
-        self.inner, self.step, self.on_gpu = StepRecorder(place.device, alarm), step, place.device.type == "cuda"
+        self.inner, self.step, self.on_gpu = recorder_of(place.device, alarm), step, place.device.type == "cuda"
         self.kind = "decode"
 
     def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
@@ -187,8 +187,8 @@ def measured(place: Place, model: Any, cell: Cell, alarm: Alarm) -> dict[str, An
 
 
 def host(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
-    """A record for each model, depth and number of requests, or {"skipped": why}."""
-    for name in [model for model in MODELS if model in models]:
+    """A record for each depth and number of requests of those of MODELS, or else of the first model, or {"skipped": why}."""
+    for name in [model for model in MODELS if model in models] or models[:1]:
         model = model_of(place, name, 2048)
         for requests in TOY_REQUESTS if place.toy else REQUESTS:
             for drafts in (0,) if place.toy else (0, 3):

@@ -100,7 +100,8 @@ def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     own = max(ceil(blocks / splits), 1)
     busy = min(1.0, ceil(blocks / own) / splits)
     block_us = (2.3 if latent else 1.1) * (width / KEY_BLOCK) ** 0.5
-    return (1.5 + block_us * own) * waves(launch, busy, ceilings, 2)
+    joined = 1.0 if splits > 1 and "p_parts" in launch.shapes else 0.0  # by the last split, in the same launch
+    return (1.5 + block_us * own) * waves(launch, busy, ceilings, 2) + joined
 
 
 Chain = Callable[[Launch, int, Ceilings], float]

@@ -61,7 +61,8 @@ class Result:
     def note(self, record: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> None:
         if set(record) == {"skipped"}:
             why = record["skipped"]
-            self.numbers["skipped"] += [why] if isinstance(why, str) else why
+            known = self.numbers["skipped"]
+            known += [each for each in ([why] if isinstance(why, str) else why) if each not in known]
         else:
             keep(record)
         if time.perf_counter() - self.saved > WRITE_EVERY_S:

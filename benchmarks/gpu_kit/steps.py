@@ -32,13 +32,30 @@ class StepRecorder:
         self.body: Body | None = None
 
     def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+        self.body = body
         body()
+        self.write_down(body)
+        with self.alarm.whole():
+            return self.inner.record(body)
+
+    def write_down(self, body: Body) -> None:
         if self.launches is not None:
             with recording(self.launches, execute=True):
                 body()
+
+
+class AgainRecorder(StepRecorder):
+    """On a CPU, where nothing is compiled and calls take long: the first run is the recording's own."""
+
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         self.body = body
-        with self.alarm.whole():
-            return self.inner.record(body)
+        recorded = self.inner.record(body)
+        self.write_down(body)
+        return recorded
+
+
+def recorder_of(device: torch.device, alarm: Alarm) -> StepRecorder:
+    return StepRecorder(device, alarm) if device.type == "cuda" else AgainRecorder(device, alarm)
 
 
 def inner_recorder(device: torch.device) -> Recorder:
@@ -88,7 +105,7 @@ def of_kernels(replays: list[list[Event]], launches: list[Launch], read_gb_s: fl
 @torch.inference_mode()
 def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | None, alarm: Alarm) -> Iterator[dict[str, Any]]:
     """The record of one cell, and a sentence where its kernels could not be seen. Raises what the engine raises where it does not fit."""
-    recorder, on_gpu = StepRecorder(place.device, alarm), place.device.type == "cuda"
+    recorder, on_gpu = recorder_of(place.device, alarm), place.device.type == "cuda"
     engine = engine_of(model, cell, place.device, recorder)
     seat(engine, cell)
     key = key_of(engine, cell)

@@ -20,8 +20,9 @@ from mtpserve_kernels import tuned
 from gpu_kit.candidates import Tile, tiles_of
 from gpu_kit.launches import launches_are
 from gpu_kit.models import Place
+from gpu_kit.other_works import other_works
 from gpu_kit.steps import first_line, free
-from gpu_kit.timing import Alarm, call_us
+from gpu_kit.timing import SAMPLES, Alarm, call_us
 from gpu_kit.works import Call, Work, prompts_of, works_of
 
 CALLS, TOY_CALLS = 20, 1
@@ -95,7 +96,11 @@ def different(call: Call, op: str, tiles: list[Tile]) -> list[Tile]:
 
 def timed(place: Place, call: Call, op: str, tile: Tile | None, alarm: Alarm) -> float:
     with chosen(op, tile):
-        return call_us(launch_of(call), TOY_CALLS if place.toy else CALLS, place.device, samples=1 if place.toy else 7, alarm=alarm)
+        return timed_run(place, launch_of(call), alarm)
+
+
+def timed_run(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float:
+    return call_us(run, TOY_CALLS if place.toy else CALLS, place.device, samples=1 if place.toy else SAMPLES, alarm=alarm)
 
 
 def measured(place: Place, work: Work, tiles: list[Tile] | None, alarm: Alarm) -> dict[str, Any]:
@@ -129,7 +134,7 @@ def measured(place: Place, work: Work, tiles: list[Tile] | None, alarm: Alarm) -
 
 def timed_library(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float | str:
     try:
-        return call_us(run, TOY_CALLS if place.toy else CALLS, place.device, samples=1 if place.toy else 7, alarm=alarm)
+        return timed_run(place, run, alarm)
     except Exception as error:
         return f"skipped: {type(error).__name__}: {first_line(error)}"
 
@@ -179,21 +184,42 @@ def tune(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, An
             yield record
             free(place)
     yield from prompts(place, models, alarm)
+    yield from others(place, alarm)
+
+
+def record_of(
+    place: Place, op: str, label: str, kind: str, rows: int, sizes: tuple[int, ...], us: float, num_bytes: float
+) -> dict[str, Any]:
+    """Of a kernel with nothing to choose."""
+    return {
+        "op": op, "label": label, "kind": kind, "sizes": list(sizes), "shape": "", "rows": rows, "table_rows": 0,
+        "clock": "device" if place.device.type == "cuda" else "host", "own_us": us, "candidates": [], "best": {}, "best_us": us,
+        "best_gb_s": num_bytes / us / 1e3, "library_us": {},
+    }  # fmt: skip
 
 
 def prompts(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
-    """Attention of whole prompts beside what torch has for it. There is nothing to choose: `candidates` is empty."""
+    """Attention of whole prompts beside what torch has for it."""
     for work in prompts_of(models, place.toy):
         try:
             call = work.call(place)
-            own = timed(place, call, work.op, None, alarm)
+            us = timed(place, call, work.op, None, alarm)
             library = {name: timed_library(place, run, alarm) for name, run in call.library.items()}
         except Exception as error:
             yield {"skipped": f"{work.op} of {work.label}: {type(error).__name__}: {first_line(error)}"}
         else:
-            yield {
-                "op": work.op, "label": work.label, "kind": "prompt", "sizes": list(work.sizes), "shape": "", "rows": work.rows,
-                "table_rows": 0, "clock": "device" if place.device.type == "cuda" else "host", "own_us": own, "candidates": [],
-                "best": {}, "best_us": own, "best_gb_s": call.num_bytes / own / 1e3, "library_us": library,
-            }  # fmt: skip
+            record = record_of(place, work.op, work.label, "prompt", work.rows, work.sizes, us, call.num_bytes)
+            yield record | {"library_us": library}
+        free(place)
+
+
+def others(place: Place, alarm: Alarm) -> Iterator[dict[str, Any]]:
+    for work in other_works(place.toy):
+        try:
+            run, num_bytes = work.call(place)
+            us = timed_run(place, run, alarm)
+        except Exception as error:
+            yield {"skipped": f"{work.op}, {work.rows} rows: {type(error).__name__}: {first_line(error)}"}
+        else:
+            yield record_of(place, work.op, f"{work.op} {work.sizes}", "other", work.rows, work.sizes, us, num_bytes)
         free(place)

@@ -1,0 +1,241 @@
+"""The GPU's profile without a GPU: every part at toy size, what a time limit leaves, the launches that are predicted, and the tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from tests.kernels.test_launches import Counting
+from tests.runtime.test_overlap import CHAIN, PLAIN
+from tests.tiny import tiny_engine, tiny_model
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = ROOT / "benchmarks" / "gpu_kit" / "schema.json"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def output(script: str, *options: str) -> str:
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *options],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def result_of(file: Path) -> dict[str, Any]:
+    """A result that its schema allows."""
+    document = json.loads(file.read_text())
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    assert file.stat().st_size < 2 << 20
+    return dict(document["numbers"])
+
+
+def test_steps_and_the_hosts_share(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    said = output("gpu_profile.py", "--dry-run", "--models", "0.5b", "--parts", "env", "ceilings", "steps", "host", "--json", str(file))
+    numbers = result_of(file)
+    assert not numbers["skipped"] and not any(part["cut"] for part in numbers["parts"].values())
+    assert numbers["env"]["interpreted"] and all(cell["clock"] == "host" for cell in numbers["steps"])
+    plain, drafting, longer, prompts = numbers["steps"]
+    assert (plain["rows"], drafting["rows"], longer["rows"], prompts["rows"]) == (1, 4, 1, 64)
+    assert plain["launches"] == longer["launches"] < drafting["launches"] and plain["bytes"] < longer["bytes"] < prompts["bytes"]
+    for cell in numbers["steps"]:
+        assert cell["predicted"]["launches"] == pytest.approx(cell["launches"], rel=0.1)  # there is one processor less
+        assert sum(row["calls"] for row in cell["kernels"]) == cell["kernel_launches"] == cell["launches"]
+        assert {row["class"] for row in cell["kernels"]} == {"own", "product", "torch"}
+        assert all(row["us_sum"] >= row["us_max"] >= row["us_median"] > 0 for row in cell["kernels"])
+    (host,) = numbers["host"]
+    assert host["arrived"] > 0 and host["launched_without_graph"] == 0
+    assert host["median_ms"]["step"] >= host["median_ms"]["launch"] > 0 and host["median_ms"]["decode_graph"] > 0
+    assert "0.5b k=3 batch 1" in said and "they say nothing of a GPU" in said
+
+
+def test_tilings_are_tuned_checked_and_written(tmp_path: Path) -> None:
+    file, table = tmp_path / "out.json", tmp_path / "table.json"
+    command = ["--dry-run", "--models", "475m", "--parts", "env", "tune", "check", "--json", str(file), "--write-tuned", str(table)]
+    output("gpu_profile.py", *command)
+    numbers, ops = result_of(file), json.loads(table.read_text())["ops"]
+    assert numbers["check"] and all(check["good"] for check in numbers["check"])
+    tuned = {(record["op"], record["shape"]) for record in numbers["tune"] if record["candidates"]}
+    assert tuned == {(op, shape) for op, shapes in ops.items() for shape in shapes}
+    assert {"gate_up", "down"} <= set(ops)
+    assert {"linear_fp8", "compact", "span_mla"} <= {record["op"] for record in numbers["tune"]}
+
+
+def launches_of(spec: Any, layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of one step of a tiny model in DeepSeek-V3's layout, interpreted."""
+    from mtpserve.core.request import Request
+    from mtpserve.core.sampling import SamplingParams
+    from mtpserve.runtime import graphs
+
+    monkeypatch.setattr(graphs, "PROMPTS", ())
+    recorder = Counting(monkeypatch)
+    model = tiny_model("deepseek", kernels="triton", layers=layers)
+    engine = tiny_engine(model, spec, backend="triton", page_size=16, recorder=recorder, seats=1)
+    engine.add(Request("0", [3, 4, 5], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)))
+    while not recorder.counts:
+        assert not any(event.error for event in engine.step())
+    return recorder.counts[0].total()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny engine lives on the CPU: interpreted alone")
+def test_predicted_launches_are_those_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 475 M with its 36 layers. Counted by other means: interpreted, with two layers and with three, so that a layer's are known."""
+    file = tmp_path / "out.json"
+    said = output("gpu_model.py", "--models", "475m", "7b", "--batches", "1", "--json", str(file))
+    cells = json.loads(file.read_text())["steps"]
+    for spec, drafts in ((PLAIN, 0), (CHAIN, CHAIN.speculative_num_steps)):
+        two, three = (launches_of(spec, layers, monkeypatch) for layers in (2, 3))
+        (cell,) = [cell for cell in cells if (cell["model"], cell["drafts"], cell["context"], cell["prompt"]) == ("475m", drafts, 256, 0)]
+        assert cell["predicted"]["launches"] == pytest.approx(two + 34 * (three - two), rel=0.1), (drafts, two, three)
+    for cell in cells:
+        if not cell["prompt"]:
+            least = cell["floor_ms"] * 3000e6  # bytes at the stated speed
+            assert 0.98 * least <= cell["predicted"]["bytes"] <= (4.5 if cell["model"] == "475m" else 1.1) * least, cell
+    assert "stated ceilings" in said and "475m k=0 batch 1 context 256" in said
+
+
+def result(tmp_path: Path, **shares: float) -> Any:
+    from gpu_kit.report import Result
+
+    return Result(tmp_path / "out.json", sum(shares.values()), shares)
+
+
+def test_a_part_that_overruns_is_cut_and_what_it_measured_is_kept(tmp_path: Path) -> None:
+    kept = result(tmp_path, slow=0.3, next=0.2)
+    numbers = kept.numbers
+    numbers["env"] = {"command": "python x.py", "commit": "abc", "device": "a CPU", "versions": {}}
+
+    def slow(alarm: Any) -> Iterator[dict[str, Any]]:
+        for number in range(1000):
+            yield {"number": number}
+            time.sleep(0.02)
+
+    def after(alarm: Any) -> Iterator[dict[str, Any]]:
+        with alarm.whole():
+            yield {"number": -1}
+        yield {"skipped": "one sentence"}
+        raise RuntimeError("of the part")
+
+    kept.run("slow", slow, numbers.setdefault("steps", []).append)
+    saved = json.loads((tmp_path / "out.json").read_text())["numbers"]
+    assert 1 < len(saved["steps"]) < 100 and saved["parts"]["slow"]["cut"] and "cut after" in saved["skipped"][0]
+    kept.run("next", after, numbers.setdefault("host", []).append)
+    assert numbers["host"] == [{"number": -1}] and not numbers["parts"]["next"]["cut"]
+    assert numbers["skipped"][1:] == ["one sentence", "next: RuntimeError: of the part"]
+
+
+def test_what_must_be_whole_is_cut_after_it(tmp_path: Path) -> None:
+    kept, ends = result(tmp_path, capture=0.1), []
+
+    def capture(alarm: Any) -> Iterator[dict[str, Any]]:
+        with alarm.whole():
+            time.sleep(0.2)
+            ends.append("whole")
+        ends.append("never")
+        yield {}
+
+    kept.run("capture", capture, lambda record: None)
+    assert ends == ["whole"] and kept.numbers["parts"]["capture"]["cut"]
+
+
+def record(rows: int, times: dict[int, float], op: str = "skinny_linear") -> dict[str, Any]:
+    candidates = [{"tiling": {"BN": width, "splits": 1}, "us": us, "gb_s": 1.0} for width, us in times.items()]
+    return {"op": op, "shape": "bfloat16 N64 K64", "table_rows": rows, "candidates": candidates, "best_us": min(times.values())}
+
+
+def check_of(width: int, good: bool) -> dict[str, Any]:
+    return {"op": "skinny_linear", "shape": "bfloat16 N64 K64", "tiling": {"BN": width, "splits": 1}, "good": good}
+
+
+def test_the_table_of_tilings_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_kit import tuned_table
+    from mtpserve_kernels import tuned
+
+    records = [record(1, {16: 2.0, 32: 1.0, 64: 1.2, 128: 0.1}), record(8, {16: 1.0, 32: 4.0, 64: 1.1, 128: 0.1})]
+    checks = [check_of(16, True), check_of(32, True), check_of(64, True), check_of(128, False)]
+    assert [tile["BN"] for _, tile in tuned_table.chosen_tiles(records)] == [128], "it is the fastest, and has to be checked"
+    table = tuned_table.table_of(records, checks, "sm_90", "a test")
+    tuned_table.write(tmp_path / "sm_90.json", table)
+    monkeypatch.setattr(tuned, "path_of", lambda chip: tmp_path / f"{chip}.json")
+    monkeypatch.setattr(tuned, "chip_of", lambda device: "sm_90")
+    for cached in (tuned.lookup, tuned.table):
+        cached.cache_clear()
+    try:
+        found = {
+            rows: tuned.tiling("skinny_linear", "bfloat16 N64 K64", rows, torch.device("cpu"), invariant)
+            for rows, invariant in ((1, False), (7, False), (64, False), (3, True))
+        }
+    finally:
+        for cached in (tuned.lookup, tuned.table):
+            cached.cache_clear()
+    assert found == {1: {"BN": 32, "splits": 1}, 7: {"BN": 16, "splits": 1}, 64: None, 3: {"BN": 64, "splits": 1}}
+
+
+def test_kernels_find_their_launches() -> None:
+    from gpu_kit.kernel_table import Event, table
+    from gpu_kit.launches import OWN, PRODUCT, TORCH, Launch
+
+    def launch(name: str, kind: str, depth: int = 0) -> Launch:
+        return Launch(name, kind, "", 1, 1000.0 * max(depth, 1), 0.0, (1,), product=(1, 64, depth, 1) if depth else (0, 0, 0, 0))
+
+    launches = [
+        launch("norm_kernel", OWN),
+        launch("mm", PRODUCT, 2),
+        launch("cat", TORCH),
+        launch("mm", PRODUCT, 3),
+        launch("span_kernel", OWN),
+    ]
+    names = ["norm_kernel", "nvjet_tst_64x8", "splitKreduce_kernel", "CatArrayBatchedCopy", "gemvNSP_kernel", "span_kernel", "Memcpy DtoD"]
+    replays = [[Event(name, start + 10.0 * i, start + 10.0 * i + 4 + i, (1,)) for i, name in enumerate(names)] for start in (0.0, 500.0)]
+    rows = {row["name"]: row for row in table(replays, launches, 2.0)}
+    assert {name: rows[name]["shape"] for name in names[1:3] + names[4:5]} == {names[1]: "1 x 64 x 2", names[2]: "", names[4]: "1 x 64 x 3"}
+    assert rows["gemvNSP_kernel"]["bytes"] == 3000 and rows["gemvNSP_kernel"]["of_read"] == pytest.approx(3000 / 8 / 1e3 / 2)
+    assert rows["splitKreduce_kernel"]["class"] == "product" and rows["splitKreduce_kernel"]["bytes"] is None, "its product's, not its own"
+    assert rows["CatArrayBatchedCopy"]["bytes"] == 1000 and rows["Memcpy DtoD"]["bytes"] is None, "nothing was launched for it"
+    assert rows["norm_kernel"]["gap_before_us"] is None and rows["span_kernel"]["gap_before_us"] == 2.0
+
+
+def test_lines_of_a_result() -> None:
+    from gpu_kit.tables import predictions, summary
+
+    cell = {"model": "7b", "drafts": 0, "requests": 1, "context": 256, "prompt": 0, "clock": "device", "launches": 2, "kernel_launches": 2,
+            "device_ms": 8.0, "busy_ms": 7.0, "gap_ms": 1.0, "gap_us_median": 2.0, "host_replay_ms": 0.1, "floor_ms": 4.0}  # fmt: skip
+    row = {
+        "name": "slow_kernel",
+        "shape": "4",
+        "calls": 2,
+        "us_median": 3.0,
+        "us_sum": 6.0,
+        "bytes": 2e6,
+        "of_read": 0.3,
+        "gap_before_us": 2.0,
+    }
+    told = {"launches": 2, "bytes": 1e9, "body_ms": 5.0, "gap_ms": 1.0, "device_ms": 6.0}
+    cell |= {"kernels": [row, row | {"name": "good_kernel", "us_sum": 1.0}], "predicted": told}
+    lines = summary({"steps": [cell], "ceilings": {"read_gb_s": 1000.0}, "skipped": ["a sentence"]})
+    assert lines[0] == "skipped: a sentence" and lines[-1].startswith(
+        "prediction missed: 7b k=0 batch 1 context 256: 6.00 ms predicted, 8.00"
+    )
+    slow, good = (next(line for line in lines if name in line) for name in ("slow_kernel", "good_kernel"))
+    assert lines.index(slow) < lines.index(good) and "4.0" in slow
+    assert "-25%" in predictions([cell])[1]
