@@ -12,8 +12,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
 
-.PHONY: help install serve test check docs dist format sanitize bench report snapshot clean
+.PHONY: help install serve test check docs dist format sanitize bench gpu report snapshot clean
 
 help:
 	@echo "make serve     install, then serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
@@ -22,6 +23,7 @@ help:
 	@echo "make docs      the documentation as a site, build/site/index.html"
 	@echo "make dist      wheel and sdist in dist/, checked, and the wheel tried in an empty environment"
 	@echo "make bench     the benchmarks (BENCH_ARGS adds options)"
+	@echo "make gpu       what this GPU does with a step, kernel by kernel, into benchmarks/results/ (GPU_ARGS adds options)"
 	@echo "make report    all results of the benchmarks on one page, build/report/index.html"
 	@echo "make format    let ruff and clang-format format and fix"
 	@echo "make sanitize  the tests of the CPU's kernels with the address and undefined-behaviour sanitizers"
@@ -78,6 +80,11 @@ sanitize: install
 
 bench: install
 	@set -e; for script in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+
+# gpu_h100_1a2b3c4.json: device and commit. Without a GPU it says so and writes nothing.
+gpu: install
+	@name=$$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sed -n '1s/NVIDIA //; 1s/[ -].*//; 1p' | tr A-Z a-z); set -x; \
+	$(BIN)/python benchmarks/gpu_profile.py --json benchmarks/results/gpu_$${name:-none}_$$(git rev-parse --short HEAD).json $(GPU_ARGS)
 
 report: install
 	$(BIN)/python benchmarks/report.py

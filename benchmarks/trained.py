@@ -1,6 +1,6 @@
 """A dense model with an MTP layer, of 125 M parameters (on a GPU) or 6.4 M (on a CPU), trained for minutes on this machine's Python files.
 
-It has MiMo's architecture, so that mtpserve and vLLM can serve it, with real acceptance. Used by gpu_step.py and peers/cpu.py; by itself:
+It has MiMo's architecture, so that mtpserve and vLLM can serve it, with real acceptance. Used by peers/cpu.py; by itself:
 `python benchmarks/trained.py --minutes 10 --out DIRECTORY`. Files are held out as in the demo model's corpus.
 """
 

@@ -104,14 +104,17 @@ def timed_run(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float:
 
 
 def measured(place: Place, work: Work, tiles: list[Tile] | None, alarm: Alarm) -> dict[str, Any]:
-    """A record of one work; `tiles` None: all that differ. Raises LookupError where there is nothing to choose."""
+    """A record of one work; `tiles` None: all that differ. Without candidates where the kernel looks up no tiling; raises LookupError where
+    none of them runs."""
     call = work.call(place)
     with lookups(work.op) as found:
         launch_of(call)(0)
-    if not found:
-        raise LookupError(f"{work.op}: the kernel does not look up a tiling")
-    tiles = different(call, work.op, tiles_of(work, place.toy)) if tiles is None else tiles
     own = timed(place, call, work.op, None, alarm)
+    library = {name: timed_library(place, run, alarm) for name, run in call.library.items() if name != "launch"}
+    plain = record_of(place, work.op, work.label, work.kind, work.rows, work.sizes, own, call.num_bytes) | {"library_us": library}
+    if not found:
+        return plain
+    tiles = different(call, work.op, tiles_of(work, place.toy)) if tiles is None else tiles
     candidates, wrong = [], ""
     for tile in tiles:
         try:
@@ -122,13 +125,11 @@ def measured(place: Place, work: Work, tiles: list[Tile] | None, alarm: Alarm) -
         candidates.append({"tiling": dict(tile), "us": us, "gb_s": call.num_bytes / us / 1e3})
     if not candidates:
         raise LookupError(f"{work.op} of {work.label}, {work.rows} rows: no candidate runs: {wrong}")
-    library = {name: timed_library(place, run, alarm) for name, run in call.library.items() if name != "launch"}
     candidates.sort(key=lambda candidate: candidate["us"])
     best = candidates[0]
-    return {
-        "op": work.op, "label": work.label, "kind": work.kind, "sizes": list(work.sizes), "shape": found[0].shape, "rows": work.rows,
-        "table_rows": found[0].rows, "clock": "device" if place.device.type == "cuda" else "host", "own_us": own, "candidates": candidates,
-        "best": best["tiling"], "best_us": best["us"], "best_gb_s": best["gb_s"], "library_us": library,
+    return plain | {
+        "shape": found[0].shape, "table_rows": found[0].rows, "candidates": candidates, "best": best["tiling"], "best_us": best["us"],
+        "best_gb_s": best["gb_s"],
     }  # fmt: skip
 
 
@@ -179,9 +180,11 @@ def tune(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, An
                 yield {"skipped": f"{work.op} of {work.label}, {work.rows} rows: {type(error).__name__}: {first_line(error)}"}
                 free(place)
                 continue
-            if work in first:
-                records.append(record)
             yield record
+            if not record["candidates"]:
+                yield {"skipped": f"{work.op}: the kernel does not look up a tiling"}
+            elif work in first:
+                records.append(record)
             free(place)
     yield from prompts(place, models, alarm)
     yield from others(place, alarm)

@@ -13,17 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["gpu_step.py", "--dry-run", "--models", "moe", "--arms", "plain", "tree", "--batches", "2"], "4 rows would be measured"),
-        (["gpu_step.py", "--dry-run", "--models", "1b", "--arms", "k=1", "--no-peers", "--trained", "0.01"], "4 rows would be measured"),
-    ],
-)
-def test_whole_steps(command: list[str], said: str) -> None:
-    assert said in output(command)
-
-
 def test_depths_that_are_chosen_side_by_side(tmp_path: Path) -> None:
     command = ["never_slower.py", "--models", "demo", "--requests", "1", "--temperatures", "0.8", "--turns", "2"]
     output([*command, "--json", str(tmp_path / "out.json")])
