@@ -49,9 +49,8 @@ def compiled_rows(models: list[str], requests: int, context: int) -> list[list[s
     keys = "warps", "registers", "stack_bytes", "shared_bytes"
     rows = [["kernel", "warps", "registers", "spilled bytes", "shared bytes"]]
     for model in models:
-        rows += [
-            [f"{model} {fact['kernel']}", *(str(fact[key]) for key in keys)] for fact in facts(PAPER, Cell(model, 3, requests, context))
-        ]
+        for fact in facts(PAPER, Cell(model, 3, requests, context)):
+            rows += [[f"{model} {fact['kernel'][:80]}", *(str(fact[key]) for key in keys)]]
     return rows
 
 

@@ -55,7 +55,8 @@ def span(work: Work) -> list[Tile]:
     programs = max(1, work.rows // width) * kv_heads
     most = max(1, ceil(context / 64))
     splits = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= most and (size == 1 or programs * size <= 8 * PROCESSORS)]
-    BMs = [size for size in (16, 32, 64) if size == 16 or size <= 2 * tall]
+    whole = min(max(16, 1 << (tall - 1).bit_length()), 64)  # one tile for all rows that share keys, or two
+    BMs = [whole] if whole == 16 else [whole, whole // 2]
     tiles = [
         {"BM": BM, "BN": BN, "warps": warps, "stages": stages, "splits": count}
         for BM, BN, warps, stages, count in product(BMs, (32, 64), (4, 8), (2, 3), splits[-4:] if len(splits) > 4 else splits)

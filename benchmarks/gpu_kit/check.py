@@ -89,4 +89,4 @@ def check(place: Place, models: list[str], records: list[dict[str, Any]], alarm:
             yield checked(place, record, tile)
         except Exception as error:
             yield {"skipped": f"check of {record['op']} {record['shape']} {tile}: {type(error).__name__}: {first_line(error)}"}
-        free(place)
+            free(place)

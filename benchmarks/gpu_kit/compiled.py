@@ -5,6 +5,7 @@ It needs the tests of the kernels beside the benchmarks, and cuobjdump, which co
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -45,11 +46,12 @@ def facts(place: Place, cell: Cell) -> list[dict[str, Any]]:
         sources.setdefault(f"{source.name} {source.signature} {source.options}", source)
 
     launches_of(place, cell, seen)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default, said without a warning
     records = []
     for source in sources.values():
         code = ASTSource(source.kernel, source.signature, source.constants, source.attributes)
         kernel = triton.compile(code, target=GPUTarget(*TARGET), options=source.options)
         warps = source.options.get("num_warps", 4)
         shared = int(kernel.metadata.shared)
-        records.append({"kernel": source.kernel.__name__, "warps": warps, **usage(kernel.asm["cubin"]), "shared_bytes": shared})
+        records.append({"kernel": source.name, "warps": warps, **usage(kernel.asm["cubin"]), "shared_bytes": shared})
     return records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from common.record import without_folders
 
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
 
@@ -51,7 +53,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "interpreted": os.environ.get("TRITON_INTERPRET") == "1",
         "cores": os.cpu_count(),
-        "command": " ".join(["python", *sys.argv]) if len(sys.argv) < 40 else "",
+        "command": shlex.join(["python", *map(without_folders, sys.argv)]),
     }
     if device.type != "cuda":
         return found

@@ -121,7 +121,8 @@ def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | N
         restore()
         synchronise(place.device)
         times.append(clock(lambda: hosts.append(host_us(recorded.again))))
-    speed = clocks() if on_gpu else None  # right after the replays, before the device rests
+    # Right after the replays, before the device rests. The tool takes a tenth of a second: of plain steps alone.
+    speed = clocks() if on_gpu and not cell.drafts else None
     restore()
     replays = list[list[Event]]()
     try:

@@ -87,11 +87,45 @@ def missed(cells: Iterable[dict[str, Any]]) -> list[str]:
     ]
 
 
+def hosts(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Milliseconds of the engine's steps, a line for each."""
+    names = ["step", "plan", "launch", "wait", "book", "decode_graph", "prompt_graph"]
+    rows = [["engine's steps, ms", *(name.replace("_", " ") for name in names), "with prompts"]]
+    for record in records:
+        label = f"{record['model']} k={record['drafts']} batch {record['requests']}"
+        share = f"{record['steps_with_prompts']} of {record['steps']}"
+        rows.append([label, *(number(record["median_ms"].get(name), 3) for name in names), share])
+    return aligned_columns(rows)
+
+
+def gains(records: Iterable[dict[str, Any]]) -> list[str]:
+    """Where another tiling than the kernel's own saves most, a line for each."""
+    found = sorted((record for record in records if record["candidates"]), key=lambda record: record["best_us"] - record["own_us"])
+    rows = [["tuned", "own us", "best us", "library us", "tiling"]]
+    for record in found[:WORST]:
+        times = [us for us in record["library_us"].values() if isinstance(us, float)]
+        tile = " ".join(f"{name}{value}" for name, value in record["best"].items())
+        label = f"{record['op']} {record['label']}, {record['rows']} rows"
+        rows.append([label, number(record["own_us"]), number(record["best_us"]), number(min(times, default=None)), tile])
+    return aligned_columns(rows) if found else []
+
+
+def failed(records: Iterable[dict[str, Any]]) -> list[str]:
+    """A line for each check that did not pass."""
+    return [
+        f"check failed: {record['op']} {record['shape'] or record['label']} {record['tiling']}: "
+        f"error {record['error']}, at most {record['limit']}"
+        for record in records
+        if not record["good"]
+    ]
+
+
 def summary(result: dict[str, Any]) -> list[str]:
     """The last lines of a run."""
     read = result.get("ceilings", {}).get("read_gb_s")
     cells = result.get("steps", [])
     lines = [f"skipped: {sentence}" for sentence in result.get("skipped", [])]
+    lines += [*(hosts(result["host"]) if result.get("host") else []), *gains(result.get("tune", [])), *failed(result.get("check", []))]
     if cells:
         clock = " (host's clock, interpreted: they say nothing of a GPU)" if any(cell["clock"] == "host" for cell in cells) else ""
         lines += [f"steps{clock}", *measurements(cells), f"{WORST} kernels with the most microseconds above their floor"]

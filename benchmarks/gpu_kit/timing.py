@@ -6,13 +6,12 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType
 
 import torch
 
-CUDA = torch.device("cuda")
 SAMPLES = 7
 
 
@@ -68,8 +67,14 @@ def captured(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]
         graph.capture_begin()
         try:
             yield
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            # As mtpserve.runtime.graphs.CudaRecorder.clean_up: the allocator takes the capture for unfinished, and the next one would fail.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+            raise
+        graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
 
 

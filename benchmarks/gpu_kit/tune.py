@@ -167,27 +167,31 @@ def finalists(records: list[dict[str, Any]]) -> list[Tile]:
 def tune(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
     """A record for each work, or {"skipped": why}. All candidates are measured with two numbers of rows of a shape, the best with all."""
     for family in families(works_of(models, place.toy)):
-        first = [family[0], family[-1]] if len(family) > 1 else family
-        records = []
-        for work in [*first, *(work for work in family if work not in first)]:
-            tiles = None if work in first else finalists(records)
-            try:
-                record = measured(place, work, tiles, alarm)
-            except LookupError as error:
-                yield {"skipped": str(error)}
-                break
-            except Exception as error:
-                yield {"skipped": f"{work.op} of {work.label}, {work.rows} rows: {type(error).__name__}: {first_line(error)}"}
-                free(place)
-                continue
-            yield record
-            if not record["candidates"]:
-                yield {"skipped": f"{work.op}: the kernel does not look up a tiling"}
-            elif work in first:
-                records.append(record)
-            free(place)
+        yield from family_tuned(place, family, alarm)
+        free(place)
     yield from prompts(place, models, alarm)
     yield from others(place, alarm)
+
+
+def family_tuned(place: Place, family: list[Work], alarm: Alarm) -> Iterator[dict[str, Any]]:
+    first = [family[0], family[-1]] if len(family) > 1 else family
+    records = []
+    for work in [*first, *(work for work in family if work not in first)]:
+        tiles = None if work in first else finalists(records)
+        try:
+            record = measured(place, work, tiles, alarm)
+        except LookupError as error:
+            yield {"skipped": str(error)}
+            return
+        except Exception as error:
+            yield {"skipped": f"{work.op} of {work.label}, {work.rows} rows: {type(error).__name__}: {first_line(error)}"}
+            free(place)
+            continue
+        yield record
+        if not record["candidates"]:
+            yield {"skipped": f"{work.op}: the kernel does not look up a tiling"}
+        elif work in first:
+            records.append(record)
 
 
 def record_of(

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -139,14 +140,16 @@ def compiled_ahead(cells: Iterable[Cell], works: Iterable[Work], processes: int,
     """Fills the cache for so long."""
     pool, end = ProcessPoolExecutor(processes, mp_context=get_context("spawn")), time.perf_counter() + seconds
     try:
+        total = Ahead()
         jobs = [pool.submit(compile_cell, cell) for cell in cells]
         jobs += [pool.submit(compile_work, work, tiles) for work, tiles in distinct(works)]
-        total = Ahead()
         for job in jobs:
             total += job.result(max(end - time.perf_counter(), 0.0))
         return total
     except TimeoutError:
         return total + Ahead(wrong=(f"kernels are still to be compiled after {seconds:.0f} s",))
+    except BrokenProcessPool as error:
+        return total + Ahead(wrong=(f"compiling ahead: a process died: {first_line(error)}",))
     finally:
         # Those that run would go on for minutes beside what is measured next.
         for process in list((pool._processes or {}).values()):

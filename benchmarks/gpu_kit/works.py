@@ -221,11 +221,12 @@ def sampler(place: Place, rows: int, nodes: int, vocab: int) -> Call:
     logits = torch.randn(requests, nodes, vocab, device=device)
     seats, zero = torch.arange(requests, device=device), torch.zeros(requests, device=device)
     drafts = logits[:, :-1].argmax(-1)
-    numbers = zero, seats * 0, zero + 1, zero, seats * 0, torch.ones(requests, dtype=torch.bool, device=device)
+    none = torch.zeros_like(seats)
+    numbers = zero, none, zero + 1, zero, none, torch.ones(requests, dtype=torch.bool, device=device)
     cuts = {"any_top_k": False, "any_top_p": False, "any_min_p": False}
     count = torch.full_like(seats, nodes - 1)
     return Call(
-        lambda i: accept(logits, drafts, count, None, None, seats, seats * 0, *numbers, None, nodes - 1, **cuts)[0],
+        lambda i: accept(logits, drafts, count, None, None, seats, none, *numbers, None, nodes - 1, **cuts)[0],
         lambda i: logits.argmax(-1).double(),
         logits.nbytes,
         {"argmax": lambda i: logits.argmax(-1)},

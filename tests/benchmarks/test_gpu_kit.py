@@ -51,7 +51,7 @@ def result_of(file: Path) -> dict[str, Any]:
 
 def test_steps_and_the_hosts_share(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    said = output("gpu_profile.py", "--dry-run", "--models", "0.5b", "--parts", "env", "ceilings", "steps", "host", "--json", str(file))
+    said = output("gpu_profile.py", "--dry-run", "--models", "0.5b", "--parts", "ceilings", "steps", "host", "--json", str(file))
     numbers = result_of(file)
     assert not numbers["skipped"] and not any(part["cut"] for part in numbers["parts"].values())
     assert numbers["env"]["interpreted"] and all(cell["clock"] == "host" for cell in numbers["steps"])
@@ -71,7 +71,7 @@ def test_steps_and_the_hosts_share(tmp_path: Path) -> None:
 
 def test_tilings_are_tuned_checked_and_written(tmp_path: Path) -> None:
     file, table = tmp_path / "out.json", tmp_path / "table.json"
-    command = ["--dry-run", "--models", "475m", "--parts", "env", "tune", "check", "--json", str(file), "--write-tuned", str(table)]
+    command = ["--dry-run", "--models", "475m", "--parts", "tune", "check", "--json", str(file), "--write-tuned", str(table)]
     output("gpu_profile.py", *command)
     numbers, ops = result_of(file), json.loads(table.read_text())["ops"]
     assert numbers["check"] and all(check["good"] for check in numbers["check"])
@@ -215,6 +215,24 @@ def test_kernels_find_their_launches() -> None:
     assert rows["norm_kernel"]["gap_before_us"] is None and rows["span_kernel"]["gap_before_us"] == 2.0
 
 
+def test_a_profilers_trace_is_read_in_the_order_of_the_device() -> None:
+    from gpu_kit.kernel_table import Event, events_of
+
+    def entry(name: str, start: float, category: str = "kernel", **facts: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": 2.0, "args": facts}
+
+    facts = {"grid": [3, 1, 1], "registers per thread": 40, "shared memory": 512}
+    trace = [
+        entry("second", 7.0),
+        entry("first", 3.0, **facts),
+        entry("copy", 9.0, "gpu_memcpy"),
+        entry("host", 0.0, "cuda_runtime"),
+        {"ph": "M"},
+    ]
+    first, *others = events_of({"traceEvents": trace})
+    assert first == Event("first", 3.0, 5.0, (3, 1, 1), 40, 512) and [event.name for event in others] == ["second", "copy"]
+
+
 def test_lines_of_a_result() -> None:
     from gpu_kit.tables import predictions, summary
 
@@ -232,7 +250,21 @@ def test_lines_of_a_result() -> None:
     }
     told = {"launches": 2, "bytes": 1e9, "body_ms": 5.0, "gap_ms": 1.0, "device_ms": 6.0}
     cell |= {"kernels": [row, row | {"name": "good_kernel", "us_sum": 1.0}], "predicted": told}
-    lines = summary({"steps": [cell], "ceilings": {"read_gb_s": 1000.0}, "skipped": ["a sentence"]})
+    tuned = {
+        "op": "down",
+        "label": "7b down",
+        "rows": 4,
+        "own_us": 5.0,
+        "best_us": 3.0,
+        "best": {"BN": 16},
+        "candidates": [0],
+        "library_us": {},
+    }
+    wrong = {"op": "down", "shape": "E4", "label": "", "tiling": {"BN": 16}, "error": 0.5, "limit": 0.01, "good": False}
+    result = {"steps": [cell], "ceilings": {"read_gb_s": 1000.0}, "skipped": ["a sentence"], "tune": [tuned], "check": [wrong]}
+    lines = summary(result)
+    assert "check failed: down E4 {'BN': 16}: error 0.5, at most 0.01" in lines
+    assert any(line.split()[:3] == ["down", "7b", "down,"] and line.endswith("5.00     3.00           -    BN16") for line in lines), lines
     assert lines[0] == "skipped: a sentence" and lines[-1].startswith(
         "prediction missed: 7b k=0 batch 1 context 256: 6.00 ms predicted, 8.00"
     )
