@@ -18,8 +18,8 @@ os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: what woul
 from common.shapes import SHAPES, StepBytes
 from gpu_kit.models import PROMPT_ROWS, Cell, Place, cells_of
 from gpu_kit.paper import CPU, launches_of
-from gpu_kit.predict import Ceilings, predicted
-from gpu_kit.tables import aligned_columns, missed, predictions
+from gpu_kit.predict import Ceilings, prediction_of
+from gpu_kit.tables import column_lines, missed_predictions, predictions
 
 PAPER = Place(CPU, toy=False)
 
@@ -29,22 +29,23 @@ def cell_of(record: dict[str, Any]) -> Cell:
     return Cell(record["model"], record["drafts"], record["requests"], 0 if record["prompt"] else record["context"], record["prompt"])
 
 
-def record_of(cell: Cell, ceilings: Ceilings, measured: dict[str, Any] | None = None) -> dict[str, Any]:
+def record_of(cell: Cell, ceilings: Ceilings, measurement: dict[str, Any] | None = None) -> dict[str, Any]:
     """A record like those of `steps`, with a prediction."""
     launches = launches_of(PAPER, cell)
-    context = cell.context if measured is None else measured["context"]
-    step = predicted(launches, context or PROMPT_ROWS // cell.requests, ceilings)
+    context = cell.context if measurement is None else measurement["context"]
+    step = prediction_of(launches, context or PROMPT_ROWS // cell.requests, ceilings)
     least = None if cell.prompt else StepBytes(SHAPES[cell.model]).step(cell.requests, cell.context, cell.drafts)
-    told = {"launches": step.launches, "bytes": step.num_bytes, "body_ms": step.body_ms, "gap_ms": step.gap_ms, "device_ms": step.device_ms}
+    times = {"body_ms": step.body_ms, "gap_ms": step.gap_ms, "device_ms": step.device_ms}
+    prediction = {"launches": step.launches, "bytes": step.num_bytes} | times
     bare = {
         "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "context": cell.context, "prompt": cell.prompt,
         "floor_ms": None if least is None else least / ceilings.read_gb_s / 1e6,
     }  # fmt: skip
-    return (measured or bare) | {"predicted": told}
+    return (measurement or bare) | {"prediction": prediction}
 
 
-def compiled_rows(models: list[str], requests: int, context: int) -> list[list[str]]:
-    from gpu_kit.compiled import facts
+def compiler_rows(models: list[str], requests: int, context: int) -> list[list[str]]:
+    from gpu_kit.compiler_facts import facts
 
     keys = "warps", "registers", "stack_bytes", "shared_bytes"
     rows = [["kernel", "warps", "registers", "spilled bytes", "shared bytes"]]
@@ -67,18 +68,19 @@ def main() -> None:
     options = parser.parse_args()
     result = {} if options.against is None else json.loads(Path(options.against).read_text())
     ceilings = Ceilings.of(result.get("ceilings", {}), result.get("env", {}).get("processors", 132))
-    kind = "measured" if ceilings.measured else "stated"
-    print(f"{kind} ceilings: read {ceilings.read_gb_s:.0f} GB/s, products {ceilings.mm_tflops:.0f} TFLOP/s, gap {ceilings.gap_us:.2f} us")
+    print(
+        f"{ceilings.source} ceilings: read {ceilings.read_gb_s:.0f} GB/s, products {ceilings.mm_tflops:.0f} TFLOP/s, gap {ceilings.gap_us:.2f} us"
+    )
     steps = [record for record in result.get("steps", []) if record["model"] in options.models]
     cells = [(cell_of(record), record) for record in steps]
     if not cells:
         cells = [(cell, None) for cell in cells_of(options.models, options.batches, tuple(options.contexts))]
     records = [record_of(cell, ceilings, record) for cell, record in cells]
-    print("\n".join([*predictions(records), *missed(records)]))
+    print("\n".join([*predictions(records), *missed_predictions(records)]))
     if options.compile:
-        print("\n".join(aligned_columns(compiled_rows(options.models, options.batches[0], options.contexts[0]))))
+        print("\n".join(column_lines(compiler_rows(options.models, options.batches[0], options.contexts[0]))))
     if options.json is not None:
-        Path(options.json).write_text(json.dumps({"ceilings": kind, "steps": records}, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps({"ceilings": ceilings.source, "steps": records}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

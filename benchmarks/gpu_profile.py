@@ -37,17 +37,17 @@ from common.shapes import SHAPES
 from gpu_kit import tuned_table
 from gpu_kit.ceilings import ceilings
 from gpu_kit.check import check
-from gpu_kit.environment import Compiled, compilations, environment
+from gpu_kit.environment import CompilerCache, compilations, environment
 from gpu_kit.host import host
 from gpu_kit.models import Cell, Place, cells_of
 from gpu_kit.paper import LaunchCounter
-from gpu_kit.predict import Ceilings, predicted
+from gpu_kit.predict import Ceilings, prediction_of
 from gpu_kit.report import Result
 from gpu_kit.steps import steps
 from gpu_kit.tables import predictions, summary
 from gpu_kit.timing import Alarm
 from gpu_kit.tune import tune
-from gpu_kit.warm import compiled_ahead
+from gpu_kit.warm import compile_ahead
 from gpu_kit.works import works_of
 
 SHARES = {"env": 3.0, "ceilings": 12.0, "steps": 150.0, "host": 30.0, "tune": 120.0, "check": 15.0}  # seconds of 330
@@ -60,7 +60,7 @@ TOY_BATCHES, TOY_CONTEXTS, TOY_PROMPT = [1], (24, 40), 64
 class Run:
     """The parts of one run, which share what the ones before have found."""
 
-    def __init__(self, options: argparse.Namespace, place: Place, result: Result, count: Compiled) -> None:
+    def __init__(self, options: argparse.Namespace, place: Place, result: Result, count: CompilerCache) -> None:
         self.options, self.place, self.result, self.count = options, place, result, count
         toy = place.toy
         contexts, prompt = (TOY_CONTEXTS, TOY_PROMPT) if toy else (CONTEXTS, PROMPT)
@@ -81,21 +81,21 @@ class Run:
         self.counter = LaunchCounter()
         self.counter.count(self.place, self.cells)
         self.compile(self.cells, [], alarm)
-        found = Ceilings.of(self.numbers.get("ceilings", {}), self.numbers.get("env", {}).get("processors", 132))
+        limits = Ceilings.of(self.numbers.get("ceilings", {}), self.numbers.get("env", {}).get("processors", 132))
         for record in steps(self.place, self.cells, self.numbers.get("ceilings", {}).get("read_gb_s"), alarm):
-            yield record if "skipped" in record else self.with_prediction(record, found)
+            yield record if "skipped" in record else self.with_prediction(record, limits)
 
-    def with_prediction(self, record: dict[str, Any], found: Ceilings) -> dict[str, Any]:
+    def with_prediction(self, record: dict[str, Any], limits: Ceilings) -> dict[str, Any]:
         context = 0 if record["prompt"] else record["context"]
         cell = Cell(record["model"], record["drafts"], record["requests"], context, record["prompt"])
         assert self.counter is not None
         try:
-            step = predicted(self.counter.launches(cell), record["context"], found)
+            step = prediction_of(self.counter.launches(cell), record["context"], limits)
         except Exception as error:
             self.numbers["skipped"].append(f"prediction of {cell}: {type(error).__name__}: {str(error)[:200]}")
             return record
-        told = {"launches": step.launches, "bytes": step.num_bytes, "body_ms": step.body_ms, "gap_ms": step.gap_ms}
-        return record | {"predicted": told | {"device_ms": step.device_ms}}
+        prediction = {"launches": step.launches, "bytes": step.num_bytes, "body_ms": step.body_ms, "gap_ms": step.gap_ms}
+        return record | {"prediction": prediction | {"device_ms": step.device_ms}}
 
     def host(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
         yield from host(self.place, self.options.models, alarm)
@@ -111,24 +111,31 @@ class Run:
         """Ahead, in all cores; interpreted kernels are not compiled."""
         if self.place.toy:
             return
-        ahead = compiled_ahead(cells, works, os.cpu_count() or 1, COMPILING * alarm.left)
+        ahead = compile_ahead(cells, works, os.cpu_count() or 1, COMPILING * alarm.left)
         print(f"compiled ahead: {ahead.hits} were there, {ahead.misses} were compiled", flush=True)
-        self.numbers["skipped"] += ahead.wrong
-        before = self.numbers.get("env", {}).get("compiled_ahead", {"hits": 0, "misses": 0})
+        self.numbers["skipped"] += ahead.failures
+        before = self.numbers.get("env", {}).get("compile_ahead", {"hits": 0, "misses": 0})
         total = {"hits": before["hits"] + ahead.hits, "misses": before["misses"] + ahead.misses}
-        self.numbers.setdefault("env", {})["compiled_ahead"] = total
+        self.numbers.setdefault("env", {})["compile_ahead"] = total
 
     def keep(self, part: str) -> Callable[[dict[str, Any]], None]:
-        if part in ("env", "ceilings"):
-            return self.numbers.setdefault(part, {}).update
-        return self.numbers.setdefault(part, []).append
+        """Facts are one record, all else is a list of them."""
+        entries = self.numbers.setdefault(part, {} if part in ("env", "ceilings") else [])
+
+        def keep(record: dict[str, Any]) -> None:
+            if isinstance(entries, dict):
+                entries.update(record)
+            else:
+                entries.append(record)
+
+        return keep
 
     def all(self) -> None:
         for part in SHARES:
             if part in self.options.parts:
                 print(f"{part}: {self.result.limit_of(part):.0f} s", flush=True)
                 self.result.run(part, getattr(self, part), self.keep(part))
-                self.numbers.get("env", {})["compiled"] = asdict(self.count)
+                self.numbers.get("env", {})["compiler_cache"] = asdict(self.count)
         if self.counter is not None:
             self.counter.close()
         self.result.save()
@@ -170,8 +177,8 @@ def options_of() -> argparse.Namespace:
 def compile_only(options: argparse.Namespace) -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # of the processes that compile
     cells = cells_of(options.models, options.batches, CONTEXTS, PROMPT)
-    ahead = compiled_ahead(cells, works_of(options.models, False), os.cpu_count() or 1, options.seconds)
-    print(*ahead.wrong, f"{ahead.hits} kernels were compiled already, {ahead.misses} were compiled now", sep="\n")
+    ahead = compile_ahead(cells, works_of(options.models, False), os.cpu_count() or 1, options.seconds)
+    print(*ahead.failures, f"{ahead.hits} kernels were compiled already, {ahead.misses} were compiled now", sep="\n")
 
 
 def main() -> None:

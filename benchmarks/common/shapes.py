@@ -97,10 +97,11 @@ class StepBytes:
         c = self.config
         hidden, number = c["hidden_size"], c.get("n_routed_experts", c.get("num_experts"))
         if dense or number is None:
-            return self.attention() + 3 * hidden * c["intermediate_size"]
+            return float(self.attention() + 3 * hidden * c["intermediate_size"])
         hit = number * (1 - (1 - c["num_experts_per_tok"] / number) ** rows)
         # The router is stored in float32.
-        return self.attention() + 3 * hidden * c["moe_intermediate_size"] * (hit + c.get("n_shared_experts", 0)) + 2 * number * hidden
+        mixture = 3 * hidden * c["moe_intermediate_size"] * (hit + c.get("n_shared_experts", 0))
+        return float(self.attention() + mixture + 2 * number * hidden)
 
     def cache(self, requests: int, context: int) -> float:
         """Numbers in the keys and values of one layer."""
@@ -117,4 +118,4 @@ class StepBytes:
         numbers = head + sum(self.layer(rows, i < dense) + self.cache(requests, context) for i in range(layers))
         for width in [rows] + [requests] * (drafts - 1) if drafts else []:
             numbers += self.layer(width, not experts) + self.cache(requests, context) + 2 * c["hidden_size"] ** 2 + head
-        return 2 * numbers
+        return float(2 * numbers)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu_kit.timing import Alarm, call_us, captured, event_us, host_us
+from gpu_kit.timing import Alarm, call_us, capture, event_us, host_us
 
 LAUNCHES, NODES = 1000, 660
 
@@ -85,14 +85,14 @@ def products(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
 def launches(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
     """Microseconds from the start of one launch to that of the next one, in a graph."""
     one, calls = torch.ones(1, device=device), 4 if dry else LAUNCHES
-    found = {
+    times = {
         "empty_us": call_us(lambda i: empty_kernel[(1,)](one), calls, device, alarm=alarm),
         "torch_us": call_us(lambda i: one.add_(1), calls, device, alarm=alarm),
     }
     if not dry:
-        found["empty_pdl_us"] = call_us(lambda i: chained_kernel[(1,)](one, launch_pdl=True), calls, device, alarm=alarm)
-        found["chained_us"] = call_us(lambda i: chained_kernel[(1,)](one), calls, device, alarm=alarm)
-    return found
+        times["empty_pdl_us"] = call_us(lambda i: chained_kernel[(1,)](one, launch_pdl=True), calls, device, alarm=alarm)
+        times["chained_us"] = call_us(lambda i: chained_kernel[(1,)](one), calls, device, alarm=alarm)
+    return times
 
 
 def replays(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
@@ -100,7 +100,7 @@ def replays(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
     if dry:
         return {}
     one, graph = torch.ones(1, device=device), torch.cuda.CUDAGraph()
-    with captured(graph, alarm):
+    with capture(graph, alarm):
         for _ in range(NODES):
             empty_kernel[(1,)](one)
     graph.replay()
@@ -110,7 +110,12 @@ def replays(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
         hosts.append(host_us(graph.replay))
         torch.cuda.synchronize()
     single = statistics.median(event_us(graph.replay) for _ in range(20))
-    both = statistics.median(event_us(lambda: (graph.replay(), graph.replay())) for _ in range(20))
+
+    def twice() -> None:
+        graph.replay()
+        graph.replay()
+
+    both = statistics.median(event_us(twice) for _ in range(20))
     return {"replay_host_us": statistics.median(hosts), "replay_us": single, "replay_gap_us": max(both - 2 * single, 0.0)}
 
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from gpu_kit.models import Cell, Place, engine_of, replay, seat, state_of
 from gpu_kit.steps import first_line, free, model_of, recorder_of
 from gpu_kit.timing import Alarm
-from gpu_kit.tune import chosen
-from gpu_kit.tuned_table import chosen_tiles
+from gpu_kit.tune import tile_override
+from gpu_kit.tuned_table import table_tiles
 from gpu_kit.works import Work
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-3}  # of ‖out − exact‖ / ‖exact‖
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
+def poison_memory() -> Iterator[None]:
     """Memory that is allocated for results is full of NaN, or of absurd integers."""
     empty, empty_like = torch.empty, torch.empty_like
 
@@ -40,11 +40,11 @@ def error_of(out: Tensor, exact: Tensor) -> float:
 
 
 @torch.inference_mode()
-def checked(place: Place, record: dict[str, Any], tile: dict[str, int]) -> dict[str, Any]:
+def tile_check(place: Place, record: dict[str, Any], tile: dict[str, int]) -> dict[str, Any]:
     """On fresh random data."""
     work = Work(record["op"], record["kind"], record["label"], record["rows"], tuple(record["sizes"]))
     call, limit = work.call(place), LIMITS[place.dtype]
-    with chosen(work.op, tile), poisoned():
+    with tile_override(work.op, tile), poison_memory():
         out = call.run(0)
     error = error_of(out, call.exact(0))
     return {
@@ -54,21 +54,21 @@ def checked(place: Place, record: dict[str, Any], tile: dict[str, int]) -> dict[
 
 
 @torch.inference_mode()
-def captured_as_eager(place: Place, cell: Cell, alarm: Alarm) -> dict[str, Any]:
+def captured_against_eager(place: Place, cell: Cell, alarm: Alarm) -> dict[str, Any]:
     """The tokens of a captured step and those of the same step launched kernel by kernel, from the same state."""
     recorder = recorder_of(place.device, alarm)
     model = model_of(place, cell.model, cell.context + 1024)
     engine = engine_of(model, cell, place.device, recorder)
     seat(engine, cell)
     restore = state_of(engine)
-    recorded, output = replay(engine, cell)
+    step_graph, output = replay(engine, cell)
     assert recorder.body is not None
     restore()
-    recorded.again()
-    captured = output.table.clone()
+    step_graph.again()
+    graph_table = output.table.clone()
     restore()
-    eager = recorder.body().table.clone()
-    differing = int((captured != eager).sum())
+    eager_table = recorder.body().table.clone()
+    differing = int((graph_table != eager_table).sum())
     return {
         "op": "captured step", "label": str(cell), "shape": "", "rows": cell.requests, "tiling": {}, "error": float(differing),
         "limit": 0.0, "good": differing == 0,
@@ -80,13 +80,13 @@ def check(place: Place, models: list[str], records: list[dict[str, Any]], alarm:
     for drafts in (0, 3):
         cell = Cell(models[0], drafts, 1 if place.toy else 8, 24 if place.toy else 256)
         try:
-            yield captured_as_eager(place, cell, alarm)
+            yield captured_against_eager(place, cell, alarm)
         except Exception as error:
             yield {"skipped": f"check of {cell}: {type(error).__name__}: {first_line(error)}"}
         free(place)
-    for record, tile in chosen_tiles(records):
+    for record, tile in table_tiles(records):
         try:
-            yield checked(place, record, tile)
+            yield tile_check(place, record, tile)
         except Exception as error:
             yield {"skipped": f"check of {record['op']} {record['shape']} {tile}: {type(error).__name__}: {first_line(error)}"}
             free(place)

@@ -21,7 +21,7 @@ from common.record import without_folders
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
 
 
-def queried(*fields: str) -> dict[str, str] | None:
+def query_gpu(*fields: str) -> dict[str, str] | None:
     """None: there is no nvidia-smi, or it does not know a field."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -34,19 +34,19 @@ def queried(*fields: str) -> dict[str, str] | None:
 
 def clocks() -> dict[str, str] | None:
     """At this moment, in MHz, W and °C."""
-    return queried(*CLOCKS) or queried(*CLOCKS[:-1])
+    return query_gpu(*CLOCKS) or query_gpu(*CLOCKS[:-1])
 
 
 def commit() -> str:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return ""
-    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return told.stdout.strip()
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return answer.stdout.strip()
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine(),
         "kind": device.type,
         "commit": commit(),
@@ -56,21 +56,21 @@ def environment(device: torch.device) -> dict[str, Any]:
         "command": shlex.join(["python", *map(without_folders, sys.argv)]),
     }
     if device.type != "cuda":
-        return found
+        return record
     facts = torch.cuda.get_device_properties(device)
-    return found | {
+    return record | {
         "capability": f"sm_{facts.major}{facts.minor}",
         "processors": facts.multi_processor_count,
         "memory_gb": facts.total_memory / 1e9,
         "l2_mb": facts.L2_cache_size / 1e6,
-        "driver": (queried("driver_version") or {}).get("driver_version", ""),
+        "driver": (query_gpu("driver_version") or {}).get("driver_version", ""),
         "cuda": torch.version.cuda,
         "clocks": clocks(),
     }
 
 
 @dataclass(slots=True)
-class Compiled:
+class CompilerCache:
     """Kernels that Triton found compiled, and that it had to compile."""
 
     hits: int = 0
@@ -79,9 +79,9 @@ class Compiled:
 
 
 @contextmanager
-def compilations() -> Iterator[Compiled]:
+def compilations() -> Iterator[CompilerCache]:
     """Counts for as long as it is entered. A triton without the listener counts nothing."""
-    count = Compiled()
+    count = CompilerCache()
 
     def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
         count.hits += cache_hit

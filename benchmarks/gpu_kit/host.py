@@ -35,31 +35,31 @@ PARTS = ("plan", "launch", "wait", "book")
 
 
 @dataclass(slots=True)
-class Spent:
+class StepTimes:
     """Of one step, in milliseconds."""
 
     total: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    launched: int = 0  # passes without a graph
+    eager_passes: int = 0  # passes without a graph
     graphs: list[tuple[str, Any]] = field(default_factory=list)  # the kind, and what tells its milliseconds once the device is done
 
 
 class TimedGraphs:
     """mtpserve.runtime.graphs.Recorder: what it gives out is timed by the device's events."""
 
-    def __init__(self, place: Place, alarm: Alarm, step: Callable[[], Spent]) -> None:
+    def __init__(self, place: Place, alarm: Alarm, step: Callable[[], StepTimes]) -> None:
         self.inner, self.step, self.on_gpu = recorder_of(place.device, alarm), step, place.device.type == "cuda"
         self.kind = "decode"
 
     def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         output, again = self.inner.record(body)
 
-        def timed() -> None:
+        def wrapper() -> None:
             if not self.on_gpu:
-                began = time.perf_counter()
+                clock_start = time.perf_counter()
                 again()
-                ended = time.perf_counter()
-                self.step().graphs.append((self.kind, lambda: (ended - began) * 1e3))
+                clock_end = time.perf_counter()
+                self.step().graphs.append((self.kind, lambda: (clock_end - clock_start) * 1e3))
                 return
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -67,15 +67,15 @@ class TimedGraphs:
             end.record()
             self.step().graphs.append((self.kind, lambda: start.elapsed_time(end)))
 
-        return output, timed
+        return output, wrapper
 
 
-class Clocked:
+class EngineClock:
     """An engine whose parts are timed."""
 
     def __init__(self, place: Place, model: Any, cell: Cell, alarm: Alarm) -> None:
-        self.spent, self.waited = Spent(), 0.0
-        self.recorder = TimedGraphs(place, alarm, lambda: self.spent)
+        self.times = StepTimes()
+        self.recorder = TimedGraphs(place, alarm, lambda: self.times)
         self.engine: Engine = engine_of(model, cell, place.device, self.recorder, room=PROMPT + TOKENS + 64)
         runner, graphs = runner_of(self.engine)
         self.time(self.engine._scheduler, "plan", "plan")
@@ -87,102 +87,102 @@ class Clocked:
     def time(self, owner: Any, name: str, part: str) -> None:
         method = getattr(owner, name)
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            clock_start = time.perf_counter()
             try:
                 return method(*args, **kwargs)
             finally:
-                self.spent.parts[part] += (time.perf_counter() - began) * 1e3
+                self.times.parts[part] += (time.perf_counter() - clock_start) * 1e3
 
-        setattr(owner, name, timed)
+        setattr(owner, name, wrapper)
 
     def tell_prompts(self, graphs: StepGraphs) -> None:
         """The recorder does not know whose graph it replays."""
         replay = graphs.replay
 
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def replay_of_kind(*args: Any, **kwargs: Any) -> Any:
             prompts = kwargs.get("prompts", args[9] if len(args) > 9 else None)
             self.recorder.kind = "decode" if prompts is None else "prompt"
             return replay(*args, **kwargs)
 
-        graphs.replay = told  # type: ignore[method-assign]
+        graphs.replay = replay_of_kind  # type: ignore[method-assign]
 
     def count_launched(self, runner: Runner) -> None:
         run = runner.run
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.spent.launched += 1
+        def count_run(*args: Any, **kwargs: Any) -> Any:
+            self.times.eager_passes += 1
             return run(*args, **kwargs)
 
-        runner.run = counted  # type: ignore[method-assign]
+        runner.run = count_run  # type: ignore[method-assign]
 
-    def step(self) -> tuple[Spent, list[Any]]:
-        self.spent = spent = Spent()
+    def step(self) -> tuple[StepTimes, list[Any]]:
+        self.times = times = StepTimes()
         wait = Download.wait
 
-        def timed(download: Download) -> Any:
-            began = time.perf_counter()
+        def wrapper(download: Download) -> Any:
+            clock_start = time.perf_counter()
             try:
                 return wait(download)
             finally:
-                spent.parts["wait"] += (time.perf_counter() - began) * 1e3
+                times.parts["wait"] += (time.perf_counter() - clock_start) * 1e3
 
-        Download.wait = timed  # type: ignore[method-assign]
+        Download.wait = wrapper  # type: ignore[assignment, method-assign]
         try:
-            began = time.perf_counter()
+            clock_start = time.perf_counter()
             events = self.engine.step()
-            spent.total = (time.perf_counter() - began) * 1e3
+            times.total = (time.perf_counter() - clock_start) * 1e3
         finally:
             Download.wait = wait  # type: ignore[method-assign]
-        spent.parts["book"] -= spent.parts["wait"]  # it waits as it books
-        return spent, events
+        times.parts["book"] -= times.parts["wait"]  # it waits as it books
+        return times, events
 
 
-def medians(steps: list[Spent]) -> dict[str, float]:
-    found = {"step": statistics.median(step.total for step in steps)}
-    found |= {part: statistics.median(step.parts[part] for step in steps) for part in PARTS}
+def medians(steps: list[StepTimes]) -> dict[str, float]:
+    medians_ms = {"step": statistics.median(step.total for step in steps)}
+    medians_ms |= {part: statistics.median(step.parts[part] for step in steps) for part in PARTS}
     kinds = defaultdict[str, list[float]](list)
     for step in steps:
         for kind, milliseconds in step.graphs:
             kinds[kind].append(float(milliseconds()))
-    return found | {f"{kind}_graph": statistics.median(times) for kind, times in kinds.items()}
+    return medians_ms | {f"{kind}_graph": statistics.median(times) for kind, times in kinds.items()}
 
 
-def measured(place: Place, model: Any, cell: Cell, alarm: Alarm) -> dict[str, Any]:
+def load_record(place: Place, model: Any, cell: Cell, alarm: Alarm) -> dict[str, Any]:
     """Requests of different lengths, so that they end one by one, each replaced as it ends."""
-    clocked, random, names = Clocked(place, model, cell, alarm), Random(0), count()
-    vocab, tokens = clocked.engine.card.vocab, 3 if place.toy else TOKENS
+    clock, random, names = EngineClock(place, model, cell, alarm), Random(0), count()
+    vocab, tokens = clock.engine.card.vocab, 3 if place.toy else TOKENS
 
     def add(length: int) -> None:
         prompt = [random.randrange(1, vocab) for _ in range(8 if place.toy else PROMPT)]
         params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, seed=0)
-        clocked.engine.add(Request(f"{next(names)}", prompt, params))
+        clock.engine.add(Request(f"{next(names)}", prompt, params))
 
     for i in range(cell.requests):
         add(max(2, tokens * (i + 1) // cell.requests))
-    steps, graphs, arrived = list[Spent](), clocked.recorder, 0
-    known = runner_of(clocked.engine)[1].recorded
+    steps, graphs, arrivals = list[StepTimes](), clock.recorder, 0
+    graph_cache = runner_of(clock.engine)[1].recorded
     warm_ups, number = (0, 2) if place.toy else (WARM_UPS, STEPS)
     while len(steps) < number:
-        before = len(known)
-        spent, events = clocked.step()
-        ended = [event for event in events if event.finish is not None]
-        if wrong := [event.error for event in events if event.error is not None]:
-            raise RuntimeError(wrong[0])
-        for _ in ended:
+        before = len(graph_cache)
+        times, events = clock.step()
+        finish_events = [event for event in events if event.finish is not None]
+        if errors := [event.error for event in events if event.error is not None]:
+            raise RuntimeError(errors[0])
+        for _ in finish_events:
             add(tokens)
-        if warm_ups > 0 or len(known) > before:  # a step that captures another one says nothing
+        if warm_ups > 0 or len(graph_cache) > before:  # a step that captures another one says nothing
             warm_ups -= 1
             continue
-        steps.append(spent)
-        arrived += len(ended)
+        steps.append(times)
+        arrivals += len(finish_events)
     if graphs.on_gpu:
         torch.cuda.synchronize()
     with_prompts = sum(any(kind == "prompt" for kind, _ in step.graphs) for step in steps)
     return {
         "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "clock": "device" if graphs.on_gpu else "host",
-        "steps": len(steps), "steps_with_prompts": with_prompts, "launched_without_graph": sum(step.launched for step in steps),
-        "arrived": arrived, "median_ms": medians(steps),
+        "steps": len(steps), "steps_with_prompts": with_prompts, "eager_passes": sum(step.eager_passes for step in steps),
+        "arrivals": arrivals, "median_ms": medians(steps),
     }  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def host(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, An
             for drafts in (0,) if place.toy else (0, 3):
                 cell = Cell(name, drafts, requests, 0)
                 try:
-                    yield measured(place, model, cell, alarm)
+                    yield load_record(place, model, cell, alarm)
                 except Exception as error:
                     yield {"skipped": f"host, {name} k={drafts} batch {requests}: {type(error).__name__}: {first_line(error)}"}
                 free(place)

@@ -44,17 +44,17 @@ class Event:
         return self.end - self.start
 
 
-def profiled(work: Callable[[], object], times: int) -> list[Event]:
+def profile_events(work: Callable[[], object], times: int) -> list[Event]:
     """Kernels, copies and fills of `work` on the GPU, in their order, run so many times."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(times):
             work()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
-        seen.export_chrome_trace(str(file))
+        profiler.export_chrome_trace(str(file))
         return events_of(json.loads(file.read_text()))
 
 
@@ -75,39 +75,39 @@ def own_name(event: Event, names: frozenset[str]) -> str | None:
     return next((name for name in names if event.name == name or event.name.startswith(f"{name}_")), None)
 
 
-def aligned(events: list[Event], launches: list[Launch]) -> list[Launch | None]:
+def align_launches(events: list[Event], launches: list[Launch]) -> list[Launch | None]:
     """The launch of each event."""
     names = frozenset(launch.name for launch in launches if launch.kind == OWN)
     anchors = [(place, name) for place, event in enumerate(events) if (name := own_name(event, names)) is not None]
-    wanted = [place for place, launch in enumerate(launches) if launch.kind == OWN]
-    found: list[Launch | None] = [None] * len(events)
-    matcher = SequenceMatcher(None, [name for _, name in anchors], [launches[place].name for place in wanted], autojunk=False)
+    own_places = [place for place, launch in enumerate(launches) if launch.kind == OWN]
+    matches: list[Launch | None] = [None] * len(events)
+    matcher = SequenceMatcher(None, [name for _, name in anchors], [launches[place].name for place in own_places], autojunk=False)
     pairs = [(-1, -1)]
     for first, second, size in matcher.get_matching_blocks():
-        pairs += [(anchors[first + i][0], wanted[second + i]) for i in range(size)]
+        pairs += [(anchors[first + i][0], own_places[second + i]) for i in range(size)]
     pairs.append((len(events), len(launches)))
     for (event, launch), (event_end, launch_end) in pairwise(pairs):
         if event >= 0:
-            found[event] = launches[launch]
-        between(events, launches, range(event + 1, event_end), range(launch + 1, launch_end), found)
-    return found
+            matches[event] = launches[launch]
+        between(events, launches, range(event + 1, event_end), range(launch + 1, launch_end), matches)
+    return matches
 
 
-def between(events: list[Event], launches: list[Launch], places: range, others: range, found: list[Launch | None]) -> None:
+def between(events: list[Event], launches: list[Launch], places: range, launch_places: range, matches: list[Launch | None]) -> None:
     """Of the events at `places` and the launches at `others`, among which none is our own."""
-    products = iter([launches[i] for i in others if launches[i].kind == PRODUCT])
-    rest = [launches[i] for i in others if launches[i].kind == TORCH]
+    products = iter([launches[i] for i in launch_places if launches[i].kind == PRODUCT])
+    torch_launches = [launches[i] for i in launch_places if launches[i].kind == TORCH]
     plain, last = [], None
     for place in places:
         if ADDS_PARTS.search(events[place].name):
-            found[place] = last
+            matches[place] = last
         elif LIBRARY.search(events[place].name) or events[place].name in ("mm", "addmm", "bmm", "baddbmm"):
-            found[place] = last = next(products, None)
+            matches[place] = last = next(products, None)
         else:
             plain.append(place)
-    if len(plain) == len(rest):
-        for place, launch in zip(plain, rest, strict=True):
-            found[place] = launch
+    if len(plain) == len(torch_launches):
+        for place, launch in zip(plain, torch_launches, strict=True):
+            matches[place] = launch
 
 
 def kind_of(event: Event, launch: Launch | None) -> str:
@@ -126,7 +126,8 @@ def label_of(event: Event, launch: Launch | None) -> str:
 
 def gaps_of(events: list[Event]) -> list[float | None]:
     """Microseconds in which nothing ran before each event; None before the first one."""
-    gaps, last = list[float | None](), None
+    gaps: list[float | None] = []
+    last: float | None = None
     for event in events:
         gaps.append(None if last is None else max(0.0, event.start - last))
         last = event.end if last is None else max(last, event.end)
@@ -135,7 +136,7 @@ def gaps_of(events: list[Event]) -> list[float | None]:
 
 def table(replays: list[list[Event]], launches: list[Launch], read_gb_s: float | None) -> list[dict[str, Any]]:
     """A row for each kernel and shape, the one that takes longest first. `replays`: the events of each."""
-    places = aligned(replays[0], launches)
+    places = align_launches(replays[0], launches)
     durations, gaps = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     for events in replays:
         for place, (event, gap) in enumerate(zip(events, gaps_of(events), strict=True)):
@@ -147,16 +148,17 @@ def table(replays: list[list[Event]], launches: list[Launch], read_gb_s: float |
         groups[event.name[:NAME], kind_of(event, launch), "" if adds else label_of(event, launch)].append(place)
     rows = []
     for (name, kind, label), members in groups.items():
-        times = [statistics.median(durations[place]) for place in members]
+        times: list[float] = [statistics.median(durations[place]) for place in members]
         before = [value for place in members for value in gaps[place]]
-        alike = [launch for place in members if (launch := places[place]) is not None]
-        moved, event = sum(launch.num_bytes for launch in alike), replays[0][members[0]]
-        known = kind == OWN or (len(alike) == len(members) and label != "")
-        speed = moved / sum(times) / 1e3 if known and sum(times) else None
+        group_launches = [launch for place in members if (launch := places[place]) is not None]
+        num_bytes, event = sum(launch.num_bytes for launch in group_launches), replays[0][members[0]]
+        complete = kind == OWN or (len(group_launches) == len(members) and label != "")
+        total = float(sum(times))
+        speed = num_bytes / total / 1e3 if complete and total > 0 else None
         rows.append({
-            "name": name, "class": kind, "shape": label, "calls": len(members), "us_sum": sum(times), "us_median": statistics.median(times),
+            "name": name, "class": kind, "shape": label, "calls": len(members), "us_sum": total, "us_median": statistics.median(times),
             "us_max": max(times), "gap_before_us": statistics.median(before) if before else None, "grid": list(event.grid),
-            "registers": event.registers, "shared_bytes": event.shared_bytes, "bytes": moved if known else None, "gb_s": speed,
+            "registers": event.registers, "shared_bytes": event.shared_bytes, "bytes": num_bytes if complete else None, "gb_s": speed,
             "of_read": None if speed is None or read_gb_s is None else speed / read_gb_s,
         })  # fmt: skip
     return sorted(rows, key=lambda row: -row["us_sum"])

@@ -52,7 +52,7 @@ class Launch:
     grid: tuple[int, ...] = ()
     constants: dict[str, Any] = field(default_factory=dict)  # of a Triton kernel, options like num_warps included
     product: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch, outputs, inputs, rows of a PRODUCT
-    busy: float = 1.0  # share of the grid's blocks that have work, where experts are chosen
+    busy_share: float = 1.0  # share of the grid's blocks that have work, where experts are chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Traffic:
     experts: int = 0
     top_k: int = 0
 
-    def hit(self, rows: int) -> float:
+    def hit_share(self, rows: int) -> float:
         """Share of the experts that so many rows hit."""
         return 1 - (1 - self.top_k / self.experts) ** rows if self.experts else 1.0
 
@@ -82,7 +82,7 @@ def size_of(tensor: Tensor) -> float:
     return float(prod(size for size, stride in strides if stride) * tensor.itemsize)
 
 
-def named(tensor: Tensor) -> str:
+def tensor_label(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -95,15 +95,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class LaunchRecorder(TorchDispatchMode):
-    """Writes down launches while it is entered, and when each began and ended by the host's clock, in microseconds. `seen` gets each Triton
-    launch's kernel, positional and named arguments."""
+    """Writes down launches while it is entered, and when each began and ended by the host's clock, in microseconds. `observer` gets each
+    Triton launch's kernel, positional and named arguments."""
 
-    def __init__(self, traffic: Traffic, seen: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
-        super().__init__()
-        self.traffic, self.seen = traffic, seen
+    def __init__(self, traffic: Traffic, observer: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.traffic, self.observer = traffic, observer
         self.launches: list[Launch] = []
         self.times: list[tuple[float, float]] = []
-        self.fresh: set[int] = set()  # storages that the body has made
+        self.body_storages: set[int] = set()  # storages that the body has made
         self.launching = False  # the interpreter copies tensors, and its copies are no launches
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,62 +114,62 @@ class LaunchRecorder(TorchDispatchMode):
             parts = function.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
-        began = perf_counter()
+        clock_start = perf_counter()
         out = function(*args, **kwargs)
-        ended = perf_counter()
+        clock_end = perf_counter()
         name = function.name().split("::")[-1].split(".")[0]
         view = any(value.alias_info is not None and not value.alias_info.is_write for value in function._schema.returns)
         outputs = list(tensors_in([out]))
         if not view:
-            self.fresh |= {storage_of(tensor) for tensor in outputs} - self.traffic.weights - self.traffic.pools
+            self.body_storages |= {storage_of(tensor) for tensor in outputs} - self.traffic.weights - self.traffic.pools
             if name not in NO_KERNEL and any(tensor.numel() for tensor in outputs):
                 self.launches.append(self.operator(name, list(tensors_in([*args, *kwargs.values()])), outputs))
-                self.times.append((began * 1e6, ended * 1e6))
+                self.times.append((clock_start * 1e6, clock_end * 1e6))
         return out
 
     def operator(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> Launch:
-        shapes = f"{' '.join(map(named, inputs))} → {' '.join(map(named, outputs))}"
+        shapes = f"{' '.join(map(tensor_label, inputs))} → {' '.join(map(tensor_label, outputs))}"
         rows = outputs[0].shape[0] if outputs[0].dim() else 1
         if name in PRODUCTS:
             left, right = inputs[-2:] if name in ("addmm", "baddbmm") and len(inputs) == 3 else inputs[:2]
             batch, (many, depth), wide = prod(left.shape[:-2]), left.shape[-2:], right.shape[-1]
-            moved = sum(map(size_of, (left, right, *outputs)))
-            return Launch(name, PRODUCT, shapes, many, moved, 2.0 * batch * many * depth * wide, product=(batch, wide, depth, many))
+            num_bytes = sum(map(size_of, (left, right, *outputs)))
+            return Launch(name, PRODUCT, shapes, many, num_bytes, 2.0 * batch * many * depth * wide, product=(batch, wide, depth, many))
         if name in GATHERS:
             return Launch(name, TORCH, shapes, rows, 2 * sum(map(size_of, outputs)), 0.0)
         if name in SCATTERS:
             return Launch(name, TORCH, shapes, rows, 2 * max((size_of(tensor) for tensor in inputs[1:]), default=8.0), 0.0)
-        moved = sum(self.share(tensor, rows, "") for tensor in {id(tensor): tensor for tensor in (*inputs, *outputs)}.values())
-        return Launch(name, TORCH, shapes, rows, moved, 0.0)
+        num_bytes = sum(self.share(tensor, rows, "") for tensor in {id(tensor): tensor for tensor in (*inputs, *outputs)}.values())
+        return Launch(name, TORCH, shapes, rows, num_bytes, 0.0)
 
     def kernel(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         name = str(kernel.__name__)
-        fresh = [tensor for tensor in tensors.values() if storage_of(tensor) in self.fresh and tensor.dim() > 1]
-        rows = max((tensor.shape[0] for tensor in fresh), default=self.traffic.rows)
+        body_tensors = [tensor for tensor in tensors.values() if storage_of(tensor) in self.body_storages and tensor.dim() > 1]
+        rows = max((tensor.shape[0] for tensor in body_tensors), default=self.traffic.rows)
         routed = any(self.is_routed(tensor) for tensor in tensors.values())
-        distinct = {(storage_of(tensor), tensor.storage_offset(), tensor.shape): tensor for tensor in tensors.values()}
+        unique = {(storage_of(tensor), tensor.storage_offset(), tensor.shape): tensor for tensor in tensors.values()}
         self.launches.append(
             Launch(
                 name=name,
                 kind=OWN,
-                shapes=" ".join(f"{key}:{named(tensor)}" for key, tensor in tensors.items()),
+                shapes=" ".join(f"{key}:{tensor_label(tensor)}" for key, tensor in tensors.items()),
                 rows=rows,
-                num_bytes=sum(self.share(tensor, rows, name) for tensor in distinct.values()),
+                num_bytes=sum(self.share(tensor, rows, name) for tensor in unique.values()),
                 flops=self.flops(tensors.values(), rows),
                 grid=tuple(map(int, grid)),
                 constants={key: value for key, value in values.items() if isinstance(value, bool | int | float | str)},
-                busy=self.traffic.hit(rows) if routed else 1.0,
+                busy_share=self.traffic.hit_share(rows) if routed else 1.0,
             )
         )
-        if self.seen is not None:
-            self.seen(kernel, args, dict(kwargs))
+        if self.observer is not None:
+            self.observer(kernel, args, dict(kwargs))
 
     def share(self, tensor: Tensor, rows: int, kernel: str) -> float:
         """Bytes of this tensor that a launch moves."""
         size, traffic, storage = size_of(tensor), self.traffic, storage_of(tensor)
-        if storage in self.fresh:
+        if storage in self.body_storages:
             if tensor.dim() > 2 and tensor.dtype == torch.float32 and any(part in kernel for part in PARTS):
                 blocks = -(-traffic.context // KEY_BLOCK)
                 return size * min(1.0, blocks / tensor.shape[2])
@@ -178,7 +178,7 @@ class LaunchRecorder(TorchDispatchMode):
             slots = traffic.requests * traffic.context if any(part in kernel for part in ATTENDS) else rows
             return min(size, slots * size / max(tensor.shape[0], 1))
         if storage in traffic.weights:
-            return size * traffic.hit(rows) if self.is_routed(tensor) else size
+            return size * traffic.hit_share(rows) if self.is_routed(tensor) else size
         return min(size, rows * size / tensor.shape[0]) if tensor.dim() else size
 
     def is_routed(self, tensor: Tensor) -> bool:
@@ -190,8 +190,8 @@ class LaunchRecorder(TorchDispatchMode):
         total = 0.0
         for tensor in tensors:
             if storage_of(tensor) in self.traffic.weights and tensor.dim() > 1:
-                chosen = self.traffic.top_k / self.traffic.experts if self.is_routed(tensor) else 1.0
-                total += 2.0 * rows * tensor.numel() * chosen
+                share = self.traffic.top_k / self.traffic.experts if self.is_routed(tensor) else 1.0
+                total += 2.0 * rows * tensor.numel() * share
         return total
 
 
@@ -206,21 +206,21 @@ def jit_classes() -> list[Any]:
 @contextmanager
 def launches_are(run: Callable[[Any, Any, tuple[Any, ...], Any, dict[str, Any]], Any]) -> Iterator[None]:
     """Each launch calls `run` with the original method, the kernel, its arguments, the grid and its named arguments."""
-    originals = [(each, each.run) for each in jit_classes()]
+    originals = [(jit_class, jit_class.run) for jit_class in jit_classes()]
 
-    def replaced(original: Any) -> Callable[..., Any]:
+    def launcher(original: Any) -> Callable[..., Any]:
         def launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
             return run(original, kernel, args, grid, kwargs)
 
         return launch
 
     try:
-        for each, original in originals:
-            each.run = replaced(original)
+        for jit_class, original in originals:
+            jit_class.run = launcher(original)
         yield
     finally:
-        for each, original in originals:
-            each.run = original
+        for jit_class, original in originals:
+            jit_class.run = original
 
 
 @contextmanager
@@ -229,12 +229,12 @@ def recording(recorder: LaunchRecorder, execute: bool) -> Iterator[list[Launch]]
 
     def run(original: Any, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> Any:
         recorder.kernel(kernel, args, kwargs, grid)
-        recorder.launching, began = True, perf_counter()
+        recorder.launching, clock_start = True, perf_counter()
         try:
             return original(kernel, *args, grid=grid, warmup=False, **kwargs) if execute else None
         finally:
             recorder.launching = False
-            recorder.times.append((began * 1e6, perf_counter() * 1e6))
+            recorder.times.append((clock_start * 1e6, perf_counter() * 1e6))
 
     with launches_are(run), recorder:
         yield recorder.launches

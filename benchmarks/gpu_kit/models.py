@@ -168,16 +168,16 @@ def prompts_of(cell: Cell) -> Prompts:
     return Prompts([(cell.prompt - padding) // cell.requests] * cell.requests, [])
 
 
-def asked_of(engine: Engine) -> Asked:
+def sampling_of(engine: Engine) -> Asked:
     return Asked(all_greedy=True, any_greedy=True, all_coupled=runner_of(engine)[0].drafter.coupled)
 
 
 def key_of(engine: Engine, cell: Cell) -> Key:
     """Of the greedy step."""
-    graphs, asked = runner_of(engine)[1], asked_of(engine)
+    graphs, sampling = runner_of(engine)[1], sampling_of(engine)
     if not cell.prompt:
-        return graphs.key(cell.requests, graphs.drafts, graphs.drafts, asked, False)
-    key = graphs.prompt_key(prompts_of(cell), 0, asked)
+        return graphs.key(cell.requests, graphs.drafts, graphs.drafts, sampling, False)
+    key = graphs.prompt_key(prompts_of(cell), 0, sampling)
     assert key is not None and key.rows == cell.prompt, cell
     return key
 
@@ -186,12 +186,12 @@ def replay(engine: Engine, cell: Cell) -> tuple[Recorded, GraphOutput]:
     """One step of the requests that `seat` has put there; captured if it was not yet. Raises RuntimeError where that fails."""
     graphs, requests, prompts = runner_of(engine)[1], cell.requests, prompts_of(cell) if cell.prompt else None
     output = graphs.replay(
-        range(requests), [cell.drafts] * requests, [], cell.drafts, cell.drafts, asked_of(engine), False, prompts=prompts
+        range(requests), [cell.drafts] * requests, [], cell.drafts, cell.drafts, sampling_of(engine), False, prompts=prompts
     )
-    recorded = graphs.recorded.get(key_of(engine, cell))
-    if output is None or recorded is None:
+    step_graph = graphs.recorded.get(key_of(engine, cell))
+    if output is None or step_graph is None:
         raise RuntimeError("the step cannot be captured")
-    return recorded, output
+    return step_graph, output
 
 
 def seat(engine: Engine, cell: Cell) -> None:
@@ -228,10 +228,11 @@ def traffic_of(engine: Engine, model: nn.Module, cell: Cell, rows: int) -> Traff
 def state_of(engine: Engine) -> Callable[[], None]:
     """→ what puts the seats back to where they are now, so that each replay does the same work."""
     seats = runner_of(engine)[0].seats
-    held: list[tuple[Tensor, Tensor]] = [(each, each.clone()) for each in (seats.tokens, seats.counts, seats.done, seats.draft_sources)]
+    tensors = seats.tokens, seats.counts, seats.done, seats.draft_sources
+    snapshots: list[tuple[Tensor, Tensor]] = [(tensor, tensor.clone()) for tensor in tensors]
 
     def restore() -> None:
-        for tensor, copy in held:
+        for tensor, copy in snapshots:
             tensor.copy_(copy)
 
     return restore

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu_kit.models import Place
 from gpu_kit.timing import rotation
 
-Timed = tuple[Callable[[int], object], float]  # the number of the call; bytes that one moves
+RunBytes = tuple[Callable[[int], object], float]  # the number of the call; bytes that one moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class OtherWork:
     rows: int
     sizes: tuple[int, ...]
 
-    def call(self, place: Place) -> Timed:
+    def call(self, place: Place) -> RunBytes:
         return OPS[self.op](place, self.rows, *self.sizes)
 
 
@@ -29,7 +29,7 @@ def x_of(place: Place, rows: int, width: int) -> Tensor:
     return torch.randn(rows, width, device=place.device, dtype=torch.float16 if place.toy else torch.bfloat16)
 
 
-def float8(place: Place, rows: int, outputs: int, inputs: int) -> Timed:
+def float8(place: Place, rows: int, outputs: int, inputs: int) -> RunBytes:
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
 
     copies = 1 if place.toy else rotation(outputs * inputs)
@@ -38,7 +38,7 @@ def float8(place: Place, rows: int, outputs: int, inputs: int) -> Timed:
     return lambda i: linear_fp8(x, weights[i % copies], scale), outputs * inputs + x.nbytes + 2 * rows * outputs
 
 
-def four_bits(place: Place, rows: int, outputs: int, inputs: int) -> Timed:
+def four_bits(place: Place, rows: int, outputs: int, inputs: int) -> RunBytes:
     from mtpserve_kernels.quant.rows import linear_rows
 
     copies = 1 if place.toy else rotation(outputs * inputs / 2)
@@ -48,7 +48,7 @@ def four_bits(place: Place, rows: int, outputs: int, inputs: int) -> Timed:
     return lambda i: linear_rows(x, weights[i % copies], scale), outputs * inputs / 2 + scale.nbytes + x.nbytes + 2 * rows * outputs
 
 
-def four_bit_experts(place: Place, rows: int, experts: int, top: int, hidden: int, size: int) -> Timed:
+def four_bit_experts(place: Place, rows: int, experts: int, top: int, hidden: int, size: int) -> RunBytes:
     from mtpserve_kernels.moe.experts_rows import experts_rows
 
     device = place.device
@@ -58,23 +58,23 @@ def four_bit_experts(place: Place, rows: int, experts: int, top: int, hidden: in
     ]
     scales = [torch.rand((*matrix.shape[:2], matrix.shape[2] // 16), device=device) for matrix in matrices]
     x, weights = x_of(place, rows, hidden), torch.rand(rows, top, device=device)
-    chosen = torch.rand(8, rows, experts, device=device).topk(top, -1).indices
-    hit = 1 - (1 - top / experts) ** rows
+    expert_ids = torch.rand(8, rows, experts, device=device).topk(top, -1).indices
+    hit_share = 1 - (1 - top / experts) ** rows
 
     def run(i: int) -> object:
-        return experts_rows(x, weights, chosen[i % 8], matrices[0], scales[0], None, matrices[1], scales[1], None)
+        return experts_rows(x, weights, expert_ids[i % 8], matrices[0], scales[0], None, matrices[1], scales[1], None)
 
-    return run, hit * sum(part.nbytes for part in (*matrices, *scales))
+    return run, hit_share * sum(part.nbytes for part in (*matrices, *scales))
 
 
-def silu(place: Place, rows: int, size: int) -> Timed:
+def silu(place: Place, rows: int, size: int) -> RunBytes:
     from mtpserve_kernels.fused.silu import silu_mul
 
     x = x_of(place, rows, 2 * size)
     return lambda i: silu_mul(x), 1.5 * x.nbytes
 
 
-def rope(place: Place, rows: int, heads: int, kv_heads: int, dim: int) -> Timed:
+def rope(place: Place, rows: int, heads: int, kv_heads: int, dim: int) -> RunBytes:
     from mtpserve_kernels.fused.rope import rope_store
 
     qkv = x_of(place, rows, (heads + 2 * kv_heads) * dim).view(rows, -1, dim)
@@ -84,7 +84,7 @@ def rope(place: Place, rows: int, heads: int, kv_heads: int, dim: int) -> Timed:
     return lambda i: rope_store(qkv, places, table, table, places, keys, values, heads), 2 * qkv.nbytes
 
 
-def compaction(place: Place, rows: int, layers: int, kv_heads: int, dim: int) -> Timed:
+def compaction(place: Place, rows: int, layers: int, kv_heads: int, dim: int) -> RunBytes:
     """Four rows of each request, in all layers."""
     from mtpserve_kernels.cache.compact import compact
 
@@ -93,7 +93,7 @@ def compaction(place: Place, rows: int, layers: int, kv_heads: int, dim: int) ->
     return lambda i: compact(pool, target + 3, target), 2 * layers * target.numel() * kv_heads * dim * 2
 
 
-OPS: dict[str, Callable[..., Timed]] = {
+OPS: dict[str, Callable[..., RunBytes]] = {
     "linear_fp8": float8, "linear_rows": four_bits, "experts_rows": four_bit_experts, "silu_mul": silu, "rope_store": rope,
     "compact": compaction,
 }  # fmt: skip
@@ -110,4 +110,4 @@ def other_works(toy: bool) -> list[OtherWork]:
         "rope_store": (2, 1, 32) if toy else (32, 8, 128),
         "compact": (2, 1, 32) if toy else (36, 8, 128),
     }
-    return [OtherWork(op, number, own) for op, own in sizes.items() for number in rows]
+    return [OtherWork(op, number, shape) for op, shape in sizes.items() for number in rows]

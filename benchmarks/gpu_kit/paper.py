@@ -26,11 +26,11 @@ from mtpserve.runtime.transfer import staged
 
 PROCESSORS, SHARED_BYTES = 132, 227 << 10  # of an H100 and an H200
 CPU = torch.device("cpu")
-Seen = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 @contextmanager
-def replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
+def patch_function(name: str, function: Callable[..., Any]) -> Iterator[None]:
     """In every module of the engine and its kernels that has a function of this name, its own or an imported one."""
     modules = [module for key, module in sorted(sys.modules.items()) if key.startswith("mtpserve") and hasattr(module, name)]
     originals = [getattr(module, name) for module in modules]
@@ -61,15 +61,15 @@ def fake() -> Iterator[None]:
 
     with (
         mode,
-        replaced("staged", staged_fake),
-        replaced("processors_of", lambda device: PROCESSORS),
-        replaced("shared_memory_of", lambda device: SHARED_BYTES),
-        replaced("chip_of", lambda device: "sm_90"),
+        patch_function("staged", staged_fake),
+        patch_function("processors_of", lambda device: PROCESSORS),
+        patch_function("shared_memory_of", lambda device: SHARED_BYTES),
+        patch_function("chip_of", lambda device: "sm_90"),
     ):
         yield
 
 
-class Counting:
+class CountingRecorder:
     """mtpserve.runtime.graphs.Recorder that captures nothing: it writes down the launches of the body's second run, without memory."""
 
     def __init__(self) -> None:
@@ -84,9 +84,9 @@ class Counting:
         return output, lambda: None
 
 
-def launches_of(place: Place, cell: Cell, seen: Seen | None = None) -> list[Launch]:
-    """In the order in which they are launched. `seen`: as LaunchRecorder's."""
-    counting, level = Counting(), logging.getLogger("mtpserve").level
+def launches_of(place: Place, cell: Cell, observer: Observer | None = None) -> list[Launch]:
+    """In the order in which they are launched. `observer`: as LaunchRecorder's."""
+    counting, level = CountingRecorder(), logging.getLogger("mtpserve").level
     logging.getLogger("mtpserve").setLevel(logging.ERROR)
     try:
         with fake():
@@ -94,7 +94,7 @@ def launches_of(place: Place, cell: Cell, seen: Seen | None = None) -> list[Laun
             engine = engine_of(model, cell, CPU, counting)
             key = key_of(engine, cell)
             rows = key.rows or key.requests * key.width
-            counting.recorder = LaunchRecorder(traffic_of(engine, model, cell, rows), seen)
+            counting.recorder = LaunchRecorder(traffic_of(engine, model, cell, rows), observer)
             if runner_of(engine)[1].record(key) is None:
                 raise RuntimeError(f"{cell}: its step cannot be recorded")
             return counting.recorder.launches

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, prod, sqrt
 from typing import Any
 
 from gpu_kit.launches import KEY_BLOCK, OWN, PRODUCT, Launch
@@ -29,19 +29,19 @@ class Ceilings:
     gap_us: float = 2.1
     torch_gap_us: float = 2.1
     processors: int = 132
-    measured: bool = False
+    source: str = "stated"  # or "measured"
 
     @classmethod
-    def of(cls, found: dict[str, Any], processors: int = 132) -> Ceilings:
+    def of(cls, measurements: dict[str, Any], processors: int = 132) -> Ceilings:
         """Of a result's `ceilings`; the stated ones where it has none."""
         stated = cls()
         return cls(
-            read_gb_s=found.get("read_gb_s", stated.read_gb_s),
-            mm_tflops=found.get("mm_tflops", stated.mm_tflops),
-            gap_us=found.get("empty_us", stated.gap_us),
-            torch_gap_us=found.get("torch_us", stated.torch_gap_us),
+            read_gb_s=measurements.get("read_gb_s", stated.read_gb_s),
+            mm_tflops=measurements.get("mm_tflops", stated.mm_tflops),
+            gap_us=measurements.get("empty_us", stated.gap_us),
+            torch_gap_us=measurements.get("torch_us", stated.torch_gap_us),
             processors=processors,
-            measured="read_gb_s" in found and "empty_us" in found,
+            source="measured" if {"read_gb_s", "empty_us"} <= set(measurements) else "stated",
         )
 
 
@@ -85,11 +85,11 @@ def route_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
 
 
 def gate_up_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    return (1.0 + 0.29 * ceil(constant(launch, "H") / constant(launch, "BH", default=64))) * waves(launch, launch.busy, ceilings, 3)
+    return (1.0 + 0.29 * ceil(constant(launch, "H") / constant(launch, "BH", default=64))) * waves(launch, launch.busy_share, ceilings, 3)
 
 
 def down_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    return (1.2 + 0.3 * ceil(constant(launch, "S") / constant(launch, "BS", default=64))) * waves(launch, launch.busy, ceilings, 4)
+    return (1.2 + 0.3 * ceil(constant(launch, "S") / constant(launch, "BS", default=64))) * waves(launch, launch.busy_share, ceilings, 4)
 
 
 def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
@@ -97,17 +97,17 @@ def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     width, splits = constant(launch, "BN", default=KEY_BLOCK), launch.grid[2] if len(launch.grid) > 2 else 1
     latent = constant(launch, "D") > constant(launch, "E")
     blocks = ceil(context / width)
-    own = max(ceil(blocks / splits), 1)
-    busy = min(1.0, ceil(blocks / own) / splits)
-    block_us = (2.3 if latent else 1.1) * (width / KEY_BLOCK) ** 0.5
-    joined = 1.0 if splits > 1 and "p_parts" in launch.shapes else 0.0  # by the last split, in the same launch
-    return (1.5 + block_us * own) * waves(launch, busy, ceilings, 2) + joined
+    split_blocks = max(ceil(blocks / splits), 1)
+    busy_share = min(1.0, ceil(blocks / split_blocks) / splits)
+    block_us = (1.6 if latent else 1.0) * sqrt(width / KEY_BLOCK)  # one page's number for all keys of a block
+    combine_us = 1.0 if splits > 1 and "p_parts" in launch.shapes else 0.0  # by the last split, in the same launch
+    return (1.5 + block_us * split_blocks) * waves(launch, busy_share, ceilings, 2) + combine_us
 
 
 Chain = Callable[[Launch, int, Ceilings], float]
 
 
-def fixed(us: float) -> Chain:
+def constant_us(us: float) -> Chain:
     return lambda launch, context, ceilings: us
 
 
@@ -117,10 +117,10 @@ CHAINS: dict[str, Chain] = {
     "gate_up_kernel": gate_up_chain,
     "down_kernel": down_chain,
     "span_kernel": span_chain,
-    "combine_kernel": fixed(1.8),
-    "latent_store_kernel": fixed(0.9),
-    "rope_store_kernel": fixed(0.8),
-    "choose_kernel": fixed(1.6),
+    "combine_kernel": constant_us(1.8),
+    "latent_store_kernel": constant_us(0.9),
+    "rope_store_kernel": constant_us(0.8),
+    "choose_kernel": constant_us(1.6),
 }
 OWN_US, TORCH_US = 0.7, 0.6  # of other kernels
 
@@ -129,17 +129,17 @@ def body_us(launch: Launch, context: int, ceilings: Ceilings) -> float:
     """Microseconds in which the launch runs."""
     operations = launch.flops / (MATRIX_SHARE * ceilings.mm_tflops) / 1e6
     if launch.kind == PRODUCT:
-        moved = launch.num_bytes / (LIBRARY_SHARE * ceilings.read_gb_s) / 1e3 + 1.0
-        return max(product_chain(launch), moved, operations + 1.5)
-    moved = launch.num_bytes / (OWN_SHARE * ceilings.read_gb_s) / 1e3 + 0.5
+        memory_us = launch.num_bytes / (LIBRARY_SHARE * ceilings.read_gb_s) / 1e3 + 1.0
+        return max(product_chain(launch), memory_us, operations + 1.5)
+    memory_us = launch.num_bytes / (OWN_SHARE * ceilings.read_gb_s) / 1e3 + 0.5
     if launch.kind == OWN:
-        return max(CHAINS.get(launch.name, fixed(OWN_US))(launch, context, ceilings), moved, operations)
-    return max(TORCH_US, moved)
+        return max(CHAINS.get(launch.name, constant_us(OWN_US))(launch, context, ceilings), memory_us, operations)
+    return max(TORCH_US, memory_us)
 
 
-def predicted(launches: list[Launch], context: int, ceilings: Ceilings) -> Step:
+def prediction_of(launches: list[Launch], context: int, ceilings: Ceilings) -> Step:
     """`context`: keys that a row sees."""
-    own = sum(launch.kind == OWN for launch in launches)
-    gaps = own * ceilings.gap_us + (len(launches) - own) * ceilings.torch_gap_us
+    own_launches = sum(launch.kind == OWN for launch in launches)
+    gaps = own_launches * ceilings.gap_us + (len(launches) - own_launches) * ceilings.torch_gap_us
     body = sum(body_us(launch, context, ceilings) for launch in launches)
     return Step(len(launches), sum(launch.num_bytes for launch in launches), body / 1e3, gaps / 1e3)

@@ -12,7 +12,7 @@ import torch
 from common.shapes import StepBytes
 
 from gpu_kit.environment import clocks
-from gpu_kit.kernel_table import Event, gaps_of, profiled, table
+from gpu_kit.kernel_table import Event, gaps_of, profile_events, table
 from gpu_kit.launches import Launch, LaunchRecorder, recording
 from gpu_kit.models import Cell, Place, engine_of, key_of, random_model, replay, seat, state_of, traffic_of
 from gpu_kit.timing import Alarm, event_us, host_us
@@ -49,9 +49,9 @@ class AgainRecorder(StepRecorder):
 
     def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
         self.body = body
-        recorded = self.inner.record(body)
+        step_graph = self.inner.record(body)
         self.write_down(body)
-        return recorded
+        return step_graph
 
 
 def recorder_of(device: torch.device, alarm: Alarm) -> StepRecorder:
@@ -81,9 +81,9 @@ def events_of_replays(place: Place, again: Callable[[], object], recorder: Launc
         pairs = zip(recorder.launches, recorder.times, strict=True)
         return [[Event(launch.name, *times, launch.grid) for launch, times in pairs]]
     with alarm.whole():
-        events = profiled(again, PROFILED)
-    number, rest = divmod(len(events), PROFILED)
-    if rest or not number:
+        events = profile_events(again, PROFILED)
+    number, remainder = divmod(len(events), PROFILED)
+    if remainder or not number:
         raise RuntimeError(f"the profiler saw {len(events)} kernels in {PROFILED} replays of one graph")
     return [events[i * number : (i + 1) * number] for i in range(PROFILED)]
 
@@ -103,7 +103,7 @@ def of_kernels(replays: list[list[Event]], launches: list[Launch], read_gb_s: fl
 
 
 @torch.inference_mode()
-def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | None, alarm: Alarm) -> Iterator[dict[str, Any]]:
+def cell_records(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | None, alarm: Alarm) -> Iterator[dict[str, Any]]:
     """The record of one cell, and a sentence where its kernels could not be seen. Raises what the engine raises where it does not fit."""
     recorder, on_gpu = recorder_of(place.device, alarm), place.device.type == "cuda"
     engine = engine_of(model, cell, place.device, recorder)
@@ -112,21 +112,21 @@ def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | N
     rows = key.rows or key.requests * key.width
     recorder.launches = LaunchRecorder(traffic_of(engine, model, cell, rows))
     restore = state_of(engine)
-    began = time.perf_counter()
-    recorded, _ = replay(engine, cell)
+    clock_start = time.perf_counter()
+    step_graph, _ = replay(engine, cell)
     synchronise(place.device)
-    captured_s = time.perf_counter() - began
+    capture_s = time.perf_counter() - clock_start
     clock, times, hosts = event_us if on_gpu else host_us, list[float](), list[float]()
     for _ in range(WARM_UPS + REPLAYS if on_gpu else 1):
         restore()
         synchronise(place.device)
-        times.append(clock(lambda: hosts.append(host_us(recorded.again))))
+        times.append(clock(lambda: hosts.append(host_us(step_graph.again))))
     # Right after the replays, before the device rests. The tool takes a tenth of a second: of plain steps alone.
     speed = clocks() if on_gpu and not cell.drafts else None
     restore()
     replays = list[list[Event]]()
     try:
-        replays = events_of_replays(place, recorded.again, recorder.launches, alarm)
+        replays = events_of_replays(place, step_graph.again, recorder.launches, alarm)
     except Exception as error:
         yield {"skipped": f"kernels of {cell}: {type(error).__name__}: {first_line(error)}"}
     times, launches = times[WARM_UPS:] or times, recorder.launches.launches
@@ -135,7 +135,7 @@ def measured(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | N
     yield {
         "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "context": context, "prompt": cell.prompt,
         "clock": "device" if on_gpu else "host", "rows": rows, "launches": len(launches), "device_ms": statistics.median(times) / 1e3,
-        "device_ms_least": min(times) / 1e3, "host_replay_ms": statistics.median(hosts) / 1e3, "capture_s": captured_s,
+        "device_ms_least": min(times) / 1e3, "host_replay_ms": statistics.median(hosts) / 1e3, "capture_s": capture_s,
         "bytes": sum(launch.num_bytes for launch in launches), "least_bytes": least,
         "floor_ms": None if least is None or read_gb_s is None else least / read_gb_s / 1e6, "clocks": speed,
         **of_kernels(replays, launches, read_gb_s),
@@ -151,16 +151,16 @@ def free(place: Place) -> None:
 def steps(place: Place, cells: list[Cell], read_gb_s: float | None, alarm: Alarm) -> Iterator[dict[str, Any]]:
     """A record for each cell, or {"skipped": why}. A model is made once for all of its cells."""
     for name in dict.fromkeys(cell.model for cell in cells):
-        own = [cell for cell in cells if cell.model == name]
+        model_cells = [cell for cell in cells if cell.model == name]
         try:
-            model = model_of(place, name, max(cell.context for cell in own) + 1024)
+            model = model_of(place, name, max(cell.context for cell in model_cells) + 1024)
         except Exception as error:
             yield {"skipped": f"{name}: {type(error).__name__}: {first_line(error)}"}
             free(place)
             continue
-        for cell in own:
+        for cell in model_cells:
             try:
-                yield from measured(place, model, cell, read_gb_s, alarm)
+                yield from cell_records(place, model, cell, read_gb_s, alarm)
             except Exception as error:
                 yield {"skipped": f"{cell}: {type(error).__name__}: {first_line(error)}"}
             free(place)

@@ -59,7 +59,7 @@ class Alarm:
 
 
 @contextmanager
-def captured(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]:
+def capture(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]:
     """Without what torch.cuda.graph does before: it empties the allocator's cache, and thousands of graphs are captured here."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -67,6 +67,7 @@ def captured(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]
         graph.capture_begin()
         try:
             yield
+            graph.capture_end()
         except BaseException:
             with suppress(RuntimeError):
                 graph.capture_end()
@@ -74,7 +75,6 @@ def captured(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
             raise
-        graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
 
 
@@ -101,7 +101,7 @@ def call_us(body: Callable[[int], object], calls: int, device: torch.device, sam
         return statistics.median(host_us(partial(body, i)) for i in range(min(samples, calls)))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with captured(graph, alarm):
+    with capture(graph, alarm):
         for i in range(calls):
             body(i)
     graph.replay()

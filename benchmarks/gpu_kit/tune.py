@@ -30,7 +30,7 @@ FINALISTS = 6  # tilings that are measured with every number of rows, after all 
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Lookup:
     """What a wrapper looked up."""
 
     shape: str
@@ -38,33 +38,33 @@ class Asked:
 
 
 @contextmanager
-def lookups(op: str) -> Iterator[list[Asked]]:
+def lookups(op: str) -> Iterator[list[Lookup]]:
     """Those of this op while it is entered."""
-    found, original = list[Asked](), tuned.tiling
+    table_lookups, original = list[Lookup](), tuned.tiling
 
-    def listening(asked: str, shape: str, rows: int, *args: Any, **kwargs: Any) -> Any:
-        if asked == op:
-            found.append(Asked(shape, rows))
-        return original(asked, shape, rows, *args, **kwargs)
+    def listen(lookup_op: str, shape: str, rows: int, *args: Any, **kwargs: Any) -> Any:
+        if lookup_op == op:
+            table_lookups.append(Lookup(shape, rows))
+        return original(lookup_op, shape, rows, *args, **kwargs)
 
-    tuned.tiling = listening
+    tuned.tiling = listen  # type: ignore[assignment]
     try:
-        yield found
+        yield table_lookups
     finally:
         tuned.tiling = original
 
 
 def launches_with(call: Call, op: str, tile: Tile | None) -> str:
     """The kernels of one call with their grids and constants, as a text. Raises what the wrapper raises for such a tiling."""
-    said: list[str] = []
+    signature: list[str] = []
 
     def write(original: Any, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
         plain = {name: value for name, value in kwargs.items() if isinstance(value, bool | int | float)}
-        said.append(f"{kernel.__name__}{tuple(grid)}{plain}")
+        signature.append(f"{kernel.__name__}{tuple(grid)}{plain}")
 
-    with chosen(op, tile), launches_are(write):
+    with tile_override(op, tile), launches_are(write):
         launch_of(call)(0)
-    return " ".join(said)
+    return " ".join(signature)
 
 
 def launch_of(call: Call) -> Callable[[int], Any]:
@@ -72,70 +72,70 @@ def launch_of(call: Call) -> Callable[[int], Any]:
     return call.library.get("launch", call.run)
 
 
-def chosen(op: str, tile: Tile | None) -> AbstractContextManager[None]:
+def tile_override(op: str, tile: Tile | None) -> AbstractContextManager[None]:
     """None: the wrapper's own."""
     return nullcontext() if tile is None else tuned.override(op, tile)
 
 
-def different(call: Call, op: str, tiles: list[Tile]) -> list[Tile]:
+def distinct_tiles_of(call: Call, op: str, tiles: list[Tile]) -> list[Tile]:
     """Those that launch something else than the ones before them. Raises LookupError where none can be launched."""
-    seen, kept, wrong = set[str](), list[Tile](), ""
+    signatures, tiles_left, reason = set[str](), list[Tile](), ""
     for tile in tiles:
         try:
-            said = launches_with(call, op, tile)
+            signature = launches_with(call, op, tile)
         except Exception as error:  # this wrapper has other names, or limits, for its tiles
-            wrong = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             continue
-        if said not in seen:
-            seen.add(said)
-            kept.append(tile)
-    if not kept:
-        raise LookupError(f"{op}: no candidate can be launched: {wrong}")
-    return kept
+        if signature not in signatures:
+            signatures.add(signature)
+            tiles_left.append(tile)
+    if not tiles_left:
+        raise LookupError(f"{op}: no candidate can be launched: {reason}")
+    return tiles_left
 
 
-def timed(place: Place, call: Call, op: str, tile: Tile | None, alarm: Alarm) -> float:
-    with chosen(op, tile):
-        return timed_run(place, launch_of(call), alarm)
+def tile_us(place: Place, call: Call, op: str, tile: Tile | None, alarm: Alarm) -> float:
+    with tile_override(op, tile):
+        return run_us(place, launch_of(call), alarm)
 
 
-def timed_run(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float:
+def run_us(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float:
     return call_us(run, TOY_CALLS if place.toy else CALLS, place.device, samples=1 if place.toy else SAMPLES, alarm=alarm)
 
 
-def measured(place: Place, work: Work, tiles: list[Tile] | None, alarm: Alarm) -> dict[str, Any]:
+def work_record(place: Place, work: Work, tiles: list[Tile] | None, alarm: Alarm) -> dict[str, Any]:
     """A record of one work; `tiles` None: all that differ. Without candidates where the kernel looks up no tiling; raises LookupError where
     none of them runs."""
     call = work.call(place)
-    with lookups(work.op) as found:
+    with lookups(work.op) as table_lookups:
         launch_of(call)(0)
-    own = timed(place, call, work.op, None, alarm)
-    library = {name: timed_library(place, run, alarm) for name, run in call.library.items() if name != "launch"}
-    plain = record_of(place, work.op, work.label, work.kind, work.rows, work.sizes, own, call.num_bytes) | {"library_us": library}
-    if not found:
+    own_us = tile_us(place, call, work.op, None, alarm)
+    library = {name: library_time(place, run, alarm) for name, run in call.library.items() if name != "launch"}
+    plain = record_of(place, work.op, work.label, work.kind, work.rows, work.sizes, own_us, call.num_bytes) | {"library_us": library}
+    if not table_lookups:
         return plain
-    tiles = different(call, work.op, tiles_of(work, place.toy)) if tiles is None else tiles
-    candidates, wrong = [], ""
+    tiles = distinct_tiles_of(call, work.op, tiles_of(work, place.toy)) if tiles is None else tiles
+    candidates, reason = list[dict[str, Any]](), ""
     for tile in tiles:
         try:
-            us = timed(place, call, work.op, tile, alarm)
+            us = tile_us(place, call, work.op, tile, alarm)
         except Exception as error:  # it does not fit the chip, or the compiler fails
-            wrong = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             continue
         candidates.append({"tiling": dict(tile), "us": us, "gb_s": call.num_bytes / us / 1e3})
     if not candidates:
-        raise LookupError(f"{work.op} of {work.label}, {work.rows} rows: no candidate runs: {wrong}")
+        raise LookupError(f"{work.op} of {work.label}, {work.rows} rows: no candidate runs: {reason}")
     candidates.sort(key=lambda candidate: candidate["us"])
     best = candidates[0]
     return plain | {
-        "shape": found[0].shape, "table_rows": found[0].rows, "candidates": candidates, "best": best["tiling"], "best_us": best["us"],
-        "best_gb_s": best["gb_s"],
+        "shape": table_lookups[0].shape, "table_rows": table_lookups[0].rows, "candidates": candidates, "best": best["tiling"],
+        "best_us": best["us"], "best_gb_s": best["gb_s"],
     }  # fmt: skip
 
 
-def timed_library(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float | str:
+def library_time(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float | str:
     try:
-        return timed_run(place, run, alarm)
+        return run_us(place, run, alarm)
     except Exception as error:
         return f"skipped: {type(error).__name__}: {first_line(error)}"
 
@@ -170,16 +170,16 @@ def tune(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, An
         yield from family_tuned(place, family, alarm)
         free(place)
     yield from prompts(place, models, alarm)
-    yield from others(place, alarm)
+    yield from fixed_kernels(place, alarm)
 
 
 def family_tuned(place: Place, family: list[Work], alarm: Alarm) -> Iterator[dict[str, Any]]:
     first = [family[0], family[-1]] if len(family) > 1 else family
-    records = []
+    records = list[dict[str, Any]]()
     for work in [*first, *(work for work in family if work not in first)]:
         tiles = None if work in first else finalists(records)
         try:
-            record = measured(place, work, tiles, alarm)
+            record = work_record(place, work, tiles, alarm)
         except LookupError as error:
             yield {"skipped": str(error)}
             return
@@ -210,8 +210,8 @@ def prompts(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str,
     for work in prompts_of(models, place.toy):
         try:
             call = work.call(place)
-            us = timed(place, call, work.op, None, alarm)
-            library = {name: timed_library(place, run, alarm) for name, run in call.library.items()}
+            us = tile_us(place, call, work.op, None, alarm)
+            library = {name: library_time(place, run, alarm) for name, run in call.library.items()}
         except Exception as error:
             yield {"skipped": f"{work.op} of {work.label}: {type(error).__name__}: {first_line(error)}"}
         else:
@@ -220,11 +220,11 @@ def prompts(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str,
         free(place)
 
 
-def others(place: Place, alarm: Alarm) -> Iterator[dict[str, Any]]:
+def fixed_kernels(place: Place, alarm: Alarm) -> Iterator[dict[str, Any]]:
     for work in other_works(place.toy):
         try:
             run, num_bytes = work.call(place)
-            us = timed_run(place, run, alarm)
+            us = run_us(place, run, alarm)
         except Exception as error:
             yield {"skipped": f"{work.op}, {work.rows} rows: {type(error).__name__}: {first_line(error)}"}
         else:

@@ -13,7 +13,7 @@ from mtpserve_kernels import tuned
 Record = dict[str, Any]
 
 
-def grouped(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+def by_op_and_shape(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     """By op and shape; what has no candidates is left out."""
     groups = defaultdict[tuple[str, str], list[Record]](list)
     for record in records:
@@ -45,37 +45,39 @@ def choices(records: list[Record]) -> dict[str, Any]:
     return {"fastest": fastest} | ({} if invariant is None else {"invariant": invariant})
 
 
-def chosen_tiles(records: Iterable[Record]) -> list[tuple[Record, dict[str, int]]]:
+def table_tiles(records: Iterable[Record]) -> list[tuple[Record, dict[str, int]]]:
     """Each tiling that a table would have, with the record of one work that it is for."""
-    found = []
-    for own in grouped(records).values():
-        said = choices(own)
-        tiles = [*said["fastest"].values(), *([said["invariant"]] if "invariant" in said else [])]
+    pairs = []
+    for group in by_op_and_shape(records).values():
+        entry = choices(group)
+        tiles = [*entry["fastest"].values(), *([entry["invariant"]] if "invariant" in entry else [])]
         for key in dict.fromkeys(json.dumps(tile, sort_keys=True) for tile in tiles):
-            record = next(record for record in own if key in map(text_of, record["candidates"]))
-            found.append((record, json.loads(key)))
-    return found
+            record = next(record for record in group if key in map(text_of, record["candidates"]))
+            pairs.append((record, json.loads(key)))
+    return pairs
 
 
 def text_of(candidate: Record) -> str:
     return json.dumps(candidate["tiling"], sort_keys=True)
 
 
-def verified(records: Iterable[Record], checks: Iterable[Record]) -> list[Record]:
+def verified_records(records: Iterable[Record], checks: Iterable[Record]) -> list[Record]:
     """The records with those candidates alone that were found right for their op and shape."""
     good = {(check["op"], check["shape"], text_of(check)) for check in checks if check["good"]}
-    kept = [
-        record | {"candidates": [each for each in record["candidates"] if (record["op"], record["shape"], text_of(each)) in good]}
-        for record in records
-    ]
-    return [record | {"best_us": min(each["us"] for each in record["candidates"])} for record in kept if record["candidates"]]
+    result = []
+    for record in records:
+        key = record["op"], record["shape"]
+        candidates = [candidate for candidate in record["candidates"] if (*key, text_of(candidate)) in good]
+        if candidates:
+            result.append(record | {"candidates": candidates, "best_us": min(candidate["us"] for candidate in candidates)})
+    return result
 
 
 def table_of(records: Iterable[Record], checks: Iterable[Record], chip: str, source: str) -> dict[str, Any]:
     """What was not checked, or not right, is not in it."""
     ops = defaultdict[str, dict[str, Any]](dict)
-    for (op, shape), own in sorted(grouped(verified(records, checks)).items()):
-        ops[op][shape] = choices(own)
+    for (op, shape), group in sorted(by_op_and_shape(verified_records(records, checks)).items()):
+        ops[op][shape] = choices(group)
     return {"chip": chip, "source": source, "ops": dict(ops)}
 
 

@@ -60,14 +60,14 @@ class Pointer:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Pointer:
-        return cls(tensor.dtype, tensor.storage_offset() * tensor.itemsize)
+        return cls(tensor.dtype, int(tensor.storage_offset() * tensor.itemsize))
 
 
 def compile_launch(original: Any, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
-    def seen(value: Any) -> Any:
+    def as_pointer(value: Any) -> Any:
         return Pointer.of(value) if isinstance(value, Tensor) else value
 
-    original(kernel, *map(seen, args), grid=grid, warmup=True, **{name: seen(value) for name, value in kwargs.items()})
+    original(kernel, *map(as_pointer, args), grid=grid, warmup=True, **{name: as_pointer(value) for name, value in kwargs.items()})
 
 
 def only_compiling() -> None:
@@ -79,25 +79,25 @@ def only_compiling() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """What jobs found compiled and what they compiled; `wrong`: a sentence for each that failed."""
+class CompileCounts:
+    """What jobs found compiled and what they compiled; `failures`: a sentence for each that failed."""
 
     hits: int = 0
     misses: int = 0
-    wrong: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
 
-    def __add__(self, other: Ahead) -> Ahead:
-        return Ahead(self.hits + other.hits, self.misses + other.misses, (*self.wrong, *other.wrong))
+    def __add__(self, other: CompileCounts) -> CompileCounts:
+        return CompileCounts(self.hits + other.hits, self.misses + other.misses, (*self.failures, *other.failures))
 
 
-def compile_work(work: Work, tiles: list[Tile]) -> Ahead:
+def compile_work(work: Work, tiles: list[Tile]) -> CompileCounts:
     """With the kernel's own tiling and each of these."""
     from mtpserve_kernels import tuned
 
     from gpu_kit.paper import CPU, fake
 
     only_compiling()
-    wrong = list[str]()
+    failures = list[str]()
     with compilations() as count:
         for tile in (None, *tiles):
             override: AbstractContextManager[Any] = nullcontext() if tile is None else tuned.override(work.op, tile)
@@ -105,27 +105,27 @@ def compile_work(work: Work, tiles: list[Tile]) -> Ahead:
                 with fake(), override, launches_are(compile_launch):
                     work.call(Place(CPU, toy=False)).run(0)
             except Exception as error:
-                wrong.append(f"{work.label}, {work.op} {tile}: {type(error).__name__}: {first_line(error)}")
-    return Ahead(count.hits, count.misses, tuple(wrong[:1]))
+                failures.append(f"{work.label}, {work.op} {tile}: {type(error).__name__}: {first_line(error)}")
+    return CompileCounts(count.hits, count.misses, tuple(failures[:1]))
 
 
-def compile_cell(cell: Cell) -> Ahead:
+def compile_cell(cell: Cell) -> CompileCounts:
     """All kernels of a step."""
     from triton.runtime.jit import JITFunction
 
     from gpu_kit.paper import CPU, launches_of
 
     only_compiling()
-    original, wrong = JITFunction.run, ()
+    original, failures = JITFunction.run, tuple[str, ...]()
     with compilations() as count:
         try:
             launches_of(Place(CPU, toy=False), cell, lambda kernel, args, kwargs: compile_launch(original, kernel, args, (1,), kwargs))
         except Exception as error:
-            wrong = (f"{cell}: {type(error).__name__}: {first_line(error)}",)
-    return Ahead(count.hits, count.misses, wrong)
+            failures = (f"{cell}: {type(error).__name__}: {first_line(error)}",)
+    return CompileCounts(count.hits, count.misses, failures)
 
 
-def distinct(works: Iterable[Work]) -> list[tuple[Work, list[Tile]]]:
+def distinct_kernels(works: Iterable[Work]) -> list[tuple[Work, list[Tile]]]:
     """One work for all that have the same kernels, with the tilings of all of them."""
     groups: dict[tuple[Any, ...], tuple[Work, dict[str, Tile]]] = {}
     for work in works:
@@ -136,20 +136,20 @@ def distinct(works: Iterable[Work]) -> list[tuple[Work, list[Tile]]]:
     return [(work, list(tiles.values())) for work, tiles in groups.values()]
 
 
-def compiled_ahead(cells: Iterable[Cell], works: Iterable[Work], processes: int, seconds: float) -> Ahead:
+def compile_ahead(cells: Iterable[Cell], works: Iterable[Work], processes: int, seconds: float) -> CompileCounts:
     """Fills the cache for so long."""
     pool, end = ProcessPoolExecutor(processes, mp_context=get_context("spawn")), time.perf_counter() + seconds
     try:
-        total = Ahead()
+        total = CompileCounts()
         jobs = [pool.submit(compile_cell, cell) for cell in cells]
-        jobs += [pool.submit(compile_work, work, tiles) for work, tiles in distinct(works)]
+        jobs += [pool.submit(compile_work, work, tiles) for work, tiles in distinct_kernels(works)]
         for job in jobs:
             total += job.result(max(end - time.perf_counter(), 0.0))
         return total
     except TimeoutError:
-        return total + Ahead(wrong=(f"kernels are still to be compiled after {seconds:.0f} s",))
+        return total + CompileCounts(failures=(f"kernels are still to be compiled after {seconds:.0f} s",))
     except BrokenProcessPool as error:
-        return total + Ahead(wrong=(f"compiling ahead: a process died: {first_line(error)}",))
+        return total + CompileCounts(failures=(f"compiling ahead: a process died: {first_line(error)}",))
     finally:
         # Those that run would go on for minutes beside what is measured next.
         for process in list((pool._processes or {}).values()):

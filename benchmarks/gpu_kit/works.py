@@ -78,28 +78,28 @@ def router(place: Place, rows: int, experts: int, hidden: int, top: int, groups:
     x = torch.randn(rows, hidden, device=place.device, dtype=place.dtype)
     bias = None if softmax else torch.zeros(experts, device=place.device)
 
-    def dense(chosen: Tensor, numbers: Tensor) -> Tensor:
-        return torch.zeros(rows, experts, dtype=torch.float64, device=place.device).scatter_(1, chosen, numbers.double())
+    def dense(expert_ids: Tensor, numbers: Tensor) -> Tensor:
+        return torch.zeros(rows, experts, dtype=torch.float64, device=place.device).scatter_(1, expert_ids, numbers.double())
 
     def exact(i: int) -> Tensor:
         logits = x.double() @ weights[i % copies].double().T
         scores = logits.softmax(-1) if softmax else logits.sigmoid()
         choice = scores
         if top_groups < groups:
-            grouped = scores.unflatten(-1, (groups, -1))
-            best = grouped.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
+            group_scores = scores.unflatten(-1, (groups, -1))
+            best = group_scores.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
             mask = torch.ones_like(scores[:, :groups], dtype=torch.bool).scatter_(1, best, False)
-            choice = grouped.masked_fill(mask.unsqueeze(-1), -torch.inf).flatten(1)
-        chosen = choice.topk(top, -1).indices
-        taken = scores.gather(1, chosen)
-        return dense(chosen, taken / taken.sum(-1, keepdim=True))
+            choice = group_scores.masked_fill(mask.unsqueeze(-1), -torch.inf).flatten(1)
+        expert_ids = choice.topk(top, -1).indices
+        top_scores = scores.gather(1, expert_ids)
+        return dense(expert_ids, top_scores / top_scores.sum(-1, keepdim=True))
 
     def launch(i: int) -> tuple[Tensor, Tensor]:
         return route(x, weights[i % copies], bias, top, groups, top_groups, True, 1.0, bool(softmax))
 
     def run(i: int) -> Tensor:
-        numbers, chosen = launch(i)
-        return dense(chosen, numbers)
+        numbers, expert_ids = launch(i)
+        return dense(expert_ids, numbers)
 
     return Call(run, exact, experts * hidden * 4 + x.nbytes, {"launch": launch})
 
@@ -111,32 +111,35 @@ def mixture(place: Place, rows: int, experts: int, top: int, hidden: int, size: 
     copies = 1 if place.toy else rotation(experts * 3 * size * hidden * 2, most=16)
     gate_up = torch.randn(copies, experts, 2 * size, hidden, device=device, dtype=dtype) * hidden**-0.5
     down = torch.randn(copies, experts, hidden, size, device=device, dtype=dtype) * size**-0.5
-    beside: tuple[Tensor | None, Tensor | None] = (None, None)
+    shared_expert: tuple[Tensor | None, Tensor | None] = (None, None)
     if shared:
-        beside = (
+        shared_expert = (
             torch.randn(2 * size * shared, hidden, device=device, dtype=dtype) * hidden**-0.5,
             torch.randn(hidden, size * shared, device=device, dtype=dtype) * (size * shared) ** -0.5,
         )
     x = torch.randn(rows, hidden, device=device, dtype=dtype)
-    chosen = torch.rand(8, rows, experts, device=device).topk(top, -1).indices
+    expert_ids = torch.rand(8, rows, experts, device=device).topk(top, -1).indices
     weights = torch.rand(rows, top, device=device)
 
-    def block(rows_in: Tensor, both: Tensor, back: Tensor) -> Tensor:
+    def block(rows_in: Tensor, both: Any, back: Any) -> Tensor:
         gate, up = (rows_in @ both.double().T).chunk(2, -1)
-        return (F.silu(gate) * up) @ back.double().T
+        out: Tensor = (F.silu(gate) * up) @ back.double().T
+        return out
 
     def exact(i: int) -> Tensor:
-        total = torch.zeros(rows, hidden, dtype=torch.float64, device=device) if beside[0] is None else block(x.double(), *beside)
+        total = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
+        if shared:
+            total += block(x.double(), *shared_expert)
         for expert in range(experts):
-            hit, place_of = (chosen[i % 8] == expert).nonzero(as_tuple=True)
-            if len(hit):
-                out = block(x[hit].double(), gate_up[i % copies, expert], down[i % copies, expert])
-                total.index_add_(0, hit, out * weights[hit, place_of].double().unsqueeze(1))
+            row_ids, place_of = (expert_ids[i % 8] == expert).nonzero(as_tuple=True)
+            if len(row_ids):
+                out = block(x[row_ids].double(), gate_up[i % copies, expert], down[i % copies, expert])
+                total.index_add_(0, row_ids, out * weights[row_ids, place_of].double().unsqueeze(1))
         return total
 
     share = 1 - (1 - top / experts) ** rows
     return Call(
-        lambda i: kernel(x, weights, chosen[i % 8], gate_up[i % copies], down[i % copies], *beside),
+        lambda i: kernel(x, weights, expert_ids[i % 8], gate_up[i % copies], down[i % copies], *shared_expert),
         exact,
         (experts * share + shared) * 3 * size * hidden * dtype.itemsize,
     )
@@ -153,11 +156,13 @@ def span(place: Place, rows: int, width: int, context: int, heads: int, kv_heads
     keys = torch.randn(copies * requests * pages * PAGE, kv_heads, dim, device=device, dtype=dtype)
     caches = (keys,) if latent else (keys, torch.randn_like(keys))
     tables = torch.randperm(copies * requests * pages, device=device).view(copies, requests, pages)
-    each = torch.arange(requests, device=device)
+    request_ids = torch.arange(requests, device=device)
     index = (context + torch.arange(width, device=device)).repeat(requests)
     q = torch.randn(rows, heads, dim, device=device, dtype=dtype)
-    where = each, torch.arange(requests + 1, device=device) * width, torch.full_like(each, context + width), index, None, None, PAGE
+    cu_q, kv_len = torch.arange(requests + 1, device=device) * width, torch.full_like(request_ids, context + width)
+    where = request_ids, cu_q, kv_len, index, None, None, PAGE
     scale, last = dim**-0.5, (value,) if latent else ()
+    values = keys[..., :value] if latent else caches[-1]
     kernel: Any = span_mla if latent else span_gqa
 
     def exact(i: int) -> Tensor:
@@ -166,7 +171,7 @@ def span(place: Place, rows: int, width: int, context: int, heads: int, kv_heads
             place_of = torch.arange(context + width, device=device)
             slots = tables[i % copies, request, place_of // PAGE] * PAGE + place_of % PAGE
             k = keys[slots].double().repeat_interleave(heads // kv_heads, 1)
-            v = (keys[slots, :, :value] if latent else caches[1][slots]).double().repeat_interleave(heads // kv_heads, 1)
+            v = values[slots].double().repeat_interleave(heads // kv_heads, 1)
             scores = torch.einsum("rhd,nhd->hrn", q[request * width : (request + 1) * width].double(), k) * scale
             later = place_of > context + torch.arange(width, device=device).unsqueeze(1)
             parts.append(torch.einsum("hrn,nhe->rhe", scores.masked_fill(later, -torch.inf).softmax(-1), v))
@@ -194,23 +199,26 @@ def library_attention(
     sizes = ((heads, key_dim), (kv, key_dim), (kv, value_dim))
     parts = [torch.randn(requests, count, width, size, device=place.device, dtype=place.dtype) for count, size in sizes]
 
+    attend: Any = F.scaled_dot_product_attention
+
     def by(backend: SDPBackend) -> Run:
-        def run(i: int) -> Tensor:
+        def run(i: int) -> Any:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=kv != heads)
+                return attend(*parts, is_causal=True, enable_gqa=kv != heads)
 
         return run
 
-    found = {"flash": by(SDPBackend.FLASH_ATTENTION), "cudnn": by(SDPBackend.CUDNN_ATTENTION)}
+    backends = {"flash": by(SDPBackend.FLASH_ATTENTION), "cudnn": by(SDPBackend.CUDNN_ATTENTION)}
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return found
+        return backends
     flat = [part.transpose(1, 2).flatten(0, 1).repeat_interleave(heads // part.shape[1], 1).contiguous() for part in parts]
     ends = torch.arange(requests + 1, device=place.device, dtype=torch.int32) * width
     # Newer ones say it as a window.
     causal: dict[str, Any] = {"is_causal": True} if "is_causal" in signature(varlen_attn).parameters else {"window_size": (-1, 0)}
-    return found | {"varlen": lambda i: varlen_attn(*flat, ends, ends, width, width, **causal)}
+    varlen: Any = varlen_attn
+    return backends | {"varlen": lambda i: varlen(*flat, ends, ends, width, width, **causal)}
 
 
 def sampler(place: Place, rows: int, nodes: int, vocab: int) -> Call:
@@ -223,7 +231,7 @@ def sampler(place: Place, rows: int, nodes: int, vocab: int) -> Call:
     drafts = logits[:, :-1].argmax(-1)
     none = torch.zeros_like(seats)
     numbers = zero, none, zero + 1, zero, none, torch.ones(requests, dtype=torch.bool, device=device)
-    cuts = {"any_top_k": False, "any_top_p": False, "any_min_p": False}
+    cuts: dict[str, Any] = {"any_top_k": False, "any_top_p": False, "any_min_p": False}
     count = torch.full_like(seats, nodes - 1)
     return Call(
         lambda i: accept(logits, drafts, count, None, None, seats, none, *numbers, None, nodes - 1, **cuts)[0],
@@ -242,16 +250,16 @@ def products_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """[outputs, inputs] of a layer's products, by name."""
     arch = arch_of(config)
     hidden, heads = arch.hidden, arch.heads
-    found = {"fuse": (hidden, 2 * hidden)}
+    shapes = {"fuse": (hidden, 2 * hidden)}
     if arch.mla is not None:
         mla, q = arch.mla, heads * (arch.mla.nope + arch.mla.rope)
-        found |= {"down": ((mla.q_rank or q) + mla.kv_rank + mla.rope, hidden), "out": (hidden, heads * mla.value)}
-        return found | ({"q_up": (q, mla.q_rank)} if mla.q_rank else {})
+        shapes |= {"down": ((mla.q_rank or q) + mla.kv_rank + mla.rope, hidden), "out": (hidden, heads * mla.value)}
+        return shapes | ({"q_up": (q, mla.q_rank)} if mla.q_rank else {})
     kv = arch.attention(0).kv
-    found |= {"qkv": ((heads + 2 * kv.heads) * arch.head_dim, hidden), "out": (hidden, heads * arch.head_dim)}
+    shapes |= {"qkv": ((heads + 2 * kv.heads) * arch.head_dim, hidden), "out": (hidden, heads * arch.head_dim)}
     if arch.moe is None:
-        found |= {"gate_up": (2 * arch.intermediate, hidden), "mlp_down": (hidden, arch.intermediate)}
-    return found
+        shapes |= {"gate_up": (2 * arch.intermediate, hidden), "mlp_down": (hidden, arch.intermediate)}
+    return shapes
 
 
 def decode_rows(toy: bool) -> tuple[int, ...]:
@@ -278,8 +286,8 @@ def works_of(models: list[str], toy: bool) -> list[Work]:
             ]
         if (moe := arch.moe) is not None:
             widths = rows if toy else (*rows, 128, 256)
-            sizes = moe.experts, moe.top_k, arch.hidden, moe.size, moe.shared // moe.size
-            mixtures += [Work(part, "mixture", f"{model} {part}", n, sizes) for part in ("gate_up", "down") for n in widths]
+            expert_sizes = moe.experts, moe.top_k, arch.hidden, moe.size, moe.shared // moe.size
+            mixtures += [Work(part, "mixture", f"{model} {part}", n, expert_sizes) for part in ("gate_up", "down") for n in widths]
             choice = moe.experts, arch.hidden, moe.top_k, moe.groups, moe.top_groups, int(moe.scores == "softmax")
             mixtures += [Work("route", "router", f"{model} router", n, choice) for n in widths]
         products += [

@@ -30,15 +30,15 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def output(script: str, *options: str) -> str:
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / script), *options],
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout
 
 
 def result_of(file: Path) -> dict[str, Any]:
@@ -51,22 +51,22 @@ def result_of(file: Path) -> dict[str, Any]:
 
 def test_steps_and_the_hosts_share(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    said = output("gpu_profile.py", "--dry-run", "--models", "0.5b", "--parts", "ceilings", "steps", "host", "--json", str(file))
+    stdout = output("gpu_profile.py", "--dry-run", "--models", "0.5b", "--parts", "ceilings", "steps", "host", "--json", str(file))
     numbers = result_of(file)
-    assert not numbers["skipped"] and not any(part["cut"] for part in numbers["parts"].values())
+    assert not numbers["skipped"] and not any(part["over_limit"] for part in numbers["parts"].values())
     assert numbers["env"]["interpreted"] and all(cell["clock"] == "host" for cell in numbers["steps"])
     plain, drafting, longer, prompts = numbers["steps"]
     assert (plain["rows"], drafting["rows"], longer["rows"], prompts["rows"]) == (1, 4, 1, 64)
     assert plain["launches"] == longer["launches"] < drafting["launches"] and plain["bytes"] < longer["bytes"] < prompts["bytes"]
     for cell in numbers["steps"]:
-        assert cell["predicted"]["launches"] == pytest.approx(cell["launches"], rel=0.1)  # there is one processor less
+        assert cell["prediction"]["launches"] == pytest.approx(cell["launches"], rel=0.1)  # there is one processor less
         assert sum(row["calls"] for row in cell["kernels"]) == cell["kernel_launches"] == cell["launches"]
         assert {row["class"] for row in cell["kernels"]} == {"own", "product", "torch"}
         assert all(row["us_sum"] >= row["us_max"] >= row["us_median"] > 0 for row in cell["kernels"])
     (host,) = numbers["host"]
-    assert host["arrived"] > 0 and host["launched_without_graph"] == 0
+    assert host["arrivals"] > 0 and host["eager_passes"] == 0
     assert host["median_ms"]["step"] >= host["median_ms"]["launch"] > 0 and host["median_ms"]["decode_graph"] > 0
-    assert "0.5b k=3 batch 1" in said and "they say nothing of a GPU" in said
+    assert "0.5b k=3 batch 1" in stdout and "they say nothing of a GPU" in stdout
 
 
 def test_tilings_are_tuned_checked_and_written(tmp_path: Path) -> None:
@@ -101,17 +101,17 @@ def launches_of(spec: Any, layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_predicted_launches_are_those_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the 475 M with its 36 layers. Counted by other means: interpreted, with two layers and with three, so that a layer's are known."""
     file = tmp_path / "out.json"
-    said = output("gpu_model.py", "--models", "475m", "7b", "--batches", "1", "--json", str(file))
+    stdout = output("gpu_model.py", "--models", "475m", "7b", "--batches", "1", "--json", str(file))
     cells = json.loads(file.read_text())["steps"]
     for spec, drafts in ((PLAIN, 0), (CHAIN, CHAIN.speculative_num_steps)):
         two, three = (launches_of(spec, layers, monkeypatch) for layers in (2, 3))
         (cell,) = [cell for cell in cells if (cell["model"], cell["drafts"], cell["context"], cell["prompt"]) == ("475m", drafts, 256, 0)]
-        assert cell["predicted"]["launches"] == pytest.approx(two + 34 * (three - two), rel=0.1), (drafts, two, three)
+        assert cell["prediction"]["launches"] == pytest.approx(two + 34 * (three - two), rel=0.1), (drafts, two, three)
     for cell in cells:
         if not cell["prompt"]:
             least = cell["floor_ms"] * 3000e6  # bytes at the stated speed
-            assert 0.98 * least <= cell["predicted"]["bytes"] <= (4.5 if cell["model"] == "475m" else 1.1) * least, cell
-    assert "stated ceilings" in said and "475m k=0 batch 1 context 256" in said
+            assert 0.98 * least <= cell["prediction"]["bytes"] <= (4.5 if cell["model"] == "475m" else 1.1) * least, cell
+    assert "stated ceilings" in stdout and "475m k=0 batch 1 context 256" in stdout
 
 
 def result(tmp_path: Path, **shares: float) -> Any:
@@ -121,8 +121,8 @@ def result(tmp_path: Path, **shares: float) -> Any:
 
 
 def test_a_part_that_overruns_is_cut_and_what_it_measured_is_kept(tmp_path: Path) -> None:
-    kept = result(tmp_path, slow=0.3, next=0.2)
-    numbers = kept.numbers
+    run = result(tmp_path, slow=0.3, next=0.2)
+    numbers = run.numbers
     numbers["env"] = {"command": "python x.py", "commit": "abc", "device": "a CPU", "versions": {}}
 
     def slow(alarm: Any) -> Iterator[dict[str, Any]]:
@@ -136,16 +136,16 @@ def test_a_part_that_overruns_is_cut_and_what_it_measured_is_kept(tmp_path: Path
         yield {"skipped": "one sentence"}
         raise RuntimeError("of the part")
 
-    kept.run("slow", slow, numbers.setdefault("steps", []).append)
-    saved = json.loads((tmp_path / "out.json").read_text())["numbers"]
-    assert 1 < len(saved["steps"]) < 100 and saved["parts"]["slow"]["cut"] and "cut after" in saved["skipped"][0]
-    kept.run("next", after, numbers.setdefault("host", []).append)
-    assert numbers["host"] == [{"number": -1}] and not numbers["parts"]["next"]["cut"]
+    run.run("slow", slow, numbers.setdefault("steps", []).append)
+    document = json.loads((tmp_path / "out.json").read_text())["numbers"]
+    assert 1 < len(document["steps"]) < 100 and document["parts"]["slow"]["over_limit"] and "cut after" in document["skipped"][0]
+    run.run("next", after, numbers.setdefault("host", []).append)
+    assert numbers["host"] == [{"number": -1}] and not numbers["parts"]["next"]["over_limit"]
     assert numbers["skipped"][1:] == ["one sentence", "next: RuntimeError: of the part"]
 
 
 def test_what_must_be_whole_is_cut_after_it(tmp_path: Path) -> None:
-    kept, ends = result(tmp_path, capture=0.1), []
+    run, ends = result(tmp_path, capture=0.1), []
 
     def capture(alarm: Any) -> Iterator[dict[str, Any]]:
         with alarm.whole():
@@ -154,8 +154,8 @@ def test_what_must_be_whole_is_cut_after_it(tmp_path: Path) -> None:
         ends.append("never")
         yield {}
 
-    kept.run("capture", capture, lambda record: None)
-    assert ends == ["whole"] and kept.numbers["parts"]["capture"]["cut"]
+    run.run("capture", capture, lambda record: None)
+    assert ends == ["whole"] and run.numbers["parts"]["capture"]["over_limit"]
 
 
 def record(rows: int, times: dict[int, float], op: str = "skinny_linear") -> dict[str, Any]:
@@ -173,22 +173,22 @@ def test_the_table_of_tilings_is_read_as_it_was_written(tmp_path: Path, monkeypa
 
     records = [record(1, {16: 2.0, 32: 1.0, 64: 1.2, 128: 0.1}), record(8, {16: 1.0, 32: 4.0, 64: 1.1, 128: 0.1})]
     checks = [check_of(16, True), check_of(32, True), check_of(64, True), check_of(128, False)]
-    assert [tile["BN"] for _, tile in tuned_table.chosen_tiles(records)] == [128], "it is the fastest, and has to be checked"
+    assert [tile["BN"] for _, tile in tuned_table.table_tiles(records)] == [128], "it is the fastest, and has to be checked"
     table = tuned_table.table_of(records, checks, "sm_90", "a test")
     tuned_table.write(tmp_path / "sm_90.json", table)
     monkeypatch.setattr(tuned, "path_of", lambda chip: tmp_path / f"{chip}.json")
     monkeypatch.setattr(tuned, "chip_of", lambda device: "sm_90")
-    for cached in (tuned.lookup, tuned.table):
-        cached.cache_clear()
+    for function in (tuned.lookup, tuned.table):
+        function.cache_clear()
     try:
-        found = {
+        tiles = {
             rows: tuned.tiling("skinny_linear", "bfloat16 N64 K64", rows, torch.device("cpu"), invariant)
             for rows, invariant in ((1, False), (7, False), (64, False), (3, True))
         }
     finally:
-        for cached in (tuned.lookup, tuned.table):
-            cached.cache_clear()
-    assert found == {1: {"BN": 32, "splits": 1}, 7: {"BN": 16, "splits": 1}, 64: None, 3: {"BN": 64, "splits": 1}}
+        for function in (tuned.lookup, tuned.table):
+            function.cache_clear()
+    assert tiles == {1: {"BN": 32, "splits": 1}, 7: {"BN": 16, "splits": 1}, 64: None, 3: {"BN": 64, "splits": 1}}
 
 
 def test_kernels_find_their_launches() -> None:
@@ -248,8 +248,8 @@ def test_lines_of_a_result() -> None:
         "of_read": 0.3,
         "gap_before_us": 2.0,
     }
-    told = {"launches": 2, "bytes": 1e9, "body_ms": 5.0, "gap_ms": 1.0, "device_ms": 6.0}
-    cell |= {"kernels": [row, row | {"name": "good_kernel", "us_sum": 1.0}], "predicted": told}
+    prediction = {"launches": 2, "bytes": 1e9, "body_ms": 5.0, "gap_ms": 1.0, "device_ms": 6.0}
+    cell |= {"kernels": [row, row | {"name": "good_kernel", "us_sum": 1.0}], "prediction": prediction}
     tuned = {
         "op": "down",
         "label": "7b down",
@@ -260,8 +260,8 @@ def test_lines_of_a_result() -> None:
         "candidates": [0],
         "library_us": {},
     }
-    wrong = {"op": "down", "shape": "E4", "label": "", "tiling": {"BN": 16}, "error": 0.5, "limit": 0.01, "good": False}
-    result = {"steps": [cell], "ceilings": {"read_gb_s": 1000.0}, "skipped": ["a sentence"], "tune": [tuned], "check": [wrong]}
+    check = {"op": "down", "shape": "E4", "label": "", "tiling": {"BN": 16}, "error": 0.5, "limit": 0.01, "good": False}
+    result = {"steps": [cell], "ceilings": {"read_gb_s": 1000.0}, "skipped": ["a sentence"], "tune": [tuned], "check": [check]}
     lines = summary(result)
     assert "check failed: down E4 {'BN': 16}: error 0.5, at most 0.01" in lines
     assert any(line.split()[:3] == ["down", "7b", "down,"] and line.endswith("5.00     3.00           -    BN16") for line in lines), lines

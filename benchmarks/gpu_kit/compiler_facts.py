@@ -26,8 +26,8 @@ def usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = (sum(map(int, re.findall(rf"{name}:(\d+)", told))) for name in ("REG", "STACK"))
+        usage_text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (sum(map(int, re.findall(rf"{name}:(\d+)", usage_text))) for name in ("REG", "STACK"))
     return {"registers": registers, "stack_bytes": stack}
 
 
@@ -41,11 +41,11 @@ def facts(place: Place, cell: Cell) -> list[dict[str, Any]]:
 
     sources: dict[str, Source] = {}
 
-    def seen(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def observe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = Source.of((kernel, args, kwargs))
         sources.setdefault(f"{source.name} {source.signature} {source.options}", source)
 
-    launches_of(place, cell, seen)
+    launches_of(place, cell, observe)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default, said without a warning
     records = []
     for source in sources.values():
