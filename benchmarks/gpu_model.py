@@ -55,6 +55,13 @@ def compiler_rows(models: list[str], requests: int, context: int) -> list[list[s
     return rows
 
 
+def numbers_of(file: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    try:
+        return dict(json.loads(Path(file).read_text())["numbers"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--against must be a result of gpu_profile.py, got {file}: {type(error).__name__}: {error}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["475m", "0.5b", "7b", "v2-lite", "30b-a3b"])
@@ -66,11 +73,10 @@ def main() -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="where to write the predictions")
     options = parser.parse_args()
-    result = {} if options.against is None else json.loads(Path(options.against).read_text())
+    result = {} if options.against is None else numbers_of(options.against, parser)
     ceilings = Ceilings.of(result.get("ceilings", {}), result.get("env", {}).get("processors", 132))
-    print(
-        f"{ceilings.source} ceilings: read {ceilings.read_gb_s:.0f} GB/s, products {ceilings.mm_tflops:.0f} TFLOP/s, gap {ceilings.gap_us:.2f} us"
-    )
+    rates = f"read {ceilings.read_gb_s:.0f} GB/s, products {ceilings.mm_tflops:.0f} TFLOP/s, gap {ceilings.gap_us:.2f} us"
+    print(f"{ceilings.source} ceilings: {rates}")
     steps = [record for record in result.get("steps", []) if record["model"] in options.models]
     cells = [(cell_of(record), record) for record in steps]
     if not cells:

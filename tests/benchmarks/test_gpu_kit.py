@@ -67,6 +67,8 @@ def test_steps_and_the_hosts_share(tmp_path: Path) -> None:
     assert host["arrivals"] > 0 and host["eager_passes"] == 0
     assert host["median_ms"]["step"] >= host["median_ms"]["launch"] > 0 and host["median_ms"]["decode_graph"] > 0
     assert "0.5b k=3 batch 1" in stdout and "they say nothing of a GPU" in stdout
+    beside = output("gpu_model.py", "--models", "0.5b", "--against", str(file))
+    assert beside.startswith("measured ceilings") and beside.count("0.5b") == 4
 
 
 def test_tilings_are_tuned_checked_and_written(tmp_path: Path) -> None:
