@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from mtpserve_kernels.attention import reference
+from mtpserve_kernels.arrivals import arrival_counters
+from mtpserve_kernels.attention import reference, span
 from mtpserve_kernels.attention.span import SpanTiling, span_gqa, span_mla
 from torch import Tensor
 
@@ -38,6 +39,31 @@ def test_grouped_heads(device: torch.device, heads: int, kv_heads: int, dim: int
 def test_values_narrower_than_keys(device: torch.device) -> None:
     case = Case(2, 192, 128, 16)
     check(*case.run(case.make(RAGGED, 4, device), splits=2))
+
+
+@pytest.mark.parametrize("page", [16, 24, 64])
+def test_a_block_of_keys_in_one_page_in_two_or_in_more(device: torch.device, page: int) -> None:
+    for shift, tile in ((0, SpanTiling(16, 16, 4, 1)), (1, SpanTiling(16, 16, 4, 1)), (16, SpanTiling(16, 16, 4, 1)), (1, None)):
+        for case in (Case(2, 64, 64, page, shift=shift), Case(2, 64, 64, page, shift=shift, tree=True, window=30)):
+            check(*case.run(case.make(RAGGED, 4, device), splits=3, tile=tile))
+
+
+@pytest.mark.parametrize("last_bytes", [0, span.LAST_BYTES], ids=["a kernel adds the parts", "the last program adds them"])
+def test_who_adds_the_parts(device: torch.device, last_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More splits than one kernel reads at a time, of which some are empty, and twice: counters are as the second launch wants them."""
+    monkeypatch.setattr(span, "LAST_BYTES", last_bytes)
+    for case in (Case(2, 64, 48, 16, tree=True), Case(2, 64, 64, 16, window=40, sinks=True), Case(1, 576, 512, 16, latent=True)):
+        inputs = case.make([(0, 3), (330, 4), (9, 1)], 4, device)
+        for splits in (2, 11, 32):
+            for _ in range(2):
+                check(*case.run(inputs, splits=splits, tile=SpanTiling(16, 16, 4, 1)))
+    assert not any(arrival_counters("span", 1, device).tolist())
+    key = inputs["caches"][0]
+    table, seats = inputs["common"][:2]
+    key[table[seats[1], 200 // 16] * 16 + 200 % 16, 0, -1] = torch.nan
+    out, expected = case.run(inputs, splits=11, tile=SpanTiling(16, 16, 4, 1))
+    torch.testing.assert_close(out, expected, equal_nan=True, atol=2e-5, rtol=2e-5)
+    assert out[3:7].isnan().all() and not out[:3].isnan().any() and not out[7:].isnan().any()
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

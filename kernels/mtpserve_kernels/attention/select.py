@@ -16,6 +16,8 @@ The lists are page tables with pages of one token, of a request for each row: th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -177,6 +179,7 @@ def selected_mla(
     """See reference.selected_mla. `splits`: of each row."""
     heads, dim = q.shape[1:]
     rows = torch.arange(len(q) + 1, device=q.device)
-    # The slot of each key takes registers, too: the tile of few rows, which has more keys, would spill.
+    # The slot of each key takes registers, too: a second buffer of keys would spill.
     tile = tiling(max(heads, 32), dim, True, q.element_size(), latent.element_size(), torch.version.hip is not None)
+    tile = replace(tile, stages=min(tile.stages, 2))
     return span_mla(q, latent, slots, rows[:-1], rows, counts, counts - 1, None, None, 1, scale, value_dim, splits=splits, tile=tile)

@@ -19,6 +19,12 @@ A row sees column c (a place in its request) where all of these hold:
 Only the blocks of keys that some row of the tile sees are read, and the splits share those: pages before the window may have been freed.
 The key of column c is in the slot of token c + shift; index, kv_len, tree_bits and tree_start count columns, without the shift.
 
+Pages are looked up once per block of keys, as a block lies in one page, or in two where SHIFT moves it or a page is no multiple of it.
+Looked up for each key, the page numbers are loads that the keys wait for, one after the other.
+
+A split leaves its float32 part, and after it the logarithm of its sum: parts [T, heads, splits, E + 4]. Where the parts of a tile are few,
+the program that ends last adds them up (arrivals.py). Otherwise a kernel of its own does, with a program for each row and head.
+
 A head's sink is a score without a value. The first split starts from it: it has keys of every tile, and the splits are summed up once.
 
 Split softmax: Dao et al., "Flash-Decoding for long-context inference" (2023).
@@ -33,8 +39,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpserve_kernels.arrivals import arrival_counters
+from mtpserve_kernels.tiling import processors_of, type_name, with_table
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_BLOCKS = tl.constexpr(2)  # of keys in a split that is not empty: combining many tiny splits costs more than it saves
+TOGETHER = tl.constexpr(8)  # parts that combine_kernel reads at a time
+LAST_BYTES = 256 << 10  # of a tile's parts, at most, that the program that ends last adds up: more would take one processor too long
+LAST_NUMBERS = tl.constexpr(4096)  # of one of these parts: more, in 4 warps, would not fit the registers
+STAGES = 5
+PAD = tl.constexpr(4)  # numbers after a part, the first of which is its logarithm; parts stay aligned
 
 
 @triton.jit
@@ -61,21 +75,29 @@ def _bits_set(b_bits):
 
 @triton.jit
 def _attend(
-    b_q, b_q_rope, b_acc, b_max, b_sum, p_k, p_v, p_pages, b_column, first, columns, b_first, b_index, b_bits, tree_start, factor,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr,
-    TREE: tl.constexpr,
+    b_q, b_q_rope, b_acc, b_max, b_sum, p_k, p_v, p_pages, start, first, columns, b_first, b_index, b_bits, tree_start, factor, kv_heads,
+    BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys. `first` … `columns` is what any row of the tile sees, from `b_first` what each does."""
+    """One block of BN keys from column `start` on. `first` … `columns` is what any row of the tile sees, from `b_first` what each does."""
     LATENT: tl.constexpr = p_v is None
     KEY: tl.constexpr = E if LATENT else D  # of the latent layout the first E numbers are key and value, the others are key alone
     ROPE: tl.constexpr = D - KEY
+    b_column = start + tl.arange(0, BN)
     b_here = b_column < columns
     if WINDOW > 0:
         b_here = b_here & (b_column >= first)
     b_place = b_column + SHIFT
-    b_slot = tl.load(p_pages + b_place // PAGE, mask=b_here, other=0) * PAGE + b_place % PAGE
+    if BN <= PAGE:
+        i_page = (start + SHIFT) // PAGE
+        b_page = tl.load(p_pages + i_page)
+        if PAGE % BN != 0 or SHIFT % BN != 0:
+            i_last = (tl.minimum(start + BN, columns) - 1 + SHIFT) // PAGE  # the same page, or the next one
+            b_page = tl.where(b_place // PAGE == i_page, b_page, tl.load(p_pages + i_last))
+        b_slot = b_page * PAGE + b_place % PAGE
+    else:
+        b_slot = tl.load(p_pages + b_place // PAGE, mask=b_here, other=0) * PAGE + b_place % PAGE
     o_k, o_e = tl.arange(0, b_q.shape[1]), tl.arange(0, b_acc.shape[1])
-    p_key = p_k + b_slot[:, None] * (KV_HEADS * D)
+    p_key = p_k + b_slot[:, None] * (kv_heads * D)
     b_k = tl.load(p_key + o_k[None, :], mask=b_here[:, None] & (o_k < KEY)[None, :], other=0.0).to(b_q.dtype)
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if LATENT:
@@ -84,7 +106,7 @@ def _attend(
         b_scores = tl.dot(b_q_rope, tl.trans(b_k_rope), b_scores, input_precision="ieee")
         b_v = b_k
     else:
-        p_value = p_v + b_slot[:, None] * (KV_HEADS * E) + o_e[None, :]
+        p_value = p_v + b_slot[:, None] * (kv_heads * E) + o_e[None, :]
         b_v = tl.load(p_value, mask=b_here[:, None] & (o_e < E)[None, :], other=0.0).to(b_q.dtype)
     b_seen = b_column[None, :] <= b_index[:, None]
     if WINDOW > 0:
@@ -103,26 +125,54 @@ def _attend(
     return b_acc, b_new, b_sum * b_shrink + tl.sum(b_p, 1)
 
 
+@triton.jit
+def _combined(p_out, p_parts, b_out_row, m_row, filled, splits, E: tl.constexpr, BE: tl.constexpr):
+    """The rows of a tile: their splits, weighted with their share of the softmax, added in their order. Only the last splits can be empty,
+    and their parts were not written."""
+    o_e = tl.arange(0, BE)
+    m = m_row[:, None] & (o_e < E)[None, :]
+    b_acc = tl.zeros([b_out_row.shape[0], BE], tl.float32)
+    b_max = tl.full([b_out_row.shape[0]], float("-inf"), tl.float32)
+    b_sum = tl.zeros([b_out_row.shape[0]], tl.float32)
+    # As many parts on their way as the registers have room for.
+    for split in tl.range(0, filled, loop_unroll_factor=4 if b_out_row.shape[0] * BE <= LAST_NUMBERS // 2 else 2):
+        # Not from the L1 cache: other processors have written them.
+        p_part = p_parts + (b_out_row * splits + split).to(tl.int64) * (E + PAD)
+        b_lse = tl.load(p_part + E, mask=m_row, other=float("-inf"), volatile=True)
+        b_part = tl.load(p_part[:, None] + o_e[None, :], mask=m, other=0.0, volatile=True)
+        b_new = tl.maximum(b_max, b_lse)
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink, b_weight = tl.exp2(b_max - b_base), tl.exp2(b_lse - b_base)
+        b_acc = b_acc * b_shrink[:, None] + b_part * b_weight[:, None]
+        b_sum = b_sum * b_shrink + b_weight
+        b_max = b_new
+    b_norm = tl.where(b_sum == 0, 1.0, b_sum)
+    tl.store(p_out + b_out_row.to(tl.int64)[:, None] * E + o_e[None, :], (b_acc / b_norm[:, None]).to(p_out.dtype.element_ty), mask=m)
+
+
 @triton.jit(do_not_specialize=["requests"])
 def span_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_page_table, p_seats, p_cu_q, p_kv_len, p_index, p_bits, p_tree_start, p_sinks, requests, stride_pages,
-    factor,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SHIFT: tl.constexpr,
+    p_q, p_k, p_v, p_out, p_parts, p_arrivals, p_page_table, p_seats, p_cu_q, p_kv_len, p_index, p_bits, p_tree_start, p_sinks, requests,
+    stride_pages, factor,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """p_v is None for the latent layout, p_lse for a single split: p_out then is the result, otherwise the splits' float32 parts."""
+    """The grid is [tiles, key heads, splits]. p_v is None for the latent layout, p_parts for a single split, p_arrivals where
+    combine_kernel adds the parts up."""
     LATENT: tl.constexpr = p_v is None
     KEY: tl.constexpr = E if LATENT else D
     ROPE: tl.constexpr = D - KEY
     BK: tl.constexpr = triton.next_power_of_2(KEY) if KEY > 16 else 16
     BE: tl.constexpr = triton.next_power_of_2(E) if E > 16 else 16
     BR: tl.constexpr = triton.next_power_of_2(ROPE) if ROPE > 16 else 16
-    i_tile, i_head, i_split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    LEAST: tl.constexpr = 1 if LATENT else MIN_BLOCKS  # a block of latent keys takes long
+    i_tile, i_head, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads, splits = 1 if LATENT else tl.num_programs(1), tl.num_programs(2)
     r = _request_of(i_tile, p_cu_q, requests, GROUP, BM)
-    first_row, end_row = tl.load(p_cu_q + r), tl.load(p_cu_q + r + 1)
+    first_row, end_row = tl.load(p_cu_q + r).to(tl.int32), tl.load(p_cu_q + r + 1).to(tl.int32)
     o_m = (i_tile - (first_row * GROUP // BM + r)) * BM + tl.arange(0, BM)
     b_row = first_row + o_m // GROUP
-    b_out_row = b_row * HEADS + i_head * GROUP + o_m % GROUP
+    b_out_row = (b_row * kv_heads + i_head) * GROUP + o_m % GROUP
     m_row = b_row < end_row
     if tl.min(b_row) < end_row:
         b_index = tl.load(p_index + b_row, mask=m_row, other=-1).to(tl.int32)
@@ -138,13 +188,13 @@ def span_kernel(
             b_first = tl.maximum(b_first - (WINDOW - 1), 0)
             first = tl.min(tl.where(m_row, b_first, columns))
         skipped, blocks = first // BN, tl.cdiv(columns, BN)
-        per = tl.maximum(tl.cdiv(blocks - skipped, splits), MIN_BLOCKS)
+        per = tl.maximum(tl.cdiv(blocks - skipped, splits), LEAST)
         low = skipped + i_split * per
         high = tl.minimum(low + per, blocks)
         if low < high:
             p_pages = p_page_table + tl.load(p_seats + r) * stride_pages
             o_k, o_e, o_r = tl.arange(0, BK), tl.arange(0, BE), tl.arange(0, BR)
-            p_rows = p_q + b_out_row[:, None] * D
+            p_rows = p_q + b_out_row.to(tl.int64)[:, None] * D
             b_q = tl.load(p_rows + o_k[None, :], mask=m_row[:, None] & (o_k < KEY)[None, :], other=0.0)
             b_q_rope = b_q
             if LATENT:
@@ -160,36 +210,50 @@ def span_kernel(
             # From 0: with a lower bound that is computed, Triton 3.9 loses the pointers' alignment and copies number by number.
             for i in range(high - low):
                 b_acc, b_max, b_sum = _attend(
-                    b_q, b_q_rope, b_acc, b_max, b_sum, p_k + i_head * D, p_v_head, p_pages, (low + i) * BN + tl.arange(0, BN), first,
-                    columns, b_first, b_index, b_bits, tree_start, factor, HEADS // GROUP, D, E, PAGE, WINDOW, SHIFT, p_bits is not None,
+                    b_q, b_q_rope, b_acc, b_max, b_sum, p_k + i_head * D, p_v_head, p_pages, (low + i) * BN, first, columns, b_first,
+                    b_index, b_bits, tree_start, factor, kv_heads, BN, D, E, PAGE, WINDOW, SHIFT, p_bits is not None,
                 )  # fmt: skip
             # A row may have seen nothing of this split: its sum is 0. A sum that is NaN stays NaN.
             b_norm = tl.where(b_sum == 0, 1.0, b_sum)
-            o_part = b_out_row
-            if p_lse is not None:
-                o_part = b_out_row * splits + i_split
-                tl.store(p_lse + o_part, tl.where(b_sum == 0, float("-inf"), b_max + tl.log2(b_norm)), mask=m_row)
-            p_part = p_out + o_part[:, None] * E + o_e[None, :]
-            tl.store(p_part, (b_acc / b_norm[:, None]).to(p_out.dtype.element_ty), mask=m_row[:, None] & (o_e < E)[None, :])
-        elif p_lse is not None:
-            tl.store(p_lse + b_out_row * splits + i_split, tl.full([BM], float("-inf"), tl.float32), mask=m_row)
+            m = m_row[:, None] & (o_e < E)[None, :]
+            if p_parts is not None:
+                p_part = p_parts + (b_out_row * splits + i_split).to(tl.int64) * (E + PAD)
+                tl.store(p_part + E, tl.where(b_sum == 0, float("-inf"), b_max + tl.log2(b_norm)), mask=m_row)
+                tl.store(p_part[:, None] + o_e[None, :], b_acc / b_norm[:, None], mask=m)
+            else:
+                p_row = p_out + b_out_row.to(tl.int64)[:, None] * E + o_e[None, :]
+                tl.store(p_row, (b_acc / b_norm[:, None]).to(p_out.dtype.element_ty), mask=m)
+        elif p_parts is not None:
+            p_part = p_parts + (b_out_row * splits + i_split).to(tl.int64) * (E + PAD)
+            tl.store(p_part + E, tl.full([BM], float("-inf"), tl.float32), mask=m_row)
+        if p_arrivals is not None:
+            p_arrival = p_arrivals + i_tile * kv_heads + i_head
+            tl.debug_barrier()  # all of this program's part is written before it is counted
+            if tl.atomic_add(p_arrival, 1, sem="acq_rel") == splits - 1:
+                tl.store(p_arrival, 0)
+                _combined(p_out, p_parts, b_out_row, m_row, tl.cdiv(blocks - skipped, per), splits, E, BE)
 
 
 @triton.jit
-def combine_kernel(p_out, p_partial, p_lse, E: tl.constexpr, SPLITS: tl.constexpr):
+def combine_kernel(p_out, p_parts, E: tl.constexpr, SPLITS: tl.constexpr):
     """One row of one head: its splits, weighted with their share of the softmax. Always added up in the same order."""
+    BS: tl.constexpr = triton.next_power_of_2(SPLITS)
+    BE: tl.constexpr = triton.next_power_of_2(E)
     i_row = tl.program_id(0).to(tl.int64)
-    o_s, o_e = tl.arange(0, triton.next_power_of_2(SPLITS)), tl.arange(0, triton.next_power_of_2(E))
-    b_lse = tl.load(p_lse + i_row * SPLITS + o_s, mask=o_s < SPLITS, other=float("-inf"))
+    o_s, o_e, o_i = tl.arange(0, BS), tl.arange(0, BE), tl.arange(0, TOGETHER)
+    p_row = p_parts + i_row * SPLITS * (E + PAD)
+    b_lse = tl.load(p_row + o_s * (E + PAD) + E, mask=o_s < SPLITS, other=float("-inf"))
     largest = tl.max(b_lse)
     total = tl.sum(tl.exp2(b_lse - largest))
     # Only the last splits can be empty, and their parts were not written. NaN is not empty.
     filled = tl.max(tl.where(b_lse == float("-inf"), 0, o_s + 1))
-    b_acc = tl.zeros([triton.next_power_of_2(E)], tl.float32)
-    for s in range(filled):
-        weight = tl.exp2(tl.load(p_lse + i_row * SPLITS + s) - largest)
-        b_part = tl.load(p_partial + (i_row * SPLITS + s) * E + o_e, mask=o_e < E, other=0.0)
-        b_acc += weight * b_part
+    b_acc = tl.zeros([BE], tl.float32)
+    for split in range(0, filled, TOGETHER):
+        m = split + o_i < filled
+        p_part = p_row + (split + o_i) * (E + PAD)
+        b_weight = tl.exp2(tl.load(p_part + E, mask=m, other=float("-inf")) - largest)
+        b_part = tl.load(p_part[:, None] + o_e[None, :], mask=m[:, None] & (o_e < E)[None, :], other=0.0)
+        b_acc += tl.sum(b_weight[:, None] * b_part, 0)
     tl.store(p_out + i_row * E + o_e, (b_acc / total).to(p_out.dtype.element_ty), mask=o_e < E)
 
 
@@ -208,19 +272,18 @@ def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int
 
     What fits every chip's shared memory without spilling registers, as tests/kernels/matrix.py checks: the latent layout's accumulator is
     512 wide, and 64 rows of it fit nowhere, so that two tiles read the same keys, the second from the cache. float32 has no matrix
-    unit of its own precision: its tiles are small.
+    unit of its own precision: its tiles are small. Five stages are two buffers of keys: the page number takes one, its use another.
     """
     if hip:
         return SpanTiling(16 if rows <= 16 or q_bytes == 4 else 32, 16 if latent else 32, 4, 1)
     if q_bytes == 4:
         return SpanTiling(16, 16, 8 if latent else 4, 1)
     if latent:
-        BM, BN = (16, 64) if rows <= 16 else (32, 32)
-        return SpanTiling(BM, BN // 2 if cache_bytes == 1 else BN, 8, 2)
+        return SpanTiling(16, 32, 8, STAGES) if rows <= 16 else SpanTiling(32, 16 if cache_bytes == 1 else 32, 8, STAGES)
     if key_dim > 128:
-        return SpanTiling(32, 32, 4, 2) if cache_bytes == 1 else SpanTiling(16 if rows <= 16 else 32, 64, 4, 2)
+        return SpanTiling(32, 32, 4, 2) if cache_bytes == 1 else SpanTiling(16 if rows <= 16 else 32, 32, 4, STAGES)
     BM = min(max(16, triton.next_power_of_2(rows)), 64)
-    return SpanTiling(BM, 64, 8 if BM == 64 else 4, 3)
+    return SpanTiling(BM, 32 if cache_bytes == 1 and BM == 16 else 64, 8 if BM == 64 else 4, STAGES)
 
 
 def splits_for(programs: int, processors: int, most: int = 64) -> int:
@@ -271,25 +334,26 @@ def _span(
     assert page_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and window >= 0 and shift >= 0
     assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     group = heads // kv_heads
-    cut = tile or tiling(group * width, dim, v is None, q.element_size(), k.element_size(), torch.version.hip is not None)
+    rule = tile or tiling(group * width, dim, v is None, q.element_size(), k.element_size(), torch.version.hip is not None)
+    op, shape = "span_mla" if v is None else "span_gqa", f"{type_name(k.dtype)} heads{heads} kv{kv_heads} D{dim}"
+    cut, table_splits = with_table(rule, op, shape, width, q.device) if tile is None else (rule, None)
     tiles = rows * group // cut.BM + requests
     if splits is None:
-        splits = splits_for(tiles * kv_heads, processors_of(q.device))
+        splits = table_splits or splits_for(tiles * kv_heads, processors_of(q.device))
+        splits = min(splits, triton.next_power_of_2(triton.cdiv(page_table.shape[1] * page_size, cut.BN)))  # each has a block to read
     out = torch.empty(rows, heads, value_dim, dtype=q.dtype, device=q.device)
-    parts, lse = out, None
+    parts, arrivals = None, None
     if splits > 1:
-        parts = torch.empty(rows, heads, splits, value_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
+        parts = torch.empty(rows, heads, splits, value_dim + PAD.value, dtype=torch.float32, device=q.device)
+        fits = cut.BM * triton.next_power_of_2(value_dim) <= LAST_NUMBERS.value * cut.warps // 4
+        if fits and min(cut.BM, group * width) * splits * value_dim * 4 <= LAST_BYTES:
+            arrivals = arrival_counters("span", tiles * kv_heads, q.device)
     span_kernel[(tiles, kv_heads, splits)](
-        q, k, v, parts, lse, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, sinks, requests, page_table.stride(0),
+        q, k, v, out, parts, arrivals, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, sinks, requests, page_table.stride(0),
         scale * LOG2_E.value,
-        HEADS=heads, GROUP=group, D=dim, E=value_dim, BM=cut.BM, BN=cut.BN, PAGE=page_size, WINDOW=window, SHIFT=shift,
+        GROUP=group, D=dim, E=value_dim, BM=cut.BM, BN=cut.BN, PAGE=page_size, WINDOW=window, SHIFT=shift,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
-    if lse is not None:
-        combine_kernel[(rows * heads,)](out, parts, lse, E=value_dim, SPLITS=splits)
+    if parts is not None and arrivals is None:
+        combine_kernel[(rows * heads,)](out, parts, E=value_dim, SPLITS=splits)
     return out
-
-
-def processors_of(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.tiling import Tiling
+from mtpserve_kernels.tiling import Tiling, processors_of, type_name, with_table
 
 MAX_ROWS = 64
 BLOCK = 128  # of float8 scales
@@ -91,14 +91,14 @@ def skinny_linear(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    cut = tiling(rows, x.element_size(), torch.version.hip is not None)
+    shape = f"{type_name(weight.dtype)} N{outputs} K{inputs}"
+    cut, table_splits = with_table(tiling(rows, x.element_size(), torch.version.hip is not None), "skinny_linear", shape, rows, x.device)
     if splits is None:
-        count = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
-        splits = splits_for(outputs, inputs, cut.BN, cut.BK, count)
+        splits = table_splits or splits_for(outputs, inputs, cut.BN, cut.BK, processors_of(x.device))
     partial = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     skinny_kernel[(triton.cdiv(outputs, cut.BN), splits)](
         x, weight, scale, bias, out, partial, rows, x.stride(0), N=outputs, K=inputs, stride_scale=0 if scale is None else scale.stride(0),
-        BT=cut.BT, BN=cut.BN, BK=cut.BK, SPLITS=splits, BIAS=bias is not None, FP8=fp8, num_warps=4, num_stages=cut.stages,
+        BT=cut.BT, BN=cut.BN, BK=cut.BK, SPLITS=splits, BIAS=bias is not None, FP8=fp8, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
         add_parts_kernel[(rows, triton.cdiv(outputs, 1024))](

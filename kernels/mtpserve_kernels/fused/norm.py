@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpserve_kernels import tuned
+from mtpserve_kernels.tiling import type_name
+
 
 @triton.jit
 def add_rms_norm_kernel(
@@ -35,9 +38,10 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
     block = triton.next_power_of_2(size)
+    entry = tuned.tiling("add_rms_norm", f"{type_name(x.dtype)} H{size}", rows, x.device) or {}
     if rows:
         add_rms_norm_kernel[(rows,)](
             x, residual, weight, out, total, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-            H=size, BH=block, ADD=residual is not None, num_warps=min(max(block // 512, 1), 16),
+            H=size, BH=block, ADD=residual is not None, num_warps=entry.get("warps", min(max(block // 512, 1), 16)),
         )  # fmt: skip
     return out, total
