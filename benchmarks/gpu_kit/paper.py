@@ -24,7 +24,7 @@ from gpu_kit.models import Cell, Place, engine_of, fake_model, key_of, runner_of
 from mtpserve.runtime.graphs import Body, GraphOutput
 from mtpserve.runtime.transfer import staged
 
-PROCESSORS, SHARED_BYTES = 132, 227 << 10  # of an H100 and an H200
+PROCESSORS = 132  # of an H100 and an H200
 CPU = torch.device("cpu")
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
@@ -63,7 +63,6 @@ def fake() -> Iterator[None]:
         mode,
         patch_function("staged", staged_fake),
         patch_function("processors_of", lambda device: PROCESSORS),
-        patch_function("shared_memory_of", lambda device: SHARED_BYTES),
         patch_function("chip_of", lambda device: "sm_90"),
     ):
         yield

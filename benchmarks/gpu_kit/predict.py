@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, prod, sqrt
+from math import ceil, prod
 from typing import Any
 
 from gpu_kit.launches import KEY_BLOCK, OWN, PRODUCT, Launch
@@ -78,30 +78,36 @@ def norm_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     return 0.9 if constant(launch, "H") <= 2048 else 1.1
 
 
+CHOICE_US = {32: 1.0, 64: 1.3, 128: 2.2, 256: 10.3}  # of some rows at once among so many experts
+
+
 def route_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    """Scores of a split of the hidden numbers, then one choice for all rows of a block."""
+    """Scores of a split of the hidden numbers, then the choice for the rows of a block, some at once."""
+    experts = next((number for number in CHOICE_US if number >= constant(launch, "E")), 256)
     blocks = ceil(constant(launch, "H") / (constant(launch, "BH", default=64) * constant(launch, "SPLITS")))
-    return 1.9 + 0.32 * blocks + 2.2
+    return 2.0 + 0.25 * blocks + CHOICE_US[experts] * ceil(min(launch.rows, 16) / constant(launch, "AT_ONCE"))
 
 
 def gate_up_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    return (1.0 + 0.29 * ceil(constant(launch, "H") / constant(launch, "BH", default=64))) * waves(launch, launch.busy_share, ceilings, 3)
+    return (1.5 + 0.28 * ceil(constant(launch, "H") / constant(launch, "BH", default=64))) * waves(launch, launch.busy_share, ceilings, 3)
 
 
 def down_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    return (1.2 + 0.3 * ceil(constant(launch, "S") / constant(launch, "BS", default=64))) * waves(launch, launch.busy_share, ceilings, 4)
+    """With the sum of a row's parts by the last program: for one tile of 16 rows, or for four."""
+    blocks = ceil(constant(launch, "S") / constant(launch, "BS", default=64))
+    return (1.5 + 0.3 * blocks + 1.6 * (constant(launch, "BT") > 16)) * waves(launch, launch.busy_share, ceilings, 4)
 
 
 def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    """Blocks of keys one after the other, each with the page's number, keys, scores and values."""
+    """Blocks of keys one after the other, then the sum of the splits where the last program adds them."""
     width, splits = constant(launch, "BN", default=KEY_BLOCK), launch.grid[2] if len(launch.grid) > 2 else 1
     latent = constant(launch, "D") > constant(launch, "E")
     blocks = ceil(context / width)
-    split_blocks = max(ceil(blocks / splits), 1)
-    busy_share = min(1.0, ceil(blocks / split_blocks) / splits)
-    block_us = (1.6 if latent else 1.0) * sqrt(width / KEY_BLOCK)  # one page's number for all keys of a block
-    combine_us = 1.0 if splits > 1 and "p_parts" in launch.shapes else 0.0  # by the last split, in the same launch
-    return (1.5 + block_us * split_blocks) * waves(launch, busy_share, ceilings, 2) + combine_us
+    split_blocks = max(ceil(blocks / splits), 1 if latent else 2)
+    filled = ceil(blocks / split_blocks)
+    block_us = (0.92 if constant(launch, "BM") <= 16 else 1.07) if latent else 0.69 * width / KEY_BLOCK
+    sum_us = 0.6 + 0.15 * filled * (1.8 if latent else 1.0) if splits > 1 and "p_arrivals" in launch.shapes else 0.0
+    return (2.2 + block_us * split_blocks) * waves(launch, min(1.0, filled / splits), ceilings, 2) + sum_us
 
 
 Chain = Callable[[Launch, int, Ceilings], float]

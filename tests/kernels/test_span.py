@@ -48,10 +48,11 @@ def test_a_block_of_keys_in_one_page_in_two_or_in_more(device: torch.device, pag
             check(*case.run(case.make(RAGGED, 4, device), splits=3, tile=tile))
 
 
-@pytest.mark.parametrize("last_bytes", [0, span.LAST_BYTES], ids=["a kernel adds the parts", "the last program adds them"])
-def test_who_adds_the_parts(device: torch.device, last_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last_splits", [0, 64], ids=["a kernel adds the parts", "the last program adds them"])
+def test_who_adds_the_parts(device: torch.device, last_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More splits than one kernel reads at a time, of which some are empty, and twice: counters are as the second launch wants them."""
-    monkeypatch.setattr(span, "LAST_BYTES", last_bytes)
+    monkeypatch.setattr(span, "LAST_SPLITS", last_splits)
+    monkeypatch.setattr(span, "LAST_BYTES", 1 << 30)
     for case in (Case(2, 64, 48, 16, tree=True), Case(2, 64, 64, 16, window=40, sinks=True), Case(1, 576, 512, 16, latent=True)):
         inputs = case.make([(0, 3), (330, 4), (9, 1)], 4, device)
         for splits in (2, 11, 32):

@@ -45,7 +45,8 @@ from mtpserve_kernels.tiling import processors_of, type_name, with_table
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_BLOCKS = tl.constexpr(2)  # of keys in a split that is not empty: combining many tiny splits costs more than it saves
 TOGETHER = tl.constexpr(8)  # parts that combine_kernel reads at a time
-LAST_BYTES = 256 << 10  # of a tile's parts, at most, that the program that ends last adds up: more would take one processor too long
+# Parts of a tile, and their bytes, that the program that ends last adds up, at most: more take one processor longer than another launch.
+LAST_SPLITS, LAST_BYTES = 16, 128 << 10
 LAST_NUMBERS = tl.constexpr(4096)  # of one of these parts: more, in 4 warps, would not fit the registers
 STAGES = 5
 PAD = tl.constexpr(4)  # numbers after a part, the first of which is its logarithm; parts stay aligned
@@ -131,23 +132,25 @@ def _combined(p_out, p_parts, b_out_row, m_row, filled, splits, E: tl.constexpr,
     and their parts were not written."""
     o_e = tl.arange(0, BE)
     m = m_row[:, None] & (o_e < E)[None, :]
+    p_row = p_parts + b_out_row.to(tl.int64) * splits * (E + PAD)
     b_acc = tl.zeros([b_out_row.shape[0], BE], tl.float32)
     b_max = tl.full([b_out_row.shape[0]], float("-inf"), tl.float32)
     b_sum = tl.zeros([b_out_row.shape[0]], tl.float32)
     # As many parts on their way as the registers have room for.
     for split in tl.range(0, filled, loop_unroll_factor=4 if b_out_row.shape[0] * BE <= LAST_NUMBERS // 2 else 2):
         # Not from the L1 cache: other processors have written them.
-        p_part = p_parts + (b_out_row * splits + split).to(tl.int64) * (E + PAD)
-        b_lse = tl.load(p_part + E, mask=m_row, other=float("-inf"), volatile=True)
-        b_part = tl.load(p_part[:, None] + o_e[None, :], mask=m, other=0.0, volatile=True)
+        b_lse = tl.load(p_row + split * (E + PAD) + E, mask=m_row, other=float("-inf"), cache_modifier=".cg")
+        p_part = p_row[:, None] + split * (E + PAD) + o_e[None, :]
+        b_part = tl.load(p_part, mask=m, other=0.0, cache_modifier=".cg")
         b_new = tl.maximum(b_max, b_lse)
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_shrink, b_weight = tl.exp2(b_max - b_base), tl.exp2(b_lse - b_base)
         b_acc = b_acc * b_shrink[:, None] + b_part * b_weight[:, None]
         b_sum = b_sum * b_shrink + b_weight
         b_max = b_new
-    b_norm = tl.where(b_sum == 0, 1.0, b_sum)
-    tl.store(p_out + b_out_row.to(tl.int64)[:, None] * E + o_e[None, :], (b_acc / b_norm[:, None]).to(p_out.dtype.element_ty), mask=m)
+    b_sum = tl.where(b_sum == 0, 1.0, b_sum)
+    p_out_row = p_out + b_out_row.to(tl.int64)[:, None] * E + o_e[None, :]
+    tl.store(p_out_row, (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -346,7 +349,7 @@ def _span(
     if splits > 1:
         parts = torch.empty(rows, heads, splits, value_dim + PAD.value, dtype=torch.float32, device=q.device)
         fits = cut.BM * triton.next_power_of_2(value_dim) <= LAST_NUMBERS.value * cut.warps // 4
-        if fits and min(cut.BM, group * width) * splits * value_dim * 4 <= LAST_BYTES:
+        if fits and splits <= LAST_SPLITS and min(cut.BM, group * width) * splits * value_dim * 4 <= LAST_BYTES:
             arrivals = arrival_counters("span", tiles * kv_heads, q.device)
     span_kernel[(tiles, kv_heads, splits)](
         q, k, v, out, parts, arrivals, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, sinks, requests, page_table.stride(0),
