@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+FLOAT8 = ("sm_90", "sm_100", "gfx942")  # have e4m3
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 SPILLS = {"*fp32": 64}  # bytes, by the type of q or x: float32 is for comparing, and a few do not matter
 TYPES = {
@@ -60,8 +61,8 @@ def spans(
         span_gqa(q, cache, cache.clone(), *where, **options)
 
 
-def attention(fp8: bool) -> None:
-    bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
+def attention(target: str) -> None:
+    fp8, bf16, e4m3 = target in FLOAT8, torch.bfloat16, torch.float8_e4m3fn
     spans(32, 8, 128, 1, bf16, False, 8, 64)
     spans(32, 8, 128, 4, bf16, False, 8, 16)
     spans(32, 8, 128, 4, bf16, False, 1, 64, window=4096)
@@ -82,9 +83,10 @@ def attention(fp8: bool) -> None:
                     spans(1, 1, dim, width, dtype, tree, 8, 64, latent=dim == 576, stored=stored, window=window, shift=int(window > 0))
 
 
-def selection(fp8: bool) -> None:
+def selection(target: str) -> None:
     from mtpserve_kernels.attention.select import select, selected_mla
 
+    fp8 = target in FLOAT8
     for dtype, stored in ((torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, torch.float8_e4m3fn if fp8 else None)):
         for heads, tree, shift in ((64, False, 0), (64, True, 1), (32, True, 0)):
             q, keys = torch.zeros(2, heads, 128, dtype=dtype), torch.zeros(64, 1, 128, dtype=stored or dtype)
@@ -97,7 +99,7 @@ def selection(fp8: bool) -> None:
                 selected_mla(torch.zeros(2, heads, 576, dtype=dtype), latent, ints(2, 2048), ints(2), 0.1, 512, splits=splits)
 
 
-def around(fp8: bool) -> None:
+def around(target: str) -> None:
     from mtpserve_kernels.cache.compact import compact
     from mtpserve_kernels.cache.slots import slots, store_boundary
     from mtpserve_kernels.fused.linear import skinny_linear
@@ -107,7 +109,7 @@ def around(fp8: bool) -> None:
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
     from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 
-    bf16 = torch.bfloat16
+    fp8, bf16 = target in FLOAT8, torch.bfloat16
     x = torch.zeros(4, 4096, dtype=bf16)
     add_rms_norm(x, x, x[0], 1e-6)
     add_rms_norm(x.half(), None, x[0].half(), 1e-6)
@@ -153,13 +155,13 @@ def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, to
     yield halves, torch.zeros(narrow, dtype=torch.float8_e8m0fnu), None
 
 
-def mixtures_and_verdicts(fp8: bool) -> None:
+def mixtures_and_verdicts(target: str) -> None:
     from mtpserve_kernels.moe.experts import experts
     from mtpserve_kernels.moe.experts_rows import experts_rows
     from mtpserve_kernels.moe.route import route
     from mtpserve_kernels.spec.accept import accept
 
-    x = torch.zeros(64, 2048, dtype=torch.bfloat16)
+    fp8, x = target in FLOAT8, torch.zeros(64, 2048, dtype=torch.bfloat16)
     route(x, torch.zeros(256, 2048), torch.zeros(256), 8, 8, 4, True, 2.5)
     route(x, torch.zeros(32, 2048), None, 4, 1, 1, True, 1.0, True, torch.zeros(32))
     route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, True, 1.0, True)
@@ -197,7 +199,7 @@ def mixtures_and_verdicts(fp8: bool) -> None:
         accept(torch.zeros(2, nodes, 32000), ints(2, nodes - 1), ints(2), parents, depths, ints(2), ints(4), *seats, coupled, q, 3)
 
 
-def states(fp8: bool) -> None:
+def states(target: str) -> None:
     from mtpserve_kernels.recurrent.delta import recur
     from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
 
@@ -213,7 +215,7 @@ def states(fp8: bool) -> None:
             recur(x, gates, conv, layer, spans, rule, skip)
 
 
-def seats(fp8: bool) -> None:
+def seats(target: str) -> None:
     """A step's own kernels: they have one form for all numbers of requests and rows."""
     from mtpserve_kernels.seats import reference, step
 
@@ -233,6 +235,13 @@ def seats(fp8: bool) -> None:
         step.result_table(requests, ints(8), ints(2, nodes + 1), *verdict)
 
 
+def table(target: str) -> None:
+    from tests.kernels.table_entries import entries_of, launch
+
+    for entry in entries_of(target):
+        launch(entry)
+
+
 GROUPS = {
     "attention": attention,
     "selection": selection,
@@ -240,6 +249,7 @@ GROUPS = {
     "mixtures and verdicts": mixtures_and_verdicts,
     "states": states,
     "seats": seats,
+    "table": table,
 }
 
 
@@ -323,7 +333,7 @@ def compile_group(target: str, group: str) -> list[str]:
     kind, arch, warp = TARGETS[target]
     hip = kind == "hip"
     with writing_down(hip, Source.of) as sources:
-        GROUPS[group](target != "sm_80")
+        GROUPS[group](target)
     wrong, seen = [], set()
     for source in sources:
         if (key := (source.name, str(source.signature), str(source.options))) in seen:
