@@ -139,9 +139,9 @@ def _combined(p_out, p_parts, b_out_row, m_row, filled, splits, E: tl.constexpr,
     # As many parts on their way as the registers have room for.
     for split in tl.range(0, filled, loop_unroll_factor=4 if b_out_row.shape[0] * BE <= LAST_NUMBERS // 2 else 2):
         # Not from the L1 cache: other processors have written them.
-        b_lse = tl.load(p_row + split * (E + PAD) + E, mask=m_row, other=float("-inf"), cache_modifier=".cg")
+        b_lse = tl.load(p_row + split * (E + PAD) + E, mask=m_row, other=float("-inf"), volatile=True)
         p_part = p_row[:, None] + split * (E + PAD) + o_e[None, :]
-        b_part = tl.load(p_part, mask=m, other=0.0, cache_modifier=".cg")
+        b_part = tl.load(p_part, mask=m, other=0.0, volatile=True)
         b_new = tl.maximum(b_max, b_lse)
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_shrink, b_weight = tl.exp2(b_max - b_base), tl.exp2(b_lse - b_base)
