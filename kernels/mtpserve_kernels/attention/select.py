@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.attention.span import processors_of, span_mla, splits_for, tiling
-from mtpserve_kernels.tiling import MAX_SCORES
+from mtpserve_kernels.attention.span import span_mla, splits_for, tiling
+from mtpserve_kernels.tiling import MAX_SCORES, processors_of
 
 BLOCK = 4096  # columns that choose_kernel reads at a time
 
