@@ -16,12 +16,12 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: what would be compiled is counted
 
 from common.shapes import SHAPES, StepBytes
-from gpu_kit.models import PROMPT_ROWS, Cell, Place, cells_of
-from gpu_kit.paper import CPU, launches_of
+from gpu_kit.launch_counter import CPU, launches_of
+from gpu_kit.models import PROMPT_ROWS, Cell, DeviceConfig, cells_of
 from gpu_kit.predict import Ceilings, prediction_of
 from gpu_kit.tables import column_lines, missed_predictions, predictions
 
-PAPER = Place(CPU, toy=False)
+FAKE_DEVICE = DeviceConfig(CPU, toy=False)
 
 
 def cell_of(record: dict[str, Any]) -> Cell:
@@ -31,17 +31,15 @@ def cell_of(record: dict[str, Any]) -> Cell:
 
 def record_of(cell: Cell, ceilings: Ceilings, measurement: dict[str, Any] | None = None) -> dict[str, Any]:
     """A record like those of `steps`, with a prediction."""
-    launches = launches_of(PAPER, cell)
+    launches = launches_of(FAKE_DEVICE, cell)
     context = cell.context if measurement is None else measurement["context"]
     step = prediction_of(launches, context or PROMPT_ROWS // cell.requests, ceilings)
     least = None if cell.prompt else StepBytes(SHAPES[cell.model]).step(cell.requests, cell.context, cell.drafts)
-    times = {"body_ms": step.body_ms, "gap_ms": step.gap_ms, "device_ms": step.device_ms}
-    prediction = {"launches": step.launches, "bytes": step.num_bytes} | times
     bare = {
         "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "context": cell.context, "prompt": cell.prompt,
         "floor_ms": None if least is None else least / ceilings.read_gb_s / 1e6,
     }  # fmt: skip
-    return (measurement or bare) | {"prediction": prediction}
+    return (measurement or bare) | {"prediction": step.record}
 
 
 def compiler_rows(models: list[str], requests: int, context: int) -> list[list[str]]:
@@ -50,7 +48,7 @@ def compiler_rows(models: list[str], requests: int, context: int) -> list[list[s
     keys = "warps", "registers", "stack_bytes", "shared_bytes"
     rows = [["kernel", "warps", "registers", "spilled bytes", "shared bytes"]]
     for model in models:
-        for fact in facts(PAPER, Cell(model, 3, requests, context)):
+        for fact in facts(FAKE_DEVICE, Cell(model, 3, requests, context)):
             rows += [[f"{model} {fact['kernel'][:80]}", *(str(fact[key]) for key in keys)]]
     return rows
 

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -39,113 +40,97 @@ from gpu_kit.ceilings import ceilings
 from gpu_kit.check import check
 from gpu_kit.environment import CompilerCache, compilations, environment
 from gpu_kit.host import host
-from gpu_kit.models import Cell, Place, cells_of
-from gpu_kit.paper import LaunchCounter
-from gpu_kit.predict import Ceilings, prediction_of
+from gpu_kit.launch_counter import PROCESSORS
+from gpu_kit.models import DeviceConfig, cells_of
+from gpu_kit.precompile import Job, cell_jobs, compile_ahead, compile_ceilings, link_without_driver, workload_jobs
+from gpu_kit.predict import Ceilings
 from gpu_kit.report import Result
 from gpu_kit.steps import steps
 from gpu_kit.tables import predictions, summary
 from gpu_kit.timing import Alarm
 from gpu_kit.tune import tune
-from gpu_kit.warm import compile_ahead
-from gpu_kit.works import works_of
+from gpu_kit.untuned_workloads import untuned_workloads
+from gpu_kit.workloads import prompt_workloads, workloads_of
 
 SHARES = {"env": 3.0, "ceilings": 12.0, "steps": 150.0, "host": 30.0, "tune": 120.0, "check": 15.0}  # seconds of 330
-COMPILING = 0.35  # of a part's time, at most
-MODELS, TOY_MODELS = ["475m", "0.5b", "7b", "v2-lite", "30b-a3b"], ["475m", "0.5b"]
-BATCHES, CONTEXTS, PROMPT = [1, 8, 64, 128], (256, 2048), 512
+COMPILE_SHARE = 0.35  # of a part's time, at most
+MODELS, TOY_MODELS = ["475m", "7b", "0.5b", "30b-a3b", "v2-lite"], ["475m", "0.5b"]  # the most important first: a part may be cut
+BATCHES, CONTEXTS, PROMPT = [1, 128, 8, 64], (256, 2048), 512
 TOY_BATCHES, TOY_CONTEXTS, TOY_PROMPT = [1], (24, 40), 64
 
 
 class Run:
     """The parts of one run, which share what the ones before have found."""
 
-    def __init__(self, options: argparse.Namespace, place: Place, result: Result, count: CompilerCache) -> None:
-        self.options, self.place, self.result, self.count = options, place, result, count
-        toy = place.toy
+    def __init__(self, options: argparse.Namespace, device_config: DeviceConfig, result: Result, compiler_cache: CompilerCache) -> None:
+        self.options, self.device_config, self.result, self.compiler_cache = options, device_config, result, compiler_cache
+        toy = device_config.toy
         contexts, prompt = (TOY_CONTEXTS, TOY_PROMPT) if toy else (CONTEXTS, PROMPT)
         self.cells = cells_of(options.models, options.batches, contexts, prompt)
-        self.counter: LaunchCounter | None = None
 
     @property
     def numbers(self) -> dict[str, Any]:
         return self.result.numbers
 
     def env(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
-        yield environment(self.place.device)
+        yield environment(self.device_config.device)
 
     def ceilings(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
-        yield from ceilings(self.place.device, self.place.toy, alarm)
+        yield from ceilings(self.device_config.device, self.device_config.toy, alarm)
 
     def steps(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
-        self.counter = LaunchCounter()
-        self.counter.count(self.place, self.cells)
-        self.compile(self.cells, [], alarm)
-        limits = Ceilings.of(self.numbers.get("ceilings", {}), self.numbers.get("env", {}).get("processors", 132))
-        for record in steps(self.place, self.cells, self.numbers.get("ceilings", {}).get("read_gb_s"), alarm):
-            yield record if "skipped" in record else self.with_prediction(record, limits)
-
-    def with_prediction(self, record: dict[str, Any], limits: Ceilings) -> dict[str, Any]:
-        context = 0 if record["prompt"] else record["context"]
-        cell = Cell(record["model"], record["drafts"], record["requests"], context, record["prompt"])
-        assert self.counter is not None
-        try:
-            step = prediction_of(self.counter.launches(cell), record["context"], limits)
-        except Exception as error:
-            self.numbers["skipped"].append(f"prediction of {cell}: {type(error).__name__}: {str(error)[:200]}")
-            return record
-        prediction = {"launches": step.launches, "bytes": step.num_bytes, "body_ms": step.body_ms, "gap_ms": step.gap_ms}
-        return record | {"prediction": prediction | {"device_ms": step.device_ms}}
+        self.compile(cell_jobs(self.cells), alarm)
+        limits = Ceilings.of(self.numbers.get("ceilings", {}), self.numbers.get("env", {}).get("processors", PROCESSORS))
+        yield from steps(self.device_config, self.cells, limits, alarm)
 
     def host(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
-        yield from host(self.place, self.options.models, alarm)
+        yield from host(self.device_config, self.options.models, alarm)
 
     def tune(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
-        self.compile([], works_of(self.options.models, self.place.toy), alarm)
-        yield from tune(self.place, self.options.models, alarm)
+        self.compile(tune_jobs(self.options.models), alarm)
+        yield from tune(self.device_config, self.options.models, alarm)
 
     def check(self, alarm: Alarm) -> Iterator[dict[str, Any]]:
-        yield from check(self.place, self.options.models, self.numbers.get("tune", []), alarm)
+        yield from check(self.device_config, self.options.models, self.numbers.get("tune", []), alarm)
 
-    def compile(self, cells: list[Any], works: list[Any], alarm: Alarm) -> None:
+    def compile(self, jobs: list[Job], alarm: Alarm) -> None:
         """Ahead, in all cores; interpreted kernels are not compiled."""
-        if self.place.toy:
+        if self.device_config.toy:
             return
-        ahead = compile_ahead(cells, works, os.cpu_count() or 1, COMPILING * alarm.left)
+        ahead = compile_ahead(jobs, os.cpu_count() or 1, COMPILE_SHARE * alarm.left)
         print(f"compiled ahead: {ahead.hits} were there, {ahead.misses} were compiled", flush=True)
         self.numbers["skipped"] += ahead.failures
         before = self.numbers.get("env", {}).get("compile_ahead", {"hits": 0, "misses": 0})
         total = {"hits": before["hits"] + ahead.hits, "misses": before["misses"] + ahead.misses}
         self.numbers.setdefault("env", {})["compile_ahead"] = total
 
-    def keep(self, part: str) -> Callable[[dict[str, Any]], None]:
-        """Facts are one record, all else is a list of them."""
-        entries = self.numbers.setdefault(part, {} if part in ("env", "ceilings") else [])
+    def record_sink(self, part: str) -> Callable[[dict[str, Any]], None]:
+        """Where a part's records go. Facts are one record, all else is a list of them."""
+        facts: dict[str, Any] = {}
+        if part in ("env", "ceilings"):
+            facts = self.numbers.setdefault(part, facts)
+            return facts.update
+        records: list[dict[str, Any]] = self.numbers.setdefault(part, [])
+        return records.append
 
-        def keep(record: dict[str, Any]) -> None:
-            if isinstance(entries, dict):
-                entries.update(record)
-            else:
-                entries.append(record)
-
-        return keep
-
-    def all(self) -> None:
+    def run_parts(self) -> None:
         for part in SHARES:
             if part in self.options.parts:
                 print(f"{part}: {self.result.limit_of(part):.0f} s", flush=True)
-                self.result.run(part, getattr(self, part), self.keep(part))
-                self.numbers.get("env", {})["compiler_cache"] = asdict(self.count)
-        if self.counter is not None:
-            self.counter.close()
+                self.result.run(part, getattr(self, part), self.record_sink(part))
+                self.numbers.get("env", {})["compiler_cache"] = asdict(self.compiler_cache)
         self.result.save()
+
+
+def tune_jobs(models: list[str]) -> list[Job]:
+    return workload_jobs([*workloads_of(models, False), *prompt_workloads(models, False)], untuned_workloads(False))
 
 
 def write_tuned(run: Run, file: Path) -> None:
     numbers, env = run.numbers, run.numbers["env"]
     chip = env.get("capability", "sm_90")
     source = f"{env['device']}, commit {env['commit'] or 'unknown'}, triton {env['versions']['triton']}"
-    table = tuned_table.table_of(numbers.get("tune", []), numbers.get("check", []), chip, source)
+    table = tuned_table.table_of(numbers.get("tune", []), numbers.get("check", []), chip, source, tuned_table.read(file))
     tuned_table.write(file, table)
     print(f"{file}: {sum(map(len, table['ops'].values()))} shapes of {len(table['ops'])} ops")
 
@@ -163,9 +148,9 @@ def options_of() -> argparse.Namespace:
     options = parser.parse_args()
     toy = options.dry_run
     options.models = options.models or (TOY_MODELS if toy else MODELS)
-    options.batches = sorted(options.batches or (TOY_BATCHES if toy else BATCHES))
-    if options.batches[0] < 1:
-        parser.error(f"--batches must be at least 1, got {options.batches[0]}")
+    options.batches = options.batches or (TOY_BATCHES if toy else BATCHES)
+    if min(options.batches) < 1:
+        parser.error(f"--batches must be at least 1, got {min(options.batches)}")
     if options.seconds <= 0:
         parser.error(f"--seconds must be above 0, got {options.seconds:g}")
     if options.write_tuned is not None and not {"tune", "check"} <= set(options.parts):
@@ -177,7 +162,11 @@ def options_of() -> argparse.Namespace:
 def compile_only(options: argparse.Namespace) -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # of the processes that compile
     cells = cells_of(options.models, options.batches, CONTEXTS, PROMPT)
-    ahead = compile_ahead(cells, works_of(options.models, False), os.cpu_count() or 1, options.seconds)
+    jobs: list[Job] = [(compile_ceilings, ()), *cell_jobs(cells), *tune_jobs(options.models)]
+    with TemporaryDirectory() as folder:
+        if not torch.cuda.is_available():
+            link_without_driver(Path(folder))
+        ahead = compile_ahead(jobs, os.cpu_count() or 1, options.seconds)
     print(*ahead.failures, f"{ahead.hits} kernels were compiled already, {ahead.misses} were compiled now", sep="\n")
 
 
@@ -188,11 +177,11 @@ def main() -> None:
     if not options.dry_run and not torch.cuda.is_available():
         print("no GPU: there is nothing to measure; --dry-run tries everything at toy size, gpu_model.py predicts")
         return None
-    place = Place(torch.device("cpu" if options.dry_run else "cuda"), options.dry_run)
+    device_config = DeviceConfig(torch.device("cpu" if options.dry_run else "cuda"), options.dry_run)
     result = Result(options.json, options.seconds, {part: SHARES[part] for part in options.parts})
-    with compilations() as count:
-        run = Run(options, place, result, count)
-        run.all()
+    with compilations() as compiler_cache:
+        run = Run(options, device_config, result, compiler_cache)
+        run.run_parts()
     if options.write_tuned is not None:
         write_tuned(run, options.write_tuned)
     cells = result.numbers.get("steps", [])

@@ -14,6 +14,9 @@ import triton.language as tl
 from gpu_kit.timing import Alarm, call_us, capture, event_us, host_us
 
 LAUNCHES, NODES = 1000, 660
+PROGRAMS, BLOCKS, BLOCK = 8192, 32, 4096  # of read_kernel, its blocks and their numbers
+HOPS = 2048  # of chase_kernel
+CALLS = 3  # in a graph, of what takes milliseconds
 
 
 @triton.jit
@@ -38,36 +41,47 @@ def read_kernel(p_x, p_out, PER: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def chase_kernel(p_next, p_place, HOPS: tl.constexpr):
+def chase_kernel(p_next, p_index, HOPS: tl.constexpr):
     """Each load's address is what the one before it gave; the next launch goes on where this one ends."""
-    place = tl.load(p_place)
+    index = tl.load(p_index)
     for _ in range(HOPS):
-        place = tl.load(p_next + place)
-    tl.store(p_place, place)
+        index = tl.load(p_next + index)
+    tl.store(p_index, index)
+
+
+def launch_kernels(device: torch.device) -> None:
+    """Each kernel once, with the constants and types that it is measured with: to compile them."""
+    one, source = torch.ones(1, device=device), torch.empty(1024, dtype=torch.bfloat16, device=device)
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    empty_kernel[(1,)](one)
+    chained_kernel[(1,)](one)
+    chained_kernel[(1,)](one, launch_pdl=True)
+    read_kernel[(PROGRAMS,)](source, one, PER=BLOCKS, B=BLOCK, num_warps=8)
+    chase_kernel[(1,)](index, index, HOPS=HOPS, num_warps=1)
 
 
 def load_ns(device: torch.device, numbers: int, hops: int, alarm: Alarm) -> float:
     """Nanoseconds of a load that waits for the one before it, among so many numbers of 8 bytes."""
-    stride = 513  # 4 KiB and 8 bytes: no line is met twice before all were
-    places = (torch.arange(numbers, device=device) + stride) % numbers
-    place = places.sum().mul_(0).view(1)  # all are read once: what fits into the L2 cache is there
-    return call_us(lambda i: chase_kernel[(1,)](places, place, HOPS=hops, num_warps=1), 3, device, alarm=alarm) / hops * 1e3
+    stride = 33 * 16  # lines of 128 bytes: 33 is odd, so that none is met twice before all were, also where the walk starts over
+    next_index = (torch.arange(numbers, device=device) + stride) % numbers
+    index = next_index.sum().mul_(0).view(1)  # all are read once: what fits into the L2 cache is there
+    return call_us(lambda i: chase_kernel[(1,)](next_index, index, HOPS=hops, num_warps=1), CALLS, device, alarm=alarm) / hops * 1e3
 
 
 def latencies(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
     """From the L2 cache: 2 MiB, which the L1 cache does not hold; and from memory: 2 GiB."""
-    small, large, hops = (1 << 11, 1 << 12, 16) if dry else (1 << 18, 1 << 28, 2048)
+    small, large, hops = (1 << 11, 1 << 12, 16) if dry else (1 << 18, 1 << 28, HOPS)
     return {"l2_ns": load_ns(device, small, hops, alarm), "memory_ns": load_ns(device, large, hops, alarm)}
 
 
 def streams(device: torch.device, dry: bool, alarm: Alarm) -> dict[str, float]:
     """GB/s of a copy, its reads and writes counted, and of a read alone."""
-    programs, per, block = (4, 2, 256) if dry else (8192, 32, 4096)
+    programs, per, block = (4, 2, 256) if dry else (PROGRAMS, BLOCKS, BLOCK)
     source = torch.randn(programs * per * block, device=device, dtype=torch.float16 if dry else torch.bfloat16)
     target, sums = torch.empty_like(source), torch.empty(programs, device=device)
-    copied = call_us(lambda i: target.copy_(source), 3, device, alarm=alarm)
-    read = call_us(lambda i: read_kernel[(programs,)](source, sums, PER=per, B=block, num_warps=8), 3, device, alarm=alarm)
-    library = call_us(lambda i: torch.amax(source), 3, device, alarm=alarm)
+    copied = call_us(lambda i: target.copy_(source), CALLS, device, alarm=alarm)
+    read = call_us(lambda i: read_kernel[(programs,)](source, sums, PER=per, B=block, num_warps=8), CALLS, device, alarm=alarm)
+    library = call_us(lambda i: torch.amax(source), CALLS, device, alarm=alarm)
     return {
         "copy_gb_s": 2 * source.nbytes / copied / 1e3,
         "read_gb_s": source.nbytes / min(read, library) / 1e3,

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_kit.models import Cell, Place
-from gpu_kit.paper import launches_of
+from gpu_kit.launch_counter import launches_of
+from gpu_kit.models import Cell, DeviceConfig
 
 TARGET = ("cuda", 90, 32)
 
@@ -31,7 +31,7 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {"registers": registers, "stack_bytes": stack}
 
 
-def facts(place: Place, cell: Cell) -> list[dict[str, Any]]:
+def facts(device_config: DeviceConfig, cell: Cell) -> list[dict[str, Any]]:
     """A record for each kernel of the cell's step that differs from the others in its source, types or constants."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -45,7 +45,7 @@ def facts(place: Place, cell: Cell) -> list[dict[str, Any]]:
         source = Source.of((kernel, args, kwargs))
         sources.setdefault(f"{source.name} {source.signature} {source.options}", source)
 
-    launches_of(place, cell, observe)
+    launches_of(device_config, cell, observe)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default, said without a warning
     records = []
     for source in sources.values():

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpu_kit.models import Cell, Place, engine_of, runner_of
+from gpu_kit.models import Cell, DeviceConfig, engine_of, runner_of
 from gpu_kit.steps import first_line, free, model_of, recorder_of
 from gpu_kit.timing import Alarm
 from mtpserve.core.request import Request
@@ -28,7 +28,7 @@ from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.transfer import Download
 
 MODELS = ("475m", "7b")
-REQUESTS, TOY_REQUESTS = (1, 32, 128), (1,)
+REQUESTS, TOY_REQUESTS = (1, 128), (1,)
 PROMPT, TOKENS = 128, 128  # of each request, as in never_slower.py
 STEPS, WARM_UPS = 60, 24
 PARTS = ("plan", "launch", "wait", "book")
@@ -47,8 +47,8 @@ class StepTimes:
 class TimedGraphs:
     """mtpserve.runtime.graphs.Recorder: what it gives out is timed by the device's events."""
 
-    def __init__(self, place: Place, alarm: Alarm, step: Callable[[], StepTimes]) -> None:
-        self.inner, self.step, self.on_gpu = recorder_of(place.device, alarm), step, place.device.type == "cuda"
+    def __init__(self, device_config: DeviceConfig, alarm: Alarm, step: Callable[[], StepTimes]) -> None:
+        self.inner, self.step, self.on_gpu = recorder_of(device_config.device, alarm), step, device_config.device.type == "cuda"
         self.kind = "decode"
 
     def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
@@ -73,10 +73,10 @@ class TimedGraphs:
 class EngineClock:
     """An engine whose parts are timed."""
 
-    def __init__(self, place: Place, model: Any, cell: Cell, alarm: Alarm) -> None:
+    def __init__(self, device_config: DeviceConfig, model: Any, cell: Cell, alarm: Alarm) -> None:
         self.times = StepTimes()
-        self.recorder = TimedGraphs(place, alarm, lambda: self.times)
-        self.engine: Engine = engine_of(model, cell, place.device, self.recorder, room=PROMPT + TOKENS + 64)
+        self.recorder = TimedGraphs(device_config, alarm, lambda: self.times)
+        self.engine: Engine = engine_of(model, cell, device_config.device, self.recorder, room=PROMPT + TOKENS + 64)
         runner, graphs = runner_of(self.engine)
         self.time(self.engine._scheduler, "plan", "plan")
         self.time(self.engine, "_book", "book")
@@ -148,13 +148,13 @@ def medians(steps: list[StepTimes]) -> dict[str, float]:
     return medians_ms | {f"{kind}_graph": statistics.median(times) for kind, times in kinds.items()}
 
 
-def load_record(place: Place, model: Any, cell: Cell, alarm: Alarm) -> dict[str, Any]:
+def load_record(device_config: DeviceConfig, model: Any, cell: Cell, alarm: Alarm) -> dict[str, Any]:
     """Requests of different lengths, so that they end one by one, each replaced as it ends."""
-    clock, random, names = EngineClock(place, model, cell, alarm), Random(0), count()
-    vocab, tokens = clock.engine.card.vocab, 3 if place.toy else TOKENS
+    clock, random, names = EngineClock(device_config, model, cell, alarm), Random(0), count()
+    vocab, tokens = clock.engine.card.vocab, 3 if device_config.toy else TOKENS
 
     def add(length: int) -> None:
-        prompt = [random.randrange(1, vocab) for _ in range(8 if place.toy else PROMPT)]
+        prompt = [random.randrange(1, vocab) for _ in range(8 if device_config.toy else PROMPT)]
         params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, seed=0)
         clock.engine.add(Request(f"{next(names)}", prompt, params))
 
@@ -162,7 +162,7 @@ def load_record(place: Place, model: Any, cell: Cell, alarm: Alarm) -> dict[str,
         add(max(2, tokens * (i + 1) // cell.requests))
     steps, graphs, arrivals = list[StepTimes](), clock.recorder, 0
     graph_cache = runner_of(clock.engine)[1].recorded
-    warm_ups, number = (0, 2) if place.toy else (WARM_UPS, STEPS)
+    warm_ups, number = (0, 2) if device_config.toy else (WARM_UPS, STEPS)
     while len(steps) < number:
         before = len(graph_cache)
         times, events = clock.step()
@@ -186,17 +186,17 @@ def load_record(place: Place, model: Any, cell: Cell, alarm: Alarm) -> dict[str,
     }  # fmt: skip
 
 
-def host(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
+def host(device_config: DeviceConfig, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
     """A record for each depth and number of requests of those of MODELS, or else of the first model, or {"skipped": why}."""
     for name in [model for model in MODELS if model in models] or models[:1]:
-        model = model_of(place, name, 2048)
-        for requests in TOY_REQUESTS if place.toy else REQUESTS:
-            for drafts in (0,) if place.toy else (0, 3):
+        model = model_of(device_config, name, 2048)
+        for requests in TOY_REQUESTS if device_config.toy else REQUESTS:
+            for drafts in (0,) if device_config.toy else (0, 3):
                 cell = Cell(name, drafts, requests, 0)
                 try:
-                    yield load_record(place, model, cell, alarm)
+                    yield load_record(device_config, model, cell, alarm)
                 except Exception as error:
                     yield {"skipped": f"host, {name} k={drafts} batch {requests}: {type(error).__name__}: {first_line(error)}"}
-                free(place)
+                free(device_config)
         del model
-        free(place)
+        free(device_config)

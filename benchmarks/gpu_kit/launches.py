@@ -36,7 +36,7 @@ ATTENDS = ("span", "select")  # parts of the names of kernels that read the whol
 PARTS = ("span", "combine")  # parts of the names of kernels whose fourth dimension, or third of three, is that of splits
 KEY_BLOCK = 64  # keys in a block of a split
 
-OWN, PRODUCT, TORCH = "own", "product", "torch"
+TRITON, PRODUCT, TORCH = "triton", "product", "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Launch:
     """One Triton kernel, or one aten operator."""
 
     name: str
-    kind: str  # OWN, PRODUCT or TORCH
+    kind: str  # TRITON, PRODUCT or TORCH
     shapes: str  # of its tensors, for people
     rows: int
     num_bytes: float
@@ -153,7 +153,7 @@ class LaunchRecorder(TorchDispatchMode):
         self.launches.append(
             Launch(
                 name=name,
-                kind=OWN,
+                kind=TRITON,
                 shapes=" ".join(f"{key}:{tensor_label(tensor)}" for key, tensor in tensors.items()),
                 rows=rows,
                 num_bytes=sum(self.share(tensor, rows, name) for tensor in unique.values()),
@@ -204,7 +204,7 @@ def jit_classes() -> list[Any]:
 
 
 @contextmanager
-def launches_are(run: Callable[[Any, Any, tuple[Any, ...], Any, dict[str, Any]], Any]) -> Iterator[None]:
+def launch_hook(run: Callable[[Any, Any, tuple[Any, ...], Any, dict[str, Any]], Any]) -> Iterator[None]:
     """Each launch calls `run` with the original method, the kernel, its arguments, the grid and its named arguments."""
     originals = [(jit_class, jit_class.run) for jit_class in jit_classes()]
 
@@ -236,5 +236,5 @@ def recording(recorder: LaunchRecorder, execute: bool) -> Iterator[list[Launch]]
             recorder.launching = False
             recorder.times.append((clock_start * 1e6, perf_counter() * 1e6))
 
-    with launches_are(run), recorder:
+    with launch_hook(run), recorder:
         yield recorder.launches

@@ -54,7 +54,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceConfig:
     """Where models live. `toy`: small shapes in float32, as the interpreter's bfloat16 products are wrong."""
 
     device: torch.device
@@ -64,19 +64,19 @@ class Place:
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.toy else torch.bfloat16
 
-    def config(self, name: str) -> dict[str, Any]:
+    def model_config(self, name: str) -> dict[str, Any]:
         return (TOYS if self.toy else SHAPES)[name]
 
 
 def cells_of(models: list[str], batches: list[int], contexts: tuple[int, int], prompt: int = PROMPT_ROWS) -> list[Cell]:
-    """The second context is measured without drafts, at the smallest batch and at the largest one below 128."""
+    """In the order of models and batches. The second context is measured without drafts, at the smallest batch and at the largest one below
+    128."""
     cells = []
-    long = {batches[0], max((size for size in batches if size < 128), default=batches[0])}
+    long_batches = {min(batches), max((size for size in batches if size < 128), default=min(batches))}
     for model in models:
-        for drafts in DRAFTS:
-            cells += [Cell(model, drafts, size, contexts[0]) for size in batches]
-        cells += [Cell(model, 0, size, contexts[1]) for size in batches if size in long]
-        cells.append(Cell(model, 0, min(batches[-1], 8), 0, prompt))
+        cells += [Cell(model, drafts, size, contexts[0]) for size in batches for drafts in DRAFTS]
+        cells += [Cell(model, 0, size, contexts[1]) for size in batches if size in long_batches]
+        cells.append(Cell(model, 0, min(max(batches), 8), 0, prompt))
     return cells
 
 
@@ -226,7 +226,7 @@ def traffic_of(engine: Engine, model: nn.Module, cell: Cell, rows: int) -> Traff
 
 
 def state_of(engine: Engine) -> Callable[[], None]:
-    """→ what puts the seats back to where they are now, so that each replay does the same work."""
+    """→ what puts the seats back to where they are now, by copies on the device, so that each replay does the same work."""
     seats = runner_of(engine)[0].seats
     tensors = seats.tokens, seats.counts, seats.done, seats.draft_sources
     snapshots: list[tuple[Tensor, Tensor]] = [(tensor, tensor.clone()) for tensor in tensors]

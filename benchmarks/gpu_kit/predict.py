@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
-from gpu_kit.launches import KEY_BLOCK, OWN, PRODUCT, Launch
+from gpu_kit.launches import KEY_BLOCK, PRODUCT, TRITON, Launch
 
-LIBRARY_SHARE, OWN_SHARE = 0.88, 0.85  # of the read bandwidth that products and own kernels reach: assumptions
+LIBRARY_SHARE, TRITON_SHARE = 0.88, 0.85  # of the read bandwidth that products and own kernels reach: assumptions
 MATRIX_SHARE = 0.82  # of the products per second of a large square one
 
 
@@ -30,6 +30,10 @@ class Ceilings:
     torch_gap_us: float = 2.1
     processors: int = 132
     source: str = "stated"  # or "measured"
+
+    @property
+    def measured_read_gb_s(self) -> float | None:
+        return self.read_gb_s if self.source == "measured" else None
 
     @classmethod
     def of(cls, measurements: dict[str, Any], processors: int = 132) -> Ceilings:
@@ -57,6 +61,12 @@ class Step:
     @property
     def device_ms(self) -> float:
         return self.body_ms + self.gap_ms
+
+    @property
+    def record(self) -> dict[str, float]:
+        """As a result has it."""
+        times = {"body_ms": self.body_ms, "gap_ms": self.gap_ms, "device_ms": self.device_ms}
+        return {"launches": self.launches, "bytes": self.num_bytes} | times
 
 
 def waves(launch: Launch, share: float, ceilings: Ceilings, blocks: int) -> float:
@@ -128,7 +138,7 @@ CHAINS: dict[str, Chain] = {
     "rope_store_kernel": constant_us(0.8),
     "choose_kernel": constant_us(1.6),
 }
-OWN_US, TORCH_US = 0.7, 0.6  # of other kernels
+TRITON_US, TORCH_US = 0.7, 0.6  # of other kernels
 
 
 def body_us(launch: Launch, context: int, ceilings: Ceilings) -> float:
@@ -137,15 +147,15 @@ def body_us(launch: Launch, context: int, ceilings: Ceilings) -> float:
     if launch.kind == PRODUCT:
         memory_us = launch.num_bytes / (LIBRARY_SHARE * ceilings.read_gb_s) / 1e3 + 1.0
         return max(product_chain(launch), memory_us, operations + 1.5)
-    memory_us = launch.num_bytes / (OWN_SHARE * ceilings.read_gb_s) / 1e3 + 0.5
-    if launch.kind == OWN:
-        return max(CHAINS.get(launch.name, constant_us(OWN_US))(launch, context, ceilings), memory_us, operations)
+    memory_us = launch.num_bytes / (TRITON_SHARE * ceilings.read_gb_s) / 1e3 + 0.5
+    if launch.kind == TRITON:
+        return max(CHAINS.get(launch.name, constant_us(TRITON_US))(launch, context, ceilings), memory_us, operations)
     return max(TORCH_US, memory_us)
 
 
 def prediction_of(launches: list[Launch], context: int, ceilings: Ceilings) -> Step:
     """`context`: keys that a row sees."""
-    own_launches = sum(launch.kind == OWN for launch in launches)
-    gaps = own_launches * ceilings.gap_us + (len(launches) - own_launches) * ceilings.torch_gap_us
+    triton_launches = sum(launch.kind == TRITON for launch in launches)
+    gaps = triton_launches * ceilings.gap_us + (len(launches) - triton_launches) * ceilings.torch_gap_us
     body = sum(body_us(launch, context, ceilings) for launch in launches)
     return Step(len(launches), sum(launch.num_bytes for launch in launches), body / 1e3, gaps / 1e3)

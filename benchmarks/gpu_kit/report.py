@@ -37,15 +37,15 @@ class Result:
         """Seconds: the part's share, and what the ones before it have left over."""
         return self.seconds * self.shares[part] / sum(self.shares.values()) + self.spare_seconds
 
-    def run(self, part: str, records: Records, keep: Callable[[dict[str, Any]], None]) -> None:
-        """`keep` gets each record but {"skipped": …}. A part that takes longer than its limit is cut, and what failed leaves a sentence."""
+    def run(self, part: str, records: Records, sink: Callable[[dict[str, Any]], None]) -> None:
+        """`sink` gets each record but {"skipped": …}. A part that takes longer than its limit is cut, and what failed leaves a sentence."""
         limit, clock_start, over_limit = self.limit_of(part), time.perf_counter(), False
         alarm = Alarm(limit)
         try:
             with alarm.set():
                 for record in records(alarm):
-                    with alarm.whole():
-                        self.note(record, keep)
+                    with alarm.critical_section():
+                        self.add(record, sink)
         except TimeLimit:
             over_limit = True
             self.numbers["skipped"].append(f"{part}: cut after {limit:.0f} s; what was measured until then is kept")
@@ -58,13 +58,13 @@ class Result:
         self.numbers["parts"][part] = {"seconds": seconds, "limit_s": limit, "over_limit": over_limit}
         self.save()
 
-    def note(self, record: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> None:
+    def add(self, record: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> None:
         if set(record) == {"skipped"}:
             why = record["skipped"]
             sentences = self.numbers["skipped"]
             sentences += [sentence for sentence in ([why] if isinstance(why, str) else why) if sentence not in sentences]
         else:
-            keep(record)
+            sink(record)
         if time.perf_counter() - self.last_save > WRITE_EVERY_S:
             self.save()
 

@@ -12,14 +12,16 @@ import torch
 from common.shapes import StepBytes
 
 from gpu_kit.environment import clocks
-from gpu_kit.kernel_table import Event, gaps_of, profile_events, table
+from gpu_kit.kernel_table import Event, gaps_of, profile_events, replays_of, table
 from gpu_kit.launches import Launch, LaunchRecorder, recording
-from gpu_kit.models import Cell, Place, engine_of, key_of, random_model, replay, seat, state_of, traffic_of
+from gpu_kit.models import Cell, DeviceConfig, engine_of, key_of, random_model, replay, seat, state_of, traffic_of
+from gpu_kit.predict import Ceilings, prediction_of
 from gpu_kit.timing import Alarm, event_us, host_us
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.runtime.graphs import Body, CudaRecorder, GraphOutput, Recorder
 
 WARM_UPS, REPLAYS, PROFILED = 5, 30, 3
+PROFILES = 2  # attempts
 
 
 class StepRecorder:
@@ -35,7 +37,7 @@ class StepRecorder:
         self.body = body
         body()
         self.write_down(body)
-        with self.alarm.whole():
+        with self.alarm.critical_section():
             return self.inner.record(body)
 
     def write_down(self, body: Body) -> None:
@@ -44,7 +46,7 @@ class StepRecorder:
                 body()
 
 
-class AgainRecorder(StepRecorder):
+class EagerRecorder(StepRecorder):
     """On a CPU, where nothing is compiled and calls take long: the first run is the recording's own."""
 
     def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
@@ -55,7 +57,7 @@ class AgainRecorder(StepRecorder):
 
 
 def recorder_of(device: torch.device, alarm: Alarm) -> StepRecorder:
-    return StepRecorder(device, alarm) if device.type == "cuda" else AgainRecorder(device, alarm)
+    return StepRecorder(device, alarm) if device.type == "cuda" else EagerRecorder(device, alarm)
 
 
 def inner_recorder(device: torch.device) -> Recorder:
@@ -71,21 +73,26 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def model_of(place: Place, name: str, positions: int) -> DecoderModel:
-    return random_model(place.config(name), place.dtype, positions, place.device)
+def model_of(device_config: DeviceConfig, name: str, positions: int) -> DecoderModel:
+    return random_model(device_config.model_config(name), device_config.dtype, positions, device_config.device)
 
 
-def events_of_replays(place: Place, again: Callable[[], object], recorder: LaunchRecorder, alarm: Alarm) -> list[list[Event]]:
+def events_of_replays(
+    device_config: DeviceConfig, restored_replay: Callable[[], object], recorder: LaunchRecorder, alarm: Alarm
+) -> list[list[Event]]:
     """The kernels of each replay. On a CPU there is one, which the recorder has timed."""
-    if place.device.type != "cuda":
+    if device_config.device.type != "cuda":
         pairs = zip(recorder.launches, recorder.times, strict=True)
         return [[Event(launch.name, *times, launch.grid) for launch, times in pairs]]
-    with alarm.whole():
-        events = profile_events(again, PROFILED)
-    number, remainder = divmod(len(events), PROFILED)
-    if remainder or not number:
-        raise RuntimeError(f"the profiler saw {len(events)} kernels in {PROFILED} replays of one graph")
-    return [events[i * number : (i + 1) * number] for i in range(PROFILED)]
+    for attempt in range(PROFILES):
+        with alarm.critical_section():
+            events = profile_events(restored_replay, PROFILED)
+        try:
+            return replays_of(events, PROFILED)
+        except RuntimeError:  # a profiler that has just started may miss a kernel
+            if attempt == PROFILES - 1:
+                raise
+    return []
 
 
 def of_kernels(replays: list[list[Event]], launches: list[Launch], read_gb_s: float | None) -> dict[str, Any]:
@@ -103,10 +110,13 @@ def of_kernels(replays: list[list[Event]], launches: list[Launch], read_gb_s: fl
 
 
 @torch.inference_mode()
-def cell_records(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float | None, alarm: Alarm) -> Iterator[dict[str, Any]]:
+def cell_records(
+    device_config: DeviceConfig, model: DecoderModel, cell: Cell, ceilings: Ceilings, alarm: Alarm
+) -> Iterator[dict[str, Any]]:
     """The record of one cell, and a sentence where its kernels could not be seen. Raises what the engine raises where it does not fit."""
-    recorder, on_gpu = recorder_of(place.device, alarm), place.device.type == "cuda"
-    engine = engine_of(model, cell, place.device, recorder)
+    read_gb_s = ceilings.measured_read_gb_s
+    recorder, on_gpu = recorder_of(device_config.device, alarm), device_config.device.type == "cuda"
+    engine = engine_of(model, cell, device_config.device, recorder)
     seat(engine, cell)
     key = key_of(engine, cell)
     rows = key.rows or key.requests * key.width
@@ -114,58 +124,62 @@ def cell_records(place: Place, model: DecoderModel, cell: Cell, read_gb_s: float
     restore = state_of(engine)
     clock_start = time.perf_counter()
     step_graph, _ = replay(engine, cell)
-    synchronise(place.device)
+    synchronise(device_config.device)
     capture_s = time.perf_counter() - clock_start
     clock, times, hosts = event_us if on_gpu else host_us, list[float](), list[float]()
     for _ in range(WARM_UPS + REPLAYS if on_gpu else 1):
         restore()
-        synchronise(place.device)
+        synchronise(device_config.device)
         times.append(clock(lambda: hosts.append(host_us(step_graph.again))))
     # Right after the replays, before the device rests. The tool takes a tenth of a second: of plain steps alone.
     speed = clocks() if on_gpu and not cell.drafts else None
-    restore()
+
+    def restored_replay() -> None:
+        restore()
+        step_graph.again()
+
     replays = list[list[Event]]()
     try:
-        replays = events_of_replays(place, step_graph.again, recorder.launches, alarm)
+        replays = events_of_replays(device_config, restored_replay, recorder.launches, alarm)
     except Exception as error:
         yield {"skipped": f"kernels of {cell}: {type(error).__name__}: {first_line(error)}"}
     times, launches = times[WARM_UPS:] or times, recorder.launches.launches
     context = recorder.launches.traffic.context
-    least = None if cell.prompt else StepBytes(place.config(cell.model)).step(cell.requests, context, cell.drafts)
+    least = None if cell.prompt else StepBytes(device_config.model_config(cell.model)).step(cell.requests, context, cell.drafts)
     yield {
         "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "context": context, "prompt": cell.prompt,
         "clock": "device" if on_gpu else "host", "rows": rows, "launches": len(launches), "device_ms": statistics.median(times) / 1e3,
         "device_ms_least": min(times) / 1e3, "host_replay_ms": statistics.median(hosts) / 1e3, "capture_s": capture_s,
         "bytes": sum(launch.num_bytes for launch in launches), "least_bytes": least,
         "floor_ms": None if least is None or read_gb_s is None else least / read_gb_s / 1e6, "clocks": speed,
-        **of_kernels(replays, launches, read_gb_s),
+        "prediction": prediction_of(launches, context, ceilings).record, **of_kernels(replays, launches, read_gb_s),
     }  # fmt: skip
 
 
-def free(place: Place) -> None:
+def free(device_config: DeviceConfig) -> None:
     gc.collect()
-    if place.device.type == "cuda":
+    if device_config.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def steps(place: Place, cells: list[Cell], read_gb_s: float | None, alarm: Alarm) -> Iterator[dict[str, Any]]:
-    """A record for each cell, or {"skipped": why}. A model is made once for all of its cells."""
+def steps(device_config: DeviceConfig, cells: list[Cell], ceilings: Ceilings, alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """A record for each cell, with its prediction, or {"skipped": why}. A model is built once for all of its cells."""
     for name in dict.fromkeys(cell.model for cell in cells):
         model_cells = [cell for cell in cells if cell.model == name]
         try:
-            model = model_of(place, name, max(cell.context for cell in model_cells) + 1024)
+            model = model_of(device_config, name, max(cell.context for cell in model_cells) + 1024)
         except Exception as error:
             yield {"skipped": f"{name}: {type(error).__name__}: {first_line(error)}"}
-            free(place)
+            free(device_config)
             continue
         for cell in model_cells:
             try:
-                yield from cell_records(place, model, cell, read_gb_s, alarm)
+                yield from cell_records(device_config, model, cell, ceilings, alarm)
             except Exception as error:
                 yield {"skipped": f"{cell}: {type(error).__name__}: {first_line(error)}"}
-            free(place)
+            free(device_config)
         del model
-        free(place)
+        free(device_config)
 
 
 def first_line(error: BaseException) -> str:

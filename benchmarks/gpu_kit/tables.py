@@ -69,7 +69,7 @@ def worst_kernels(cells: Iterable[dict[str, Any]], read_gb_s: float | None) -> l
     entries = [(above_floor(row, read_gb_s), row, cell) for cell in cells for row in cell["kernels"]]
     rows = [["kernel", "calls", "us each", "us", "above floor", "of read", "gap before us"]]
     for above, row, cell in sorted(entries, key=lambda entry: -entry[0])[:WORST]:
-        share = "-" if row["of_read"] is None else f"{row['of_read']:.0%}"
+        share = "-" if row["read_share"] is None else f"{row['read_share']:.0%}"
         rows.append([
             f"{row['name'][:44]} {row['shape']} ({name_of(cell)})", number(row["calls"], 0), number(row["us_median"]),
             number(row["us_sum"], 1), number(above, 1), share, number(row["gap_before_us"]),
@@ -100,13 +100,13 @@ def hosts(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def gains(records: Iterable[dict[str, Any]]) -> list[str]:
     """Where another tiling than the kernel's own saves most, a line for each."""
-    entries = sorted((record for record in records if record["candidates"]), key=lambda record: record["best_us"] - record["own_us"])
+    entries = sorted((record for record in records if record["candidates"]), key=lambda record: record["best_us"] - record["default_us"])
     rows = [["tuned", "own us", "best us", "library us", "tiling"]]
     for record in entries[:WORST]:
         times = [us for us in record["library_us"].values() if isinstance(us, float)]
         tile = " ".join(f"{name}{value}" for name, value in record["best"].items())
         label = f"{record['op']} {record['label']}, {record['rows']} rows"
-        rows.append([label, number(record["own_us"]), number(record["best_us"]), number(min(times, default=None)), tile])
+        rows.append([label, number(record["default_us"]), number(record["best_us"]), number(min(times, default=None)), tile])
     return column_lines(rows) if entries else []
 
 

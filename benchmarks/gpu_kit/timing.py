@@ -7,12 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 
 import torch
 
 SAMPLES = 7
+DELAY_CYCLES = 600_000  # 0.3 ms at 2 GHz: more than the host takes to launch a graph of a thousand kernels
+FAILED_GRAPHS: list[torch.cuda.CUDAGraph] = []  # the allocators of some torch versions still ask them what is theirs
 
 
 class TimeLimit(BaseException):
@@ -20,7 +22,7 @@ class TimeLimit(BaseException):
 
 
 class Alarm:
-    """Raises TimeLimit in the main thread once `seconds` have passed; inside `whole` only afterwards."""
+    """Raises TimeLimit in the main thread once `seconds` have passed; inside `critical_section` only afterwards."""
 
     def __init__(self, seconds: float) -> None:
         self.end, self.inside, self.due = time.perf_counter() + seconds, 0, False
@@ -47,7 +49,7 @@ class Alarm:
         return self.end - time.perf_counter()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def critical_section(self) -> Iterator[None]:
         """What must not be left half done, like a capture: the stream would stay in it."""
         self.inside += 1
         try:
@@ -58,13 +60,19 @@ class Alarm:
             raise TimeLimit
 
 
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """One for all captures: libraries keep a workspace for each stream that they have seen."""
+    return torch.cuda.Stream()
+
+
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]:
     """Without what torch.cuda.graph does before: it empties the allocator's cache, and thousands of graphs are captured here."""
-    stream = torch.cuda.Stream()
+    stream, pool = capture_stream(), torch.cuda.graph_pool_handle()
     stream.wait_stream(torch.cuda.current_stream())
-    with nullcontext() if alarm is None else alarm.whole(), torch.cuda.stream(stream):
-        graph.capture_begin()
+    with nullcontext() if alarm is None else alarm.critical_section(), torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
         try:
             yield
             graph.capture_end()
@@ -73,32 +81,37 @@ def capture(graph: torch.cuda.CUDAGraph, alarm: Alarm | None) -> Iterator[None]:
                 graph.capture_end()
             # As mtpserve.runtime.graphs.CudaRecorder.clean_up: the allocator takes the capture for unfinished, and the next one would fail.
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            FAILED_GRAPHS.append(graph)
             raise
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def event_us(work: Callable[[], object]) -> float:
-    """Of the device."""
+def event_us(run: Callable[[], object]) -> float:
+    """Of the device, which is busy when `run` launches: what the host takes to launch is not in it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(DELAY_CYCLES)
     start.record()
-    work()
+    run()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e3
 
 
-def host_us(work: Callable[[], object]) -> float:
+def host_us(run: Callable[[], object]) -> float:
     start = time.perf_counter()
-    work()
+    run()
     return (time.perf_counter() - start) * 1e6
 
 
 def call_us(body: Callable[[int], object], calls: int, device: torch.device, samples: int = SAMPLES, alarm: Alarm | None = None) -> float:
     """Microseconds of one call of `body`, which gets the call's number, among `calls` that follow each other: the median of `samples`."""
-    body(0)
     if device.type != "cuda":
+        body(0)
         return statistics.median(host_us(partial(body, i)) for i in range(min(samples, calls)))
+    capture_stream().wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(capture_stream()):
+        body(0)  # compiles, and lets libraries allocate their workspace for this stream: neither may happen in a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with capture(graph, alarm):

@@ -1,8 +1,7 @@
 """Which tiling of a kernel is the fastest, by shape and number of rows: each candidate in a graph of calls over inputs that rotate.
 
 The wrappers of the kernels look up their tilings (mtpserve_kernels/tuned); a candidate is what they find there while it is measured. So
-they say themselves under which op and shape they would look it up. Where candidates make no difference to what is launched, the wrapper
-does not look, and nothing is tuned.
+they say themselves under which op and shape they would look it up. What launches the same kernels as another candidate is not measured.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 import torch
 from mtpserve_kernels import tuned
 
-from gpu_kit.candidates import Tile, tiles_of
-from gpu_kit.launches import launches_are
-from gpu_kit.models import Place
-from gpu_kit.other_works import other_works
+from gpu_kit.candidates import TILES, Tile, tiles_of
+from gpu_kit.launches import launch_hook
+from gpu_kit.models import DeviceConfig
 from gpu_kit.steps import first_line, free
 from gpu_kit.timing import SAMPLES, Alarm, call_us
-from gpu_kit.works import Call, Work, prompts_of, works_of
+from gpu_kit.untuned_workloads import untuned_workloads
+from gpu_kit.workloads import Call, Workload, prompt_workloads, workloads_of
 
-CALLS, TOY_CALLS = 20, 1
+CALLS, PROMPT_CALLS, TOY_CALLS = 20, 3, 1
 FINALISTS = 6  # tilings that are measured with every number of rows, after all were with two
 
 
@@ -62,7 +61,7 @@ def launches_with(call: Call, op: str, tile: Tile | None) -> str:
         plain = {name: value for name, value in kwargs.items() if isinstance(value, bool | int | float)}
         signature.append(f"{kernel.__name__}{tuple(grid)}{plain}")
 
-    with tile_override(op, tile), launches_are(write):
+    with tile_override(op, tile), launch_hook(write):
         launch_of(call)(0)
     return " ".join(signature)
 
@@ -73,7 +72,7 @@ def launch_of(call: Call) -> Callable[[int], Any]:
 
 
 def tile_override(op: str, tile: Tile | None) -> AbstractContextManager[None]:
-    """None: the wrapper's own."""
+    """None: the wrapper's default, of its rule or of the table that is there."""
     return nullcontext() if tile is None else tuned.override(op, tile)
 
 
@@ -94,63 +93,71 @@ def distinct_tiles_of(call: Call, op: str, tiles: list[Tile]) -> list[Tile]:
     return tiles_left
 
 
-def tile_us(place: Place, call: Call, op: str, tile: Tile | None, alarm: Alarm) -> float:
+def tile_us(device_config: DeviceConfig, call: Call, op: str, tile: Tile | None, alarm: Alarm) -> float:
     with tile_override(op, tile):
-        return run_us(place, launch_of(call), alarm)
+        return run_us(device_config, launch_of(call), alarm)
 
 
-def run_us(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float:
-    return call_us(run, TOY_CALLS if place.toy else CALLS, place.device, samples=1 if place.toy else SAMPLES, alarm=alarm)
+def run_us(device_config: DeviceConfig, run: Callable[[int], Any], alarm: Alarm, calls: int = CALLS) -> float:
+    calls, samples = (TOY_CALLS, 1) if device_config.toy else (calls, SAMPLES)
+    return call_us(run, calls, device_config.device, samples=samples, alarm=alarm)
 
 
-def work_record(place: Place, work: Work, tiles: list[Tile] | None, alarm: Alarm) -> dict[str, Any]:
-    """A record of one work; `tiles` None: all that differ. Without candidates where the kernel looks up no tiling; raises LookupError where
-    none of them runs."""
-    call = work.call(place)
-    with lookups(work.op) as table_lookups:
+def workload_record(device_config: DeviceConfig, workload: Workload, tiles: list[Tile] | None, alarm: Alarm) -> dict[str, Any]:
+    """A record of one workload; `tiles` None: all that differ. Without candidates where its op has no table; raises LookupError where none
+    of them runs, or where the kernel does not look up a tiling."""
+    call, op = workload.call(device_config), workload.op
+    with lookups(op) as table_lookups:
         launch_of(call)(0)
-    own_us = tile_us(place, call, work.op, None, alarm)
-    library = {name: library_time(place, run, alarm) for name, run in call.library.items() if name != "launch"}
-    plain = record_of(place, work.op, work.label, work.kind, work.rows, work.sizes, own_us, call.num_bytes) | {"library_us": library}
+    default_us = tile_us(device_config, call, op, None, alarm)
+    library = {name: library_time(device_config, run, alarm) for name, run in call.library.items() if name != "launch"}
+    record = workload_us_record(device_config, workload, default_us, call.num_bytes) | {"library_us": library}
+    if op not in TILES:
+        return record
     if not table_lookups:
-        return plain
-    tiles = distinct_tiles_of(call, work.op, tiles_of(work, place.toy)) if tiles is None else tiles
+        raise LookupError(f"{op}: the kernel does not look up a tiling")
+    tiles = distinct_tiles_of(call, op, tiles_of(workload, device_config.toy)) if tiles is None else tiles
+    candidates = candidate_records(device_config, workload, call, tiles, alarm)
+    best, lookup = candidates[0], table_lookups[0]
+    return record | {
+        "shape": lookup.shape, "table_rows": lookup.rows, "candidates": candidates, "best": best["tiling"], "best_us": best["us"],
+        "best_gb_s": best["gb_s"],
+    }  # fmt: skip
+
+
+def candidate_records(device_config: DeviceConfig, workload: Workload, call: Call, tiles: list[Tile], alarm: Alarm) -> list[dict[str, Any]]:
+    """The fastest first; without those that do not run. Raises LookupError where none does."""
     candidates, reason = list[dict[str, Any]](), ""
     for tile in tiles:
         try:
-            us = tile_us(place, call, work.op, tile, alarm)
-        except Exception as error:  # it does not fit the chip, or the compiler fails
+            us = tile_us(device_config, call, workload.op, tile, alarm)
+        except Exception as error:  # triton's OutOfResources: it does not fit the chip; or the compiler fails
             reason = f"{type(error).__name__}: {first_line(error)}"
             continue
         candidates.append({"tiling": dict(tile), "us": us, "gb_s": call.num_bytes / us / 1e3})
     if not candidates:
-        raise LookupError(f"{work.op} of {work.label}, {work.rows} rows: no candidate runs: {reason}")
-    candidates.sort(key=lambda candidate: candidate["us"])
-    best = candidates[0]
-    return plain | {
-        "shape": table_lookups[0].shape, "table_rows": table_lookups[0].rows, "candidates": candidates, "best": best["tiling"],
-        "best_us": best["us"], "best_gb_s": best["gb_s"],
-    }  # fmt: skip
+        raise LookupError(f"{workload.op} of {workload.label}, {workload.rows} rows: no candidate runs: {reason}")
+    return sorted(candidates, key=lambda candidate: float(candidate["us"]))
 
 
-def library_time(place: Place, run: Callable[[int], Any], alarm: Alarm) -> float | str:
+def library_time(device_config: DeviceConfig, run: Callable[[int], Any], alarm: Alarm, calls: int = CALLS) -> float | str:
     try:
-        return run_us(place, run, alarm)
+        return run_us(device_config, run, alarm, calls)
     except Exception as error:
         return f"skipped: {type(error).__name__}: {first_line(error)}"
 
 
-def families(works: list[Work]) -> list[list[Work]]:
-    """Works whose tilings share a shape of the table, or may: of one op and kind, and of sizes that are equal but for a span's."""
-    groups = defaultdict[tuple[Any, ...], list[Work]](list)
-    for work in works:
-        sizes = work.sizes[2:] if work.kind == "span" else work.sizes
-        groups[work.op, work.kind, sizes].append(work)
+def families(workloads: list[Workload]) -> list[list[Workload]]:
+    """Workloads whose tilings share a shape of the table: of one op and kind, and of sizes that are equal but for a span's context."""
+    groups = defaultdict[tuple[Any, ...], list[Workload]](list)
+    for workload in workloads:
+        sizes = (workload.sizes[0], *workload.sizes[2:]) if workload.kind == "span" else workload.sizes
+        groups[workload.op, workload.kind, sizes].append(workload)
     return list(groups.values())
 
 
 def finalists(records: list[dict[str, Any]]) -> list[Tile]:
-    """Those with the smallest product of times relative to the fastest, among what all these works had; else each work's best."""
+    """Those with the smallest product of times relative to the fastest, among what all these workloads had; else each workload's best."""
     scores = defaultdict[str, list[float]](list)
     tiles: dict[str, Tile] = {}
     for record in records:
@@ -164,69 +171,74 @@ def finalists(records: list[dict[str, Any]]) -> list[Tile]:
 
 
 @torch.inference_mode()
-def tune(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
-    """A record for each work, or {"skipped": why}. All candidates are measured with two numbers of rows of a shape, the best with all."""
-    for family in families(works_of(models, place.toy)):
-        yield from family_tuned(place, family, alarm)
-        free(place)
-    yield from prompts(place, models, alarm)
-    yield from fixed_kernels(place, alarm)
+def tune(device_config: DeviceConfig, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """A record for each workload, or {"skipped": why}."""
+    for family in families(workloads_of(models, device_config.toy)):
+        yield from family_records(device_config, family, alarm)
+        free(device_config)
+    yield from prompt_records(device_config, models, alarm)
+    yield from untuned_records(device_config, alarm)
 
 
-def family_tuned(place: Place, family: list[Work], alarm: Alarm) -> Iterator[dict[str, Any]]:
-    first = [family[0], family[-1]] if len(family) > 1 else family
+def family_records(device_config: DeviceConfig, family: list[Workload], alarm: Alarm) -> Iterator[dict[str, Any]]:
+    """All candidates are measured with two numbers of rows of a shape, the best with all; of attention all with all contexts."""
+    attention = family[0].kind == "span"
+    first = family if attention or len(family) < 2 else [family[0], family[-1]]
     records = list[dict[str, Any]]()
-    for work in [*first, *(work for work in family if work not in first)]:
-        tiles = None if work in first else finalists(records)
+    for workload in [*first, *(workload for workload in family if workload not in first)]:
+        tiles = None if workload in first or not records else finalists(records)
         try:
-            record = work_record(place, work, tiles, alarm)
+            record = workload_record(device_config, workload, tiles, alarm)
         except LookupError as error:
             yield {"skipped": str(error)}
             return
         except Exception as error:
-            yield {"skipped": f"{work.op} of {work.label}, {work.rows} rows: {type(error).__name__}: {first_line(error)}"}
-            free(place)
+            yield {"skipped": f"{workload.op} of {workload.label}, {workload.rows} rows: {type(error).__name__}: {first_line(error)}"}
+            free(device_config)
             continue
         yield record
-        if not record["candidates"]:
-            yield {"skipped": f"{work.op}: the kernel does not look up a tiling"}
-        elif work in first:
+        if record["candidates"] and workload in first:
             records.append(record)
 
 
-def record_of(
-    place: Place, op: str, label: str, kind: str, rows: int, sizes: tuple[int, ...], us: float, num_bytes: float
+def us_record(
+    device_config: DeviceConfig, op: str, label: str, kind: str, rows: int, sizes: tuple[int, ...], us: float, num_bytes: float
 ) -> dict[str, Any]:
     """Of a kernel with nothing to choose."""
     return {
         "op": op, "label": label, "kind": kind, "sizes": list(sizes), "shape": "", "rows": rows, "table_rows": 0,
-        "clock": "device" if place.device.type == "cuda" else "host", "own_us": us, "candidates": [], "best": {}, "best_us": us,
+        "clock": "device" if device_config.device.type == "cuda" else "host", "default_us": us, "candidates": [], "best": {}, "best_us": us,
         "best_gb_s": num_bytes / us / 1e3, "library_us": {},
     }  # fmt: skip
 
 
-def prompts(place: Place, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
+def workload_us_record(device_config: DeviceConfig, workload: Workload, us: float, num_bytes: float, kind: str = "") -> dict[str, Any]:
+    kind = kind or workload.kind
+    return us_record(device_config, workload.op, workload.label, kind, workload.rows, workload.sizes, us, num_bytes)
+
+
+def prompt_records(device_config: DeviceConfig, models: list[str], alarm: Alarm) -> Iterator[dict[str, Any]]:
     """Attention of whole prompts beside what torch has for it."""
-    for work in prompts_of(models, place.toy):
+    for workload in prompt_workloads(models, device_config.toy):
         try:
-            call = work.call(place)
-            us = tile_us(place, call, work.op, None, alarm)
-            library = {name: library_time(place, run, alarm) for name, run in call.library.items()}
+            call = workload.call(device_config)
+            us = run_us(device_config, call.run, alarm, PROMPT_CALLS)
+            library = {name: library_time(device_config, run, alarm, PROMPT_CALLS) for name, run in call.library.items()}
         except Exception as error:
-            yield {"skipped": f"{work.op} of {work.label}: {type(error).__name__}: {first_line(error)}"}
+            yield {"skipped": f"{workload.op} of {workload.label}: {type(error).__name__}: {first_line(error)}"}
         else:
-            record = record_of(place, work.op, work.label, "prompt", work.rows, work.sizes, us, call.num_bytes)
-            yield record | {"library_us": library}
-        free(place)
+            yield workload_us_record(device_config, workload, us, call.num_bytes, "prompt") | {"library_us": library}
+        free(device_config)
 
 
-def fixed_kernels(place: Place, alarm: Alarm) -> Iterator[dict[str, Any]]:
-    for work in other_works(place.toy):
+def untuned_records(device_config: DeviceConfig, alarm: Alarm) -> Iterator[dict[str, Any]]:
+    for workload in untuned_workloads(device_config.toy):
+        op, rows, sizes = workload.op, workload.rows, workload.sizes
         try:
-            run, num_bytes = work.call(place)
-            us = run_us(place, run, alarm)
+            run, num_bytes = workload.call(device_config)
+            us = run_us(device_config, run, alarm)
         except Exception as error:
-            yield {"skipped": f"{work.op}, {work.rows} rows: {type(error).__name__}: {first_line(error)}"}
+            yield {"skipped": f"{op}, {rows} rows: {type(error).__name__}: {first_line(error)}"}
         else:
-            yield record_of(place, work.op, f"{work.op} {work.sizes}", "other", work.rows, work.sizes, us, num_bytes)
-        free(place)
+            yield us_record(device_config, op, f"{op} {sizes}", "untuned", rows, sizes, us, num_bytes)
+        free(device_config)

@@ -11,6 +11,7 @@ from typing import Any
 from mtpserve_kernels import tuned
 
 Record = dict[str, Any]
+INVARIANT_OPS = ("route",)  # whose wrappers look up the column `invariant` alone
 
 
 def by_op_and_shape(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
@@ -46,7 +47,7 @@ def choices(records: list[Record]) -> dict[str, Any]:
 
 
 def table_tiles(records: Iterable[Record]) -> list[tuple[Record, dict[str, int]]]:
-    """Each tiling that a table would have, with the record of one work that it is for."""
+    """Each tiling that a table would have, with the record of one workload that it is for."""
     pairs = []
     for group in by_op_and_shape(records).values():
         entry = choices(group)
@@ -63,22 +64,46 @@ def text_of(candidate: Record) -> str:
 
 def verified_records(records: Iterable[Record], checks: Iterable[Record]) -> list[Record]:
     """The records with those candidates alone that were found right for their op and shape."""
-    good = {(check["op"], check["shape"], text_of(check)) for check in checks if check["good"]}
+    passed = {(check["op"], check["shape"], text_of(check)) for check in checks if check["good"]}
     result = []
     for record in records:
         key = record["op"], record["shape"]
-        candidates = [candidate for candidate in record["candidates"] if (*key, text_of(candidate)) in good]
+        candidates = [candidate for candidate in record["candidates"] if (*key, text_of(candidate)) in passed]
         if candidates:
             result.append(record | {"candidates": candidates, "best_us": min(candidate["us"] for candidate in candidates)})
     return result
 
 
-def table_of(records: Iterable[Record], checks: Iterable[Record], chip: str, source: str) -> dict[str, Any]:
-    """What was not checked, or not right, is not in it."""
-    ops = defaultdict[str, dict[str, Any]](dict)
+def is_faster(records: list[Record], tile: dict[str, int]) -> bool:
+    """Whether the sum of this tiling's times, relative to the wrapper's default, is less than the number of records."""
+    key, ratios = json.dumps(tile, sort_keys=True), list[float]()
+    for record in records:
+        ratios += [candidate["us"] / record["default_us"] for candidate in record["candidates"] if text_of(candidate) == key]
+    return sum(ratios) < len(ratios)
+
+
+def table_of(records: Iterable[Record], checks: Iterable[Record], chip: str, source: str, table: dict[str, Any]) -> dict[str, Any]:
+    """`table`, with what was measured in its place: only tilings that were checked, are right, and faster than what was there."""
+    ops = defaultdict[str, dict[str, Any]](dict, {op: dict(shapes) for op, shapes in table.get("ops", {}).items()})
     for (op, shape), group in sorted(by_op_and_shape(verified_records(records, checks)).items()):
-        ops[op][shape] = choices(group)
-    return {"chip": chip, "source": source, "ops": dict(ops)}
+        entry, measured = dict(ops[op].get(shape, {})), choices(group)
+        for bucket, tile in measured["fastest"].items():
+            if op not in INVARIANT_OPS and is_faster(
+                [record for record in group if str(tuned.bucket(record["table_rows"])) == bucket], tile
+            ):
+                entry["fastest"] = entry.get("fastest", {}) | {bucket: tile}
+        if "invariant" in measured and is_faster(group, measured["invariant"]):
+            entry["invariant"] = measured["invariant"]
+        if entry:
+            ops[op][shape] = entry
+    if "source" in table:
+        source = f"{source}; what it did not find faster: {table['source'].split('; what it did not find faster: ')[-1]}"
+    return {"chip": chip, "source": source, "ops": {op: shapes for op, shapes in ops.items() if shapes}}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Empty where there is no file."""
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def write(path: Path, table: dict[str, Any]) -> None:

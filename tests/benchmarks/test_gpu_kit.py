@@ -61,7 +61,7 @@ def test_steps_and_the_hosts_share(tmp_path: Path) -> None:
     for cell in numbers["steps"]:
         assert cell["prediction"]["launches"] == pytest.approx(cell["launches"], rel=0.1)  # there is one processor less
         assert sum(row["calls"] for row in cell["kernels"]) == cell["kernel_launches"] == cell["launches"]
-        assert {row["class"] for row in cell["kernels"]} == {"own", "product", "torch"}
+        assert {row["class"] for row in cell["kernels"]} == {"triton", "product", "torch"}
         assert all(row["us_sum"] >= row["us_max"] >= row["us_median"] > 0 for row in cell["kernels"])
     (host,) = numbers["host"]
     assert host["arrivals"] > 0 and host["eager_passes"] == 0
@@ -77,9 +77,10 @@ def test_tilings_are_tuned_checked_and_written(tmp_path: Path) -> None:
     output("gpu_profile.py", *command)
     numbers, ops = result_of(file), json.loads(table.read_text())["ops"]
     assert numbers["check"] and all(check["good"] for check in numbers["check"])
+    assert not numbers["skipped"]
     tuned = {(record["op"], record["shape"]) for record in numbers["tune"] if record["candidates"]}
-    assert tuned == {(op, shape) for op, shapes in ops.items() for shape in shapes}
-    assert {"gate_up", "down"} <= set(ops)
+    assert {op for op, _ in tuned} == {"gate_up", "down", "route", "span_mla", "skinny_linear", "add_rms_norm"}
+    assert tuned >= {(op, shape) for op, shapes in ops.items() for shape in shapes}, "what was there is faster, or nothing was measured"
     assert {"linear_fp8", "compact", "span_mla"} <= {record["op"] for record in numbers["tune"]}
 
 
@@ -133,7 +134,7 @@ def test_a_part_that_overruns_is_cut_and_what_it_measured_is_kept(tmp_path: Path
             time.sleep(0.02)
 
     def after(alarm: Any) -> Iterator[dict[str, Any]]:
-        with alarm.whole():
+        with alarm.critical_section():
             yield {"number": -1}
         yield {"skipped": "one sentence"}
         raise RuntimeError("of the part")
@@ -150,7 +151,7 @@ def test_what_must_be_whole_is_cut_after_it(tmp_path: Path) -> None:
     run, ends = result(tmp_path, capture=0.1), []
 
     def capture(alarm: Any) -> Iterator[dict[str, Any]]:
-        with alarm.whole():
+        with alarm.critical_section():
             time.sleep(0.2)
             ends.append("whole")
         ends.append("never")
@@ -160,9 +161,10 @@ def test_what_must_be_whole_is_cut_after_it(tmp_path: Path) -> None:
     assert ends == ["whole"] and run.numbers["parts"]["capture"]["over_limit"]
 
 
-def record(rows: int, times: dict[int, float], op: str = "skinny_linear") -> dict[str, Any]:
+def record(rows: int, times: dict[int, float], default_us: float = 3.0) -> dict[str, Any]:
     candidates = [{"tiling": {"BN": width, "splits": 1}, "us": us, "gb_s": 1.0} for width, us in times.items()]
-    return {"op": op, "shape": "bfloat16 N64 K64", "table_rows": rows, "candidates": candidates, "best_us": min(times.values())}
+    labels = {"op": "skinny_linear", "shape": "bfloat16 N64 K64", "table_rows": rows}
+    return labels | {"candidates": candidates, "best_us": min(times.values()), "default_us": default_us}
 
 
 def check_of(width: int, good: bool) -> dict[str, Any]:
@@ -176,7 +178,7 @@ def test_the_table_of_tilings_is_read_as_it_was_written(tmp_path: Path, monkeypa
     records = [record(1, {16: 2.0, 32: 1.0, 64: 1.2, 128: 0.1}), record(8, {16: 1.0, 32: 4.0, 64: 1.1, 128: 0.1})]
     checks = [check_of(16, True), check_of(32, True), check_of(64, True), check_of(128, False)]
     assert [tile["BN"] for _, tile in tuned_table.table_tiles(records)] == [128], "it is the fastest, and has to be checked"
-    table = tuned_table.table_of(records, checks, "sm_90", "a test")
+    table = tuned_table.table_of(records, checks, "sm_90", "a test", {})
     tuned_table.write(tmp_path / "sm_90.json", table)
     monkeypatch.setattr(tuned, "path_of", lambda chip: tmp_path / f"{chip}.json")
     monkeypatch.setattr(tuned, "chip_of", lambda device: "sm_90")
@@ -193,25 +195,104 @@ def test_the_table_of_tilings_is_read_as_it_was_written(tmp_path: Path, monkeypa
     assert tiles == {1: {"BN": 32, "splits": 1}, 7: {"BN": 16, "splits": 1}, 64: None, 3: {"BN": 64, "splits": 1}}
 
 
+def test_a_table_keeps_what_was_not_found_slower() -> None:
+    from gpu_kit.tuned_table import table_of
+
+    table = {"source": "a guess", "ops": {"down": {"x": {"invariant": {"BN": 8}}}, "skinny_linear": {"bfloat16 N64 K64": {"fastest": {
+        "1": {"BN": 64}, "8": {"BN": 64}}}}}}  # fmt: skip
+    records = [record(1, {16: 2.0, 32: 2.5}, default_us=1.9), record(8, {16: 2.0, 32: 2.5})]
+    update = table_of(records, [check_of(16, True), check_of(32, True)], "sm_90", "a run", table)
+    assert update["ops"]["down"] == table["ops"]["down"]
+    assert update["ops"]["skinny_linear"]["bfloat16 N64 K64"] == {
+        "fastest": {"1": {"BN": 64}, "8": {"BN": 16, "splits": 1}}, "invariant": {"BN": 16, "splits": 1},
+    }  # fmt: skip
+    assert update["source"] == "a run; what it did not find faster: a guess"
+
+
+def test_candidates_that_do_not_fit_the_chip_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_kit import tune
+    from gpu_kit.models import DeviceConfig
+    from gpu_kit.timing import Alarm
+    from gpu_kit.workloads import Call, Workload
+    from triton.runtime.errors import OutOfResources
+
+    chosen: list[Any] = []
+
+    def tile_us(device_config: Any, call: Any, op: str, tile: Any, alarm: Any) -> float:
+        chosen.append(tile)
+        if tile["BN"] == 128:
+            raise OutOfResources(300 << 10, 227 << 10, "shared memory")
+        return float(tile["BN"])
+
+    monkeypatch.setattr(tune, "tile_us", tile_us)
+    workload, call = Workload("down", "mixture", "a model", 4, (1,)), Call(lambda i: torch.zeros(1), lambda i: torch.zeros(1), 1e6)
+    arguments = DeviceConfig(torch.device("cpu"), toy=True), workload, call
+    records = tune.candidate_records(*arguments, [{"BN": 128}, {"BN": 64}, {"BN": 32}], Alarm(60.0))
+    assert [record["tiling"]["BN"] for record in records] == [32, 64] and len(chosen) == 3
+    with pytest.raises(LookupError, match="down of a model, 4 rows: no candidate runs: OutOfResources: out of resource: shared memory"):
+        tune.candidate_records(*arguments, [{"BN": 128}], Alarm(60.0))
+
+
+def test_a_capture_that_fails_is_ended_and_its_pool_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from gpu_kit import timing
+
+    calls: list[Any] = []
+    stream = SimpleNamespace(wait_stream=lambda other: calls.append("wait"))
+    graph: Any = SimpleNamespace(capture_begin=lambda pool: calls.append(("begin", pool)), capture_end=lambda: calls.append("end"))
+    stand_ins = {
+        "current_stream": lambda: stream, "stream": lambda stream: nullcontext(), "graph_pool_handle": lambda: (0, 7),
+        "current_device": lambda: 0,
+    }  # fmt: skip
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(timing, "capture_stream", lambda: stream)
+    monkeypatch.setattr(timing, "FAILED_GRAPHS", [])
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: calls.append(("release", pool)), raising=False)
+    with timing.capture(graph, None):
+        pass
+    assert calls == ["wait", ("begin", (0, 7)), "end", "wait"] and not timing.FAILED_GRAPHS
+    calls.clear()
+    with pytest.raises(ValueError, match="of the body"), timing.capture(graph, timing.Alarm(60.0)):
+        raise ValueError("of the body")
+    failed_graphs = list(timing.FAILED_GRAPHS)
+    assert calls == ["wait", ("begin", (0, 7)), "end", ("release", (0, 7))] and failed_graphs == [graph]
+
+
+def test_replays_of_a_graph_are_told_apart() -> None:
+    from gpu_kit.kernel_table import Event, replays_of
+
+    def events(*names: str) -> list[Event]:
+        return [Event(name, 10.0 * i, 10.0 * i + 2) for i, name in enumerate(names)]
+
+    restored = "Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)", "norm_kernel", "Memcpy DtoD (Device -> Device)"
+    assert [[event.name for event in replay] for replay in replays_of(events(*restored, *restored), 2)] == [list(restored[2:])] * 2
+    for names, reason in ((restored[1:] + restored, "7 kernels in 2"), ((), "0 kernels"), (("a", "b"), "different kernels")):
+        with pytest.raises(RuntimeError, match=reason):
+            replays_of(events(*names), 2)
+
+
 def test_kernels_find_their_launches() -> None:
     from gpu_kit.kernel_table import Event, table
-    from gpu_kit.launches import OWN, PRODUCT, TORCH, Launch
+    from gpu_kit.launches import PRODUCT, TORCH, TRITON, Launch
 
     def launch(name: str, kind: str, depth: int = 0) -> Launch:
         return Launch(name, kind, "", 1, 1000.0 * max(depth, 1), 0.0, (1,), product=(1, 64, depth, 1) if depth else (0, 0, 0, 0))
 
     launches = [
-        launch("norm_kernel", OWN),
+        launch("norm_kernel", TRITON),
         launch("mm", PRODUCT, 2),
         launch("cat", TORCH),
         launch("mm", PRODUCT, 3),
-        launch("span_kernel", OWN),
+        launch("span_kernel", TRITON),
     ]
     names = ["norm_kernel", "nvjet_tst_64x8", "splitKreduce_kernel", "CatArrayBatchedCopy", "gemvNSP_kernel", "span_kernel", "Memcpy DtoD"]
     replays = [[Event(name, start + 10.0 * i, start + 10.0 * i + 4 + i, (1,)) for i, name in enumerate(names)] for start in (0.0, 500.0)]
     rows = {row["name"]: row for row in table(replays, launches, 2.0)}
     assert {name: rows[name]["shape"] for name in names[1:3] + names[4:5]} == {names[1]: "1 x 64 x 2", names[2]: "", names[4]: "1 x 64 x 3"}
-    assert rows["gemvNSP_kernel"]["bytes"] == 3000 and rows["gemvNSP_kernel"]["of_read"] == pytest.approx(3000 / 8 / 1e3 / 2)
+    assert rows["gemvNSP_kernel"]["bytes"] == 3000 and rows["gemvNSP_kernel"]["read_share"] == pytest.approx(3000 / 8 / 1e3 / 2)
     assert rows["splitKreduce_kernel"]["class"] == "product" and rows["splitKreduce_kernel"]["bytes"] is None, "its product's, not its own"
     assert rows["CatArrayBatchedCopy"]["bytes"] == 1000 and rows["Memcpy DtoD"]["bytes"] is None, "nothing was launched for it"
     assert rows["norm_kernel"]["gap_before_us"] is None and rows["span_kernel"]["gap_before_us"] == 2.0
@@ -247,7 +328,7 @@ def test_lines_of_a_result() -> None:
         "us_median": 3.0,
         "us_sum": 6.0,
         "bytes": 2e6,
-        "of_read": 0.3,
+        "read_share": 0.3,
         "gap_before_us": 2.0,
     }
     prediction = {"launches": 2, "bytes": 1e9, "body_ms": 5.0, "gap_ms": 1.0, "device_ms": 6.0}
@@ -256,7 +337,7 @@ def test_lines_of_a_result() -> None:
         "op": "down",
         "label": "7b down",
         "rows": 4,
-        "own_us": 5.0,
+        "default_us": 5.0,
         "best_us": 3.0,
         "best": {"BN": 16},
         "candidates": [0],

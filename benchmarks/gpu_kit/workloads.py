@@ -5,8 +5,8 @@ Inputs that a step reads from memory rotate, so that no call finds them in the L
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from common.shapes import SHAPES, TOYS
 from torch import Tensor
 
-from gpu_kit.models import PAGE, Place, arch_of
+from gpu_kit.models import PAGE, DeviceConfig, arch_of
 from gpu_kit.timing import rotation
+from mtpserve.core.arch import ModelArch
 
 Run = Callable[[int], Any]
 
@@ -30,7 +31,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """`sizes` are the arguments of the function `kind` below."""
 
     op: str  # as in the table of tilings
@@ -39,29 +40,29 @@ class Work:
     rows: int
     sizes: tuple[int, ...]
 
-    def call(self, place: Place) -> Call:
-        return KINDS[self.kind](place, self.rows, *self.sizes)
+    def call(self, device_config: DeviceConfig) -> Call:
+        return KINDS[self.kind](device_config, self.rows, *self.sizes)
 
 
-def linear(place: Place, rows: int, outputs: int, inputs: int) -> Call:
+def linear(device_config: DeviceConfig, rows: int, outputs: int, inputs: int) -> Call:
     from mtpserve_kernels.fused.linear import skinny_linear
 
-    copies = 1 if place.toy else rotation(outputs * inputs * place.dtype.itemsize)
-    weights = torch.randn(copies, outputs, inputs, device=place.device, dtype=place.dtype) * inputs**-0.5
-    x = torch.randn(rows, inputs, device=place.device, dtype=place.dtype)
+    copies = 1 if device_config.toy else rotation(outputs * inputs * device_config.dtype.itemsize)
+    weights = torch.randn(copies, outputs, inputs, device=device_config.device, dtype=device_config.dtype) * inputs**-0.5
+    x = torch.randn(rows, inputs, device=device_config.device, dtype=device_config.dtype)
     return Call(
         lambda i: skinny_linear(x, weights[i % copies]),
         lambda i: x.double() @ weights[i % copies].double().T,
-        (outputs * inputs + rows * (outputs + inputs)) * place.dtype.itemsize,
+        (outputs * inputs + rows * (outputs + inputs)) * device_config.dtype.itemsize,
         {"F.linear": lambda i: F.linear(x, weights[i % copies])},
     )
 
 
-def norm(place: Place, rows: int, hidden: int) -> Call:
+def norm(device_config: DeviceConfig, rows: int, hidden: int) -> Call:
     from mtpserve_kernels.fused.norm import add_rms_norm
 
-    x, residual = (torch.randn(rows, hidden, device=place.device, dtype=place.dtype) for _ in range(2))
-    weight = 1 + 0.1 * torch.randn(hidden, device=place.device, dtype=place.dtype)
+    x, residual = (torch.randn(rows, hidden, device=device_config.device, dtype=device_config.dtype) for _ in range(2))
+    weight = 1 + 0.1 * torch.randn(hidden, device=device_config.device, dtype=device_config.dtype)
 
     def exact(i: int) -> Tensor:
         total = (x + residual).double()  # the kernel rounds the sum, too
@@ -70,16 +71,16 @@ def norm(place: Place, rows: int, hidden: int) -> Call:
     return Call(lambda i: add_rms_norm(x, residual, weight, 1e-6)[0], exact, 4 * x.nbytes)
 
 
-def router(place: Place, rows: int, experts: int, hidden: int, top: int, groups: int, top_groups: int, softmax: int) -> Call:
+def router(device_config: DeviceConfig, rows: int, experts: int, hidden: int, top: int, groups: int, top_groups: int, softmax: int) -> Call:
     from mtpserve_kernels.moe.route import route
 
-    copies = 1 if place.toy else rotation(experts * hidden * 4)
-    weights = torch.randn(copies, experts, hidden, device=place.device) * hidden**-0.5
-    x = torch.randn(rows, hidden, device=place.device, dtype=place.dtype)
-    bias = None if softmax else torch.zeros(experts, device=place.device)
+    copies = 1 if device_config.toy else rotation(experts * hidden * 4)
+    weights = torch.randn(copies, experts, hidden, device=device_config.device) * hidden**-0.5
+    x = torch.randn(rows, hidden, device=device_config.device, dtype=device_config.dtype)
+    bias = None if softmax else torch.zeros(experts, device=device_config.device)
 
     def dense(expert_ids: Tensor, numbers: Tensor) -> Tensor:
-        return torch.zeros(rows, experts, dtype=torch.float64, device=place.device).scatter_(1, expert_ids, numbers.double())
+        return torch.zeros(rows, experts, dtype=torch.float64, device=device_config.device).scatter_(1, expert_ids, numbers.double())
 
     def exact(i: int) -> Tensor:
         logits = x.double() @ weights[i % copies].double().T
@@ -104,11 +105,11 @@ def router(place: Place, rows: int, experts: int, hidden: int, top: int, groups:
     return Call(run, exact, experts * hidden * 4 + x.nbytes, {"launch": launch})
 
 
-def mixture(place: Place, rows: int, experts: int, top: int, hidden: int, size: int, shared: int) -> Call:
+def mixture(device_config: DeviceConfig, rows: int, experts: int, top: int, hidden: int, size: int, shared: int) -> Call:
     from mtpserve_kernels.moe.experts import experts as kernel
 
-    device, dtype = place.device, place.dtype
-    copies = 1 if place.toy else rotation(experts * 3 * size * hidden * 2, most=16)
+    device, dtype = device_config.device, device_config.dtype
+    copies = 1 if device_config.toy else rotation(experts * 3 * size * hidden * 2, most=16)
     gate_up = torch.randn(copies, experts, 2 * size, hidden, device=device, dtype=dtype) * hidden**-0.5
     down = torch.randn(copies, experts, hidden, size, device=device, dtype=dtype) * size**-0.5
     shared_expert: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -131,10 +132,10 @@ def mixture(place: Place, rows: int, experts: int, top: int, hidden: int, size: 
         if shared:
             total += block(x.double(), *shared_expert)
         for expert in range(experts):
-            row_ids, place_of = (expert_ids[i % 8] == expert).nonzero(as_tuple=True)
+            row_ids, positions = (expert_ids[i % 8] == expert).nonzero(as_tuple=True)
             if len(row_ids):
                 out = block(x[row_ids].double(), gate_up[i % copies, expert], down[i % copies, expert])
-                total.index_add_(0, row_ids, out * weights[row_ids, place_of].double().unsqueeze(1))
+                total.index_add_(0, row_ids, out * weights[row_ids, positions].double().unsqueeze(1))
         return total
 
     share = 1 - (1 - top / experts) ** rows
@@ -145,14 +146,14 @@ def mixture(place: Place, rows: int, experts: int, top: int, hidden: int, size: 
     )
 
 
-def span(place: Place, rows: int, width: int, context: int, heads: int, kv_heads: int, dim: int, value: int) -> Call:
+def span(device_config: DeviceConfig, rows: int, width: int, context: int, heads: int, kv_heads: int, dim: int, value: int) -> Call:
     """`rows` of requests with `width` rows each; of the latent layout where `value` is less than `dim`."""
     from mtpserve_kernels.attention.span import span_gqa, span_mla
 
-    device, dtype, latent, requests = place.device, place.dtype, value < dim, rows // width
+    device, dtype, latent, requests = device_config.device, device_config.dtype, value < dim, rows // width
     pages = -(-(context + width) // PAGE)
     token = kv_heads * (dim if latent else 2 * dim) * dtype.itemsize
-    copies = 1 if place.toy else rotation(requests * max(context, width) * token)
+    copies = 1 if device_config.toy else rotation(requests * max(context, width) * token)
     keys = torch.randn(copies * requests * pages * PAGE, kv_heads, dim, device=device, dtype=dtype)
     caches = (keys,) if latent else (keys, torch.randn_like(keys))
     tables = torch.randperm(copies * requests * pages, device=device).view(copies, requests, pages)
@@ -168,12 +169,12 @@ def span(place: Place, rows: int, width: int, context: int, heads: int, kv_heads
     def exact(i: int) -> Tensor:
         parts = []
         for request in range(requests):
-            place_of = torch.arange(context + width, device=device)
-            slots = tables[i % copies, request, place_of // PAGE] * PAGE + place_of % PAGE
+            positions = torch.arange(context + width, device=device)
+            slots = tables[i % copies, request, positions // PAGE] * PAGE + positions % PAGE
             k = keys[slots].double().repeat_interleave(heads // kv_heads, 1)
             v = values[slots].double().repeat_interleave(heads // kv_heads, 1)
             scores = torch.einsum("rhd,nhd->hrn", q[request * width : (request + 1) * width].double(), k) * scale
-            later = place_of > context + torch.arange(width, device=device).unsqueeze(1)
+            later = positions > context + torch.arange(width, device=device).unsqueeze(1)
             parts.append(torch.einsum("hrn,nhe->rhe", scores.masked_fill(later, -torch.inf).softmax(-1), v))
         return torch.cat(parts)
 
@@ -181,23 +182,23 @@ def span(place: Place, rows: int, width: int, context: int, heads: int, kv_heads
         lambda i: kernel(q, *caches, tables[i % copies], *where, scale, *last, width=width),
         exact,
         requests * (context + width) * token + q.nbytes * (1 + value / dim),
-        library_attention(place, q, requests, width, context, kv_heads, dim, latent),
+        library_attention(device_config, q, requests, width, context, kv_heads, dim, latent),
     )
 
 
 def library_attention(
-    place: Place, q: Tensor, requests: int, width: int, context: int, kv_heads: int, dim: int, latent: bool
+    device_config: DeviceConfig, q: Tensor, requests: int, width: int, context: int, kv_heads: int, dim: int, latent: bool
 ) -> dict[str, Run]:
     """For prompts: what torch has, over keys that lie side by side. The latent layout is compared as it would be without absorption, with
     192 numbers of a key and 128 of a value."""
-    if context or width < 2 or place.device.type != "cuda":
+    if context or width < 2 or device_config.device.type != "cuda":
         return {}
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     heads = q.shape[1]
     key_dim, value_dim, kv = (192, 128, heads) if latent else (dim, dim, kv_heads)
     sizes = ((heads, key_dim), (kv, key_dim), (kv, value_dim))
-    parts = [torch.randn(requests, count, width, size, device=place.device, dtype=place.dtype) for count, size in sizes]
+    parts = [torch.randn(requests, count, width, size, device=device_config.device, dtype=device_config.dtype) for count, size in sizes]
 
     attend: Any = F.scaled_dot_product_attention
 
@@ -214,18 +215,18 @@ def library_attention(
     except ImportError:
         return backends
     flat = [part.transpose(1, 2).flatten(0, 1).repeat_interleave(heads // part.shape[1], 1).contiguous() for part in parts]
-    ends = torch.arange(requests + 1, device=place.device, dtype=torch.int32) * width
+    ends = torch.arange(requests + 1, device=device_config.device, dtype=torch.int32) * width
     # Newer ones say it as a window.
     causal: dict[str, Any] = {"is_causal": True} if "is_causal" in signature(varlen_attn).parameters else {"window_size": (-1, 0)}
     varlen: Any = varlen_attn
     return backends | {"varlen": lambda i: varlen(*flat, ends, ends, width, width, **causal)}
 
 
-def sampler(place: Place, rows: int, nodes: int, vocab: int) -> Call:
+def sampler(device_config: DeviceConfig, rows: int, nodes: int, vocab: int) -> Call:
     """Greedy verdicts over `nodes` rows of each request, at least one."""
     from mtpserve_kernels.spec.accept import accept
 
-    device, requests = place.device, max(rows // nodes, 1)
+    device, requests = device_config.device, max(rows // nodes, 1)
     logits = torch.randn(requests, nodes, vocab, device=device)
     seats, zero = torch.arange(requests, device=device), torch.zeros(requests, device=device)
     drafts = logits[:, :-1].argmax(-1)
@@ -263,49 +264,64 @@ def products_of(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def decode_rows(toy: bool) -> tuple[int, ...]:
-    return (1, 4) if toy else (1, 2, 4, 8, 16, 32, 64)
+    """Numbers of rows that the kernels pad to 16: all have the same kernels, compiled once."""
+    return (1, 4) if toy else (1, 2, 4, 8, 16)
 
 
-def works_of(models: list[str], toy: bool) -> list[Work]:
+def span_sizes(toy: bool) -> list[tuple[int, int, int]]:
+    """Requests, rows of each, and tokens before them."""
+    if toy:
+        return [(1, 1, 40), (1, 4, 40)]
+    short = [(1, 1, 256), (8, 1, 256), (128, 1, 256), (1, 4, 256), (8, 4, 256), (64, 4, 256)]
+    return [*short, (1, 1, 4096), (64, 1, 4096), (1, 4, 4096), (16, 4, 4096)]
+
+
+def span_workloads(model: str, arch: ModelArch, sizes: Iterable[tuple[int, int, int]]) -> list[Workload]:
+    kv = arch.attention(0).kv
+    op, shape = "span_gqa" if arch.mla is None else "span_mla", (arch.heads, kv.heads, kv.key_dim, kv.value_dim)
+    return [
+        Workload(op, "span", f"{model} {requests} x {width}, context {context}", requests * width, (width, context, *shape))
+        for requests, width, context in sizes
+    ]
+
+
+def moe_workloads(model: str, arch: ModelArch, rows: tuple[int, ...]) -> list[Workload]:
+    if (moe := arch.moe) is None:
+        return []
+    sizes = moe.experts, moe.top_k, arch.hidden, moe.size, moe.shared // moe.size
+    router_sizes = moe.experts, arch.hidden, moe.top_k, moe.groups, moe.top_groups, int(moe.scores == "softmax")
+    mixtures = [Workload(op, "mixture", f"{model} {op}", number, sizes) for op in ("gate_up", "down") for number in rows]
+    return [*mixtures, *(Workload("route", "router", f"{model} router", number, router_sizes) for number in rows)]
+
+
+def is_prompt(workload: Workload) -> bool:
+    return workload.kind == "span" and workload.sizes[1] == 0
+
+
+def workloads_of(models: list[str], toy: bool) -> list[Workload]:
     """What is tuned, the most promising first; each shape once."""
-    rows, contexts = decode_rows(toy), (40,) if toy else (256, 2048, 16384)
-    attention, mixtures, products, small = [], [], [], []
+    rows, many_rows = decode_rows(toy), () if toy else (64, 128, 256)
+    attention, mixtures, products, small = list[Workload](), list[Workload](), list[Workload](), list[Workload]()
     for model in models:
         config = (TOYS if toy else SHAPES)[model]
         arch = arch_of(config)
-        kv = arch.attention(0).kv
-        op = "span_mla" if arch.mla is not None else "span_gqa"
-        shape = arch.heads, kv.heads, kv.key_dim, kv.value_dim
-        for context in contexts:
-            sizes = [(1, 1), (1, 4)] if toy else [(1, 1), (8, 1), (64, 1), (128, 1), (1, 4), (8, 4), (64, 4)]
-            most = 64 * 4096
-            attention += [
-                Work(op, "span", f"{model} {requests} x {width}, context {context}", requests * width, (width, context, *shape))
-                for requests, width in sizes
-                if requests * context <= most
-            ]
-        if (moe := arch.moe) is not None:
-            widths = rows if toy else (*rows, 128, 256)
-            expert_sizes = moe.experts, moe.top_k, arch.hidden, moe.size, moe.shared // moe.size
-            mixtures += [Work(part, "mixture", f"{model} {part}", n, expert_sizes) for part in ("gate_up", "down") for n in widths]
-            choice = moe.experts, arch.hidden, moe.top_k, moe.groups, moe.top_groups, int(moe.scores == "softmax")
-            mixtures += [Work("route", "router", f"{model} router", n, choice) for n in widths]
-        products += [
-            Work("skinny_linear", "linear", f"{model} {name}", n, sizes) for name, sizes in products_of(config).items() for n in rows
-        ]
-        small += [Work("add_rms_norm", "norm", f"{model} norm", n, (arch.hidden,)) for n in (*rows, *(() if toy else (128, 256)))]
-        small += [Work("choose", "sampler", f"{model} sampler", n, (nodes, arch.vocab)) for nodes in (1, 4) for n in (nodes, rows[-1])]
-    return list(dict.fromkeys([*attention, *mixtures, *products, *small]))
+        attention += span_workloads(model, arch, span_sizes(toy))
+        mixtures += moe_workloads(model, arch, (*rows, *many_rows))
+        for name, sizes in products_of(config).items():
+            products += [Workload("skinny_linear", "linear", f"{model} {name}", number, sizes) for number in rows]
+        small += [Workload("add_rms_norm", "norm", f"{model} norm", number, (arch.hidden,)) for number in (*rows, *many_rows)]
+        small += [Workload("choose", "sampler", f"{model} sampler", nodes, (nodes, arch.vocab)) for nodes in (1, 4)]
+        small += [Workload("choose", "sampler", f"{model} sampler", 64, (nodes, arch.vocab)) for nodes in (1, 4) if not toy]
+    by_shape = dict[tuple[Any, ...], Workload]()
+    for workload in (*mixtures, *attention, *products, *small):
+        by_shape.setdefault((workload.op, workload.rows, workload.sizes), workload)
+    return list(by_shape.values())
 
 
-def prompts_of(models: list[str], toy: bool) -> list[Work]:
+def prompt_workloads(models: list[str], toy: bool) -> list[Workload]:
     """Attention of whole prompts, of one request each."""
-    works = []
+    workloads = list[Workload]()
     for model in models:
         arch = arch_of((TOYS if toy else SHAPES)[model])
-        kv = arch.attention(0).kv
-        op = "span_mla" if arch.mla is not None else "span_gqa"
-        for rows in (24,) if toy else (512, 2048, 8192):
-            sizes = rows, 0, arch.heads, kv.heads, kv.key_dim, kv.value_dim
-            works.append(Work(op, "span", f"{model} prompt of {rows}", rows, sizes))
-    return works
+        workloads += span_workloads(model, arch, [(1, width, 0) for width in ((24,) if toy else (512, 2048, 8192))])
+    return [replace(workload, label=f"{workload.label.split()[0]} prompt of {workload.rows}") for workload in workloads]

@@ -8,56 +8,56 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpu_kit.models import Place
+from gpu_kit.models import DeviceConfig
 from gpu_kit.timing import rotation
 
 RunBytes = tuple[Callable[[int], object], float]  # the number of the call; bytes that one moves
 
 
 @dataclass(frozen=True, slots=True)
-class OtherWork:
+class UntunedWorkload:
     op: str
     rows: int
     sizes: tuple[int, ...]
 
-    def call(self, place: Place) -> RunBytes:
-        return OPS[self.op](place, self.rows, *self.sizes)
+    def call(self, device_config: DeviceConfig) -> RunBytes:
+        return OPS[self.op](device_config, self.rows, *self.sizes)
 
 
-def x_of(place: Place, rows: int, width: int) -> Tensor:
+def x_of(device_config: DeviceConfig, rows: int, width: int) -> Tensor:
     """The interpreter's bfloat16 products are wrong, and float32 has no float8 kernels."""
-    return torch.randn(rows, width, device=place.device, dtype=torch.float16 if place.toy else torch.bfloat16)
+    return torch.randn(rows, width, device=device_config.device, dtype=torch.float16 if device_config.toy else torch.bfloat16)
 
 
-def float8(place: Place, rows: int, outputs: int, inputs: int) -> RunBytes:
+def float8(device_config: DeviceConfig, rows: int, outputs: int, inputs: int) -> RunBytes:
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
 
-    copies = 1 if place.toy else rotation(outputs * inputs)
-    weights = [torch.randn(outputs, inputs, device=place.device).to(torch.float8_e4m3fn) for _ in range(copies)]
-    scale, x = torch.rand(-(-outputs // 128), -(-inputs // 128), device=place.device), x_of(place, rows, inputs)
+    copies = 1 if device_config.toy else rotation(outputs * inputs)
+    weights = [torch.randn(outputs, inputs, device=device_config.device).to(torch.float8_e4m3fn) for _ in range(copies)]
+    scale, x = torch.rand(-(-outputs // 128), -(-inputs // 128), device=device_config.device), x_of(device_config, rows, inputs)
     return lambda i: linear_fp8(x, weights[i % copies], scale), outputs * inputs + x.nbytes + 2 * rows * outputs
 
 
-def four_bits(place: Place, rows: int, outputs: int, inputs: int) -> RunBytes:
+def four_bits(device_config: DeviceConfig, rows: int, outputs: int, inputs: int) -> RunBytes:
     from mtpserve_kernels.quant.rows import linear_rows
 
-    copies = 1 if place.toy else rotation(outputs * inputs / 2)
-    weights = torch.randint(256, (copies, outputs, inputs // 2), dtype=torch.uint8, device=place.device)
-    x = x_of(place, rows, inputs)
-    scale = torch.rand(outputs, inputs // 32, device=place.device).to(x.dtype)
+    copies = 1 if device_config.toy else rotation(outputs * inputs / 2)
+    weights = torch.randint(256, (copies, outputs, inputs // 2), dtype=torch.uint8, device=device_config.device)
+    x = x_of(device_config, rows, inputs)
+    scale = torch.rand(outputs, inputs // 32, device=device_config.device).to(x.dtype)
     return lambda i: linear_rows(x, weights[i % copies], scale), outputs * inputs / 2 + scale.nbytes + x.nbytes + 2 * rows * outputs
 
 
-def four_bit_experts(place: Place, rows: int, experts: int, top: int, hidden: int, size: int) -> RunBytes:
+def four_bit_experts(device_config: DeviceConfig, rows: int, experts: int, top: int, hidden: int, size: int) -> RunBytes:
     from mtpserve_kernels.moe.experts_rows import experts_rows
 
-    device = place.device
+    device = device_config.device
     matrices = [
         torch.randint(256, shape, dtype=torch.uint8, device=device)
         for shape in ((experts, 2 * size, hidden // 2), (experts, hidden, size // 2))
     ]
     scales = [torch.rand((*matrix.shape[:2], matrix.shape[2] // 16), device=device) for matrix in matrices]
-    x, weights = x_of(place, rows, hidden), torch.rand(rows, top, device=device)
+    x, weights = x_of(device_config, rows, hidden), torch.rand(rows, top, device=device)
     expert_ids = torch.rand(8, rows, experts, device=device).topk(top, -1).indices
     hit_share = 1 - (1 - top / experts) ** rows
 
@@ -67,29 +67,29 @@ def four_bit_experts(place: Place, rows: int, experts: int, top: int, hidden: in
     return run, hit_share * sum(part.nbytes for part in (*matrices, *scales))
 
 
-def silu(place: Place, rows: int, size: int) -> RunBytes:
+def silu(device_config: DeviceConfig, rows: int, size: int) -> RunBytes:
     from mtpserve_kernels.fused.silu import silu_mul
 
-    x = x_of(place, rows, 2 * size)
+    x = x_of(device_config, rows, 2 * size)
     return lambda i: silu_mul(x), 1.5 * x.nbytes
 
 
-def rope(place: Place, rows: int, heads: int, kv_heads: int, dim: int) -> RunBytes:
+def rope(device_config: DeviceConfig, rows: int, heads: int, kv_heads: int, dim: int) -> RunBytes:
     from mtpserve_kernels.fused.rope import rope_store
 
-    qkv = x_of(place, rows, (heads + 2 * kv_heads) * dim).view(rows, -1, dim)
-    table, places = torch.randn(1024, dim // 2, device=place.device), torch.arange(rows, device=place.device)
+    qkv = x_of(device_config, rows, (heads + 2 * kv_heads) * dim).view(rows, -1, dim)
+    table, places = torch.randn(1024, dim // 2, device=device_config.device), torch.arange(rows, device=device_config.device)
     keys = qkv.new_empty(rows, kv_heads, dim)
     values = torch.empty_like(keys)
     return lambda i: rope_store(qkv, places, table, table, places, keys, values, heads), 2 * qkv.nbytes
 
 
-def compaction(place: Place, rows: int, layers: int, kv_heads: int, dim: int) -> RunBytes:
+def compaction(device_config: DeviceConfig, rows: int, layers: int, kv_heads: int, dim: int) -> RunBytes:
     """Four rows of each request, in all layers."""
     from mtpserve_kernels.cache.compact import compact
 
-    pool = x_of(place, layers * rows * 64, kv_heads * dim).view(layers, rows * 64, kv_heads, dim)
-    target = (torch.arange(rows, device=place.device) * 64).unsqueeze(1) + torch.arange(1, 5, device=place.device)
+    pool = x_of(device_config, layers * rows * 64, kv_heads * dim).view(layers, rows * 64, kv_heads, dim)
+    target = (torch.arange(rows, device=device_config.device) * 64).unsqueeze(1) + torch.arange(1, 5, device=device_config.device)
     return lambda i: compact(pool, target + 3, target), 2 * layers * target.numel() * kv_heads * dim * 2
 
 
@@ -99,7 +99,7 @@ OPS: dict[str, Callable[..., RunBytes]] = {
 }  # fmt: skip
 
 
-def other_works(toy: bool) -> list[OtherWork]:
+def untuned_workloads(toy: bool) -> list[UntunedWorkload]:
     """Sizes of 7 to 8 B parameters, and DeepSeek-V2-Lite's experts."""
     rows = (2,) if toy else (1, 4, 16, 64)
     sizes = {
@@ -110,4 +110,4 @@ def other_works(toy: bool) -> list[OtherWork]:
         "rope_store": (2, 1, 32) if toy else (32, 8, 128),
         "compact": (2, 1, 32) if toy else (36, 8, 128),
     }
-    return [OtherWork(op, number, shape) for op, shape in sizes.items() for number in rows]
+    return [UntunedWorkload(op, number, shape) for op, shape in sizes.items() for number in rows]

@@ -1,7 +1,6 @@
 """The launches of a cell's step as a GPU with 132 processors would see them, counted without one.
 
-The engine and its kernels keep tensors for later calls. Here they would be fake ones, so that a process that counts does nothing else:
-`LaunchCounter` starts one.
+The engine and its kernels keep tensors for later calls. Here they would be fake ones, so that a process that counts does nothing else.
 """
 
 from __future__ import annotations
@@ -9,10 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from gpu_kit.launches import Launch, LaunchRecorder, recording
-from gpu_kit.models import Cell, Place, engine_of, fake_model, key_of, runner_of, traffic_of
+from gpu_kit.models import Cell, DeviceConfig, engine_of, fake_model, key_of, runner_of, traffic_of
 from mtpserve.runtime.graphs import Body, GraphOutput
 from mtpserve.runtime.transfer import staged
 
@@ -83,13 +80,13 @@ class CountingRecorder:
         return output, lambda: None
 
 
-def launches_of(place: Place, cell: Cell, observer: Observer | None = None) -> list[Launch]:
+def launches_of(device_config: DeviceConfig, cell: Cell, observer: Observer | None = None) -> list[Launch]:
     """In the order in which they are launched. `observer`: as LaunchRecorder's."""
     counting, level = CountingRecorder(), logging.getLogger("mtpserve").level
     logging.getLogger("mtpserve").setLevel(logging.ERROR)
     try:
         with fake():
-            model = fake_model(place.config(cell.model), place.dtype, cell.context + 2048)
+            model = fake_model(device_config.model_config(cell.model), device_config.dtype, cell.context + 2048)
             engine = engine_of(model, cell, CPU, counting)
             key = key_of(engine, cell)
             rows = key.rows or key.requests * key.width
@@ -99,22 +96,3 @@ def launches_of(place: Place, cell: Cell, observer: Observer | None = None) -> l
             return counting.recorder.launches
     finally:
         logging.getLogger("mtpserve").setLevel(level)
-
-
-class LaunchCounter:
-    """Counts the launches of cells in a process of its own, beside whatever else is done."""
-
-    def __init__(self) -> None:
-        self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        self.pending: dict[Cell, Future[list[Launch]]] = {}
-
-    def count(self, place: Place, cells: list[Cell]) -> None:
-        paper = Place(CPU, place.toy)
-        self.pending |= {cell: self.pool.submit(launches_of, paper, cell) for cell in cells if cell not in self.pending}
-
-    def launches(self, cell: Cell) -> list[Launch]:
-        """Waits for it. Raises what the counting raised."""
-        return self.pending[cell].result()
-
-    def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
