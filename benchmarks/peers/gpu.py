@@ -3,8 +3,8 @@
 Random weights of published shapes: Qwen2.5-0.5B, MiMo-7B and Qwen3-8B plain, MiMo-7B with one and three drafts too, batches of 1 to 128.
 One loop drives all engines by token ids, greedy, without end tokens and without a prefix cache:
 
-whole         output tokens per second of requests that arrive together, 128 tokens in and out; the median of three repeats
-steady        milliseconds and accepted tokens of a step while the batch is whole
+throughput    output tokens per second of requests that arrive together, 128 tokens in and out; the median of three repeats
+steady        milliseconds and accepted tokens of a step in which all requests run
 bound         what a step must read, weights and KV cache, over the read bandwidth that was measured on the device, or stated
 
 Drafts are accepted by lot, with the same probabilities in all engines: 1.84 / 2.50 / 2.99 tokens a step with 1 / 2 / 3 drafts. So the

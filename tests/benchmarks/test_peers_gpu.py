@@ -159,7 +159,7 @@ def test_the_loop_decodes_what_full_attention_does(tmp_path: Path) -> None:
         texts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
         for i, text in enumerate(texts):
             loop.add(str(i), list(text), 4)
-        while loop.busy:
+        while loop.has_unfinished_requests:
             assert loop.step() == {"0": 1, "1": 1}
             assert loop.state is not None
             for text, token in zip(texts, loop.state.token.tolist(), strict=True):

@@ -1,7 +1,7 @@
 """The loads that peers/gpu.py measures, on any engine: one loop drives all of them, by token ids. Standard library alone.
 
-whole     all requests arrive at once and end after the same number of tokens: output tokens per second, prompts included
-steady    the batch stays whole: after all requests have begun and some warm steps, the time and the tokens of further steps
+throughput  all requests arrive at once and end after the same number of tokens: output tokens per second, prompts included
+steady      all requests run in each step: after all requests have begun and some warm steps, the time and the tokens of further steps
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Engine(Protocol):
     def step(self) -> dict[str, int]: ...
 
     @property
-    def busy(self) -> bool: ...
+    def has_unfinished_requests(self) -> bool: ...
 
     def abort_all(self) -> None: ...
 
@@ -102,12 +102,12 @@ class Load:
         for i, prompt in enumerate(prompts(batch, self.sizes.prompt, self.config["vocab_size"], seed)):
             self.engine.add(f"{seed}-{batch}-{i}", prompt, max_tokens)
 
-    def whole(self, batch: int, output: int, seed: int) -> float:
+    def throughput(self, batch: int, output: int, seed: int) -> float:
         """Output tokens per second. Raises RuntimeError where an engine gives another number of tokens."""
         start = time.perf_counter()
         self.add(batch, output, seed)
         tokens = 0
-        while self.engine.busy:
+        while self.engine.has_unfinished_requests:
             tokens += sum(self.engine.step().values())
         seconds = time.perf_counter() - start
         if tokens != batch * output:
@@ -134,8 +134,8 @@ class Load:
     def rows(self, arm: Arm) -> Iterator[Row]:
         """One for each batch, without `bound_ms`."""
         for batch in self.sizes.batches:
-            self.whole(batch, min(16, self.sizes.output), seed=1)  # warm-up
-            rates = [self.whole(batch, self.sizes.output, seed=2 + i) for i in range(self.sizes.repeats)]
+            self.throughput(batch, min(16, self.sizes.output), seed=1)  # warm-up
+            rates = [self.throughput(batch, self.sizes.output, seed=2 + i) for i in range(self.sizes.repeats)]
             gc.collect()
             figures = self.steady(batch, seed=99)
             step_bytes = StepBytes(self.config).step(batch, round(figures.context), self.drafts)

@@ -33,14 +33,14 @@ class MtpserveEngine:
                 scheduler=SchedulerConfig(**{"max_running_requests": max_batch} | options),
             )
         )
-        self.live: dict[str, None] = {}
+        self.request_ids: dict[str, None] = {}
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         from mtpserve.core.request import Request
         from mtpserve.core.sampling import SamplingParams
 
         self.engine.add(Request(request_id, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)))
-        self.live[request_id] = None
+        self.request_ids[request_id] = None
 
     def step(self) -> dict[str, int]:
         """Raises RuntimeError for a request that failed."""
@@ -51,18 +51,18 @@ class MtpserveEngine:
             if event.tokens:
                 counts[event.id] = counts.get(event.id, 0) + len(event.tokens)
             if event.finish is not None:
-                self.live.pop(event.id, None)
+                self.request_ids.pop(event.id, None)
         return counts
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return self.engine.has_work
 
     def abort_all(self) -> None:
-        for request_id in self.live:
+        for request_id in self.request_ids:
             self.engine.abort(request_id)
-        self.live.clear()
-        while self.busy:
+        self.request_ids.clear()
+        while self.has_unfinished_requests:
             self.engine.step()
 
     def settings(self) -> dict[str, str]:

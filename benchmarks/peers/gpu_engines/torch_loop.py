@@ -137,7 +137,7 @@ class TorchLoop:
         self.requests.queue[request_id] = prompt, max_tokens
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self.requests.queue or self.requests.num_tokens)
 
     def abort_all(self) -> None:

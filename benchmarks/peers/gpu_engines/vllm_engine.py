@@ -50,14 +50,14 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         self.engine = LLM(**llm_arguments(directory, drafts, sizes, kv_bytes, options)).llm_engine
-        self.live: dict[str, None] = {}
+        self.request_ids: dict[str, None] = {}
         self.params = lambda max_tokens: SamplingParams(
             temperature=0.0, ignore_eos=True, max_tokens=max_tokens, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         self.engine.add_request(request_id, {"prompt_token_ids": prompt}, self.params(max_tokens))
-        self.live[request_id] = None
+        self.request_ids[request_id] = None
 
     def step(self) -> dict[str, int]:
         counts = {}
@@ -65,17 +65,17 @@ class VllmEngine:
             if new_tokens := len(output.outputs[0].token_ids):
                 counts[output.request_id] = new_tokens
             if output.finished:
-                self.live.pop(output.request_id, None)
+                self.request_ids.pop(output.request_id, None)
         return counts
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished_requests(self) -> bool:
         return bool(self.engine.has_unfinished_requests())
 
     def abort_all(self) -> None:
-        self.engine.abort_request(list(self.live))
-        self.live.clear()
-        while self.busy:
+        self.engine.abort_request(list(self.request_ids))
+        self.request_ids.clear()
+        while self.has_unfinished_requests:
             self.engine.step()
         time.sleep(SETTLE_SECONDS)
 

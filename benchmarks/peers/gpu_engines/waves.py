@@ -55,9 +55,9 @@ class Measurements:
 
 def described(row: Row) -> str:
     name = Arm(row.engine, row.model, row.drafts).name
-    whole = f"{row.tokens_per_s:.1f} tok/s ({row.least_tokens_per_s:.1f} … {row.most_tokens_per_s:.1f})"
+    throughput = f"{row.tokens_per_s:.1f} tok/s ({row.least_tokens_per_s:.1f} … {row.most_tokens_per_s:.1f})"
     steady = f"{row.step_ms:.3f} ms a step, {row.accept_length:.2f} tokens a step, {row.steady_tokens_per_s:.1f} tok/s"
-    return f"{name}, batch {row.batch}: whole {whole}; steady {steady}"
+    return f"{name}, batch {row.batch}: throughput {throughput}; steady {steady}"
 
 
 class Worker:

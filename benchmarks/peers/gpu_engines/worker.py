@@ -55,7 +55,7 @@ def main() -> None:
         (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
         engine = engine_class(directory, args.drafts, sizes, args.kv_bytes, args.options)
     load = Load(engine, config, sizes, args.drafts)
-    load.whole(1, min(8, args.output), seed=0)
+    load.throughput(1, min(8, args.output), seed=0)
     start = Start(arm.engine, arm.model, arm.drafts, time.perf_counter() - start_time, engine.settings())
     with open(args.events, "w", buffering=1, encoding="utf-8") as events:
         events.write(json.dumps({"ready": asdict(start)}) + "\n")
