@@ -42,7 +42,7 @@ from gpu_kit.environment import CompilerCache, compilations, environment
 from gpu_kit.host import host
 from gpu_kit.launch_counter import PROCESSORS
 from gpu_kit.models import DeviceConfig, cells_of
-from gpu_kit.precompile import Job, cell_jobs, compile_ahead, compile_ceilings, link_without_driver, workload_jobs
+from gpu_kit.precompile import Job, cell_jobs, compile_ahead, compile_ceilings, stub_driver, workload_jobs
 from gpu_kit.predict import Ceilings
 from gpu_kit.report import Result
 from gpu_kit.steps import steps
@@ -165,7 +165,7 @@ def compile_only(options: argparse.Namespace) -> None:
     jobs: list[Job] = [(compile_ceilings, ()), *cell_jobs(cells), *tune_jobs(options.models)]
     with TemporaryDirectory() as folder:
         if not torch.cuda.is_available():
-            link_without_driver(Path(folder))
+            stub_driver(Path(folder))
         ahead = compile_ahead(jobs, os.cpu_count() or 1, options.seconds)
     print(*ahead.failures, f"{ahead.hits} kernels were compiled already, {ahead.misses} were compiled now", sep="\n")
 

@@ -8,6 +8,8 @@ the same constants finds it, on this machine or on another one with the same ver
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -90,12 +92,18 @@ def build_launcher(kernel: Any) -> None:
             CudaLauncher(kernel.src, kernel.metadata)
 
 
-def link_without_driver(folder: Path) -> None:
-    """Lets C compilers link what needs CUDA's driver on a machine that has none, for the processes that start afterwards."""
-    library = folder / "libcuda.so.1"
-    command = [os.environ.get("CC", "cc"), "-shared", "-x", "c", "/dev/null", "-o", str(library)]
-    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+def stub_driver(folder: Path) -> None:
+    """A library of the name of CUDA's driver whose functions fail, for the processes that start afterwards on a machine without it: what
+    is linked with it can be built, and loaded."""
+    import triton.backends.nvidia as nvidia
+
+    sources = [path.read_text() for path in Path(nvidia.__file__).parent.glob("driver.*")]
+    names = sorted({name for source in sources for name in re.findall(r"\b(cu[A-Z]\w*)\s*\(", source)})
+    code = "".join(f"int {name}(void) {{ return 999; }}\n" for name in names)
+    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "libcuda.so.1")]
+    if shutil.which(command[0]) and subprocess.run(command, input=code, text=True, capture_output=True, check=False).returncode == 0:
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
+        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("LD_LIBRARY_PATH"))))
 
 
 def use_compile_only_driver() -> None:
