@@ -97,7 +97,8 @@ class Run:
         """Ahead, in all cores; interpreted kernels are not compiled."""
         if self.device_config.toy:
             return
-        ahead = compile_ahead(jobs, os.cpu_count() or 1, COMPILE_SHARE * alarm.left)
+        processes = os.cpu_count() or 1
+        ahead = compile_ahead(jobs, processes, COMPILE_SHARE * alarm.left, probes=2 * processes)
         print(f"compiled ahead: {ahead.hits} were there, {ahead.misses} were compiled", flush=True)
         self.numbers["skipped"] += ahead.failures
         before = self.numbers.get("env", {}).get("compile_ahead", {"hits": 0, "misses": 0})
@@ -177,7 +178,9 @@ def main() -> None:
     if not options.dry_run and not torch.cuda.is_available():
         print("no GPU: there is nothing to measure; --dry-run tries everything at toy size, gpu_model.py predicts")
         return None
-    device_config = DeviceConfig(torch.device("cpu" if options.dry_run else "cuda"), options.dry_run)
+    device_config = DeviceConfig(
+        torch.device("cpu") if options.dry_run else torch.device("cuda", torch.cuda.current_device()), options.dry_run
+    )
     result = Result(options.json, options.seconds, {part: SHARES[part] for part in options.parts})
     with compilations() as compiler_cache:
         run = Run(options, device_config, result, compiler_cache)

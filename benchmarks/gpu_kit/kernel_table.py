@@ -8,6 +8,7 @@ product before it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import tempfile
@@ -49,6 +50,8 @@ def profile_events(run: Callable[[], object], times: int) -> list[Event]:
     """Kernels, copies and fills of `run` on the GPU, in their order, called so many times."""
     from torch.profiler import ProfilerActivity, profile
 
+    # Some versions of CUPTI, taken down and set up again beside captured graphs, crash, and setting it up takes time.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(times):
             run()

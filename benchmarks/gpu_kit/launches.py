@@ -139,7 +139,7 @@ class LaunchRecorder(TorchDispatchMode):
             return Launch(name, TORCH, shapes, rows, 2 * sum(map(size_of, outputs)), 0.0)
         if name in SCATTERS:
             return Launch(name, TORCH, shapes, rows, 2 * max((size_of(tensor) for tensor in inputs[1:]), default=8.0), 0.0)
-        num_bytes = sum(self.share(tensor, rows, "") for tensor in {id(tensor): tensor for tensor in (*inputs, *outputs)}.values())
+        num_bytes = sum(self.moved_bytes(tensor, rows, "") for tensor in {id(tensor): tensor for tensor in (*inputs, *outputs)}.values())
         return Launch(name, TORCH, shapes, rows, num_bytes, 0.0)
 
     def kernel(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
@@ -156,7 +156,7 @@ class LaunchRecorder(TorchDispatchMode):
                 kind=TRITON,
                 shapes=" ".join(f"{key}:{tensor_label(tensor)}" for key, tensor in tensors.items()),
                 rows=rows,
-                num_bytes=sum(self.share(tensor, rows, name) for tensor in unique.values()),
+                num_bytes=sum(self.moved_bytes(tensor, rows, name) for tensor in unique.values()),
                 flops=self.flops(tensors.values(), rows),
                 grid=tuple(map(int, grid)),
                 constants={key: value for key, value in values.items() if isinstance(value, bool | int | float | str)},
@@ -166,7 +166,7 @@ class LaunchRecorder(TorchDispatchMode):
         if self.observer is not None:
             self.observer(kernel, args, dict(kwargs))
 
-    def share(self, tensor: Tensor, rows: int, kernel: str) -> float:
+    def moved_bytes(self, tensor: Tensor, rows: int, kernel: str) -> float:
         """Bytes of this tensor that a launch moves."""
         size, traffic, storage = size_of(tensor), self.traffic, storage_of(tensor)
         if storage in self.body_storages:

@@ -130,7 +130,7 @@ class CompileCounts:
 
 
 def compile_call(run: Callable[[], object], op: str, label: str, tiles: Sequence[Tile | None]) -> CompileCounts:
-    """With each of these tilings; None: the wrapper's own."""
+    """With each of these tilings; None: the default of its wrapper."""
     from mtpserve_kernels import tuned
 
     from gpu_kit.launch_counter import fake
@@ -196,7 +196,7 @@ def kernel_class(workload: Workload) -> tuple[Any, ...]:
 
 
 def distinct_kernels(workloads: Iterable[Workload]) -> list[tuple[Workload, list[Tile | None]]]:
-    """One workload for all that have the same kernels, with some of its tilings, the wrapper's own first: jobs of a few seconds each."""
+    """One workload for all that have the same kernels, with some of its tilings, the default first: jobs of a few seconds each."""
     distinct = dict[tuple[Any, ...], Workload]()
     for workload in workloads:
         distinct.setdefault(kernel_class(workload), workload)
@@ -215,15 +215,15 @@ def workload_jobs(workloads: Iterable[Workload], untuned: Iterable[UntunedWorklo
     return [*jobs, *((compile_untuned, (workload,)) for workload in untuned)]
 
 
-def compile_ahead(jobs: Iterable[Job], processes: int, seconds: float) -> CompileCounts:
-    """Fills the cache for so long. Stops where none of the first jobs, of which each process has two, finds anything to compile."""
+def compile_ahead(jobs: Iterable[Job], processes: int, seconds: float, probes: int = 0) -> CompileCounts:
+    """Fills the cache for so long. Stops where none of the first jobs finds anything to compile; `probes`: how many, 0: never."""
     pool, end = ProcessPoolExecutor(processes, mp_context=get_context("spawn")), time.perf_counter() + seconds
     try:
         total = CompileCounts()
         futures = [pool.submit(function, *arguments) for function, arguments in jobs]
         for number, future in enumerate(futures, 1):
             total += future.result(max(end - time.perf_counter(), 0.0))
-            if number == 2 * processes and not total.misses and not total.failures:
+            if number == probes and not total.misses and not total.failures:
                 return total
         return total
     except TimeoutError:

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpu_kit.launches import KEY_BLOCK, PRODUCT, TRITON, Launch
 
-LIBRARY_SHARE, TRITON_SHARE = 0.88, 0.85  # of the read bandwidth that products and own kernels reach: assumptions
+LIBRARY_SHARE, TRITON_SHARE = 0.88, 0.85  # of the read bandwidth that products and Triton kernels reach: assumptions
 MATRIX_SHARE = 0.82  # of the products per second of a large square one
 
 

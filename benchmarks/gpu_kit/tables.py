@@ -99,9 +99,9 @@ def hosts(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def gains(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Where another tiling than the kernel's own saves most, a line for each."""
+    """Where another tiling than the kernel's default saves most, a line for each."""
     entries = sorted((record for record in records if record["candidates"]), key=lambda record: record["best_us"] - record["default_us"])
-    rows = [["tuned", "own us", "best us", "library us", "tiling"]]
+    rows = [["tuned", "default us", "best us", "library us", "tiling"]]
     for record in entries[:WORST]:
         times = [us for us in record["library_us"].values() if isinstance(us, float)]
         tile = " ".join(f"{name}{value}" for name, value in record["best"].items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -259,6 +260,35 @@ def test_a_capture_that_fails_is_ended_and_its_pool_given_back(monkeypatch: pyte
         raise ValueError("of the body")
     failed_graphs = list(timing.FAILED_GRAPHS)
     assert calls == ["wait", ("begin", (0, 7)), "end", ("release", (0, 7))] and failed_graphs == [graph]
+
+
+def test_jobs_compile_each_candidate_once() -> None:
+    from gpu_kit.candidates import tiles_of
+    from gpu_kit.precompile import TILES_OF_JOB, distinct_kernels
+    from gpu_kit.workloads import prompt_workloads, workloads_of
+
+    workloads = workloads_of(["475m"], toy=False)
+    jobs = distinct_kernels([*workloads, *prompt_workloads(["475m"], toy=False)])
+    assert all(0 < len(tiles) <= TILES_OF_JOB for _, tiles in jobs)
+    down_tiles = [tile for workload, tiles in jobs if workload.op == "down" and workload.rows <= 16 for tile in tiles]
+    down = next(workload for workload in workloads if workload.op == "down")
+    assert down_tiles == [None, *tiles_of(down)], "16 rows and fewer have the same kernels"
+    assert [tiles for workload, tiles in jobs if workload.label == "475m prompt of 512"] == [[None]]
+
+
+def test_a_stub_of_the_driver_can_be_linked_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ctypes
+
+    from gpu_kit.precompile import stub_driver
+
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    for name in ("CC", "LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    stub_driver(tmp_path)
+    assert os.environ["TRITON_LIBCUDA_PATH"] == os.environ["LD_LIBRARY_PATH"] == str(tmp_path)
+    assert ctypes.CDLL(str(tmp_path / "libcuda.so.1")).cuModuleLoadData() == 999
 
 
 def test_replays_of_a_graph_are_told_apart() -> None:
