@@ -115,7 +115,7 @@ def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     blocks = ceil(context / width)
     split_blocks = max(ceil(blocks / splits), 1 if latent else 2)
     filled = ceil(blocks / split_blocks)
-    block_us = (0.92 if constant(launch, "BM") <= 16 else 1.07) if latent else 0.69 * width / KEY_BLOCK
+    block_us = (1.25 * width / KEY_BLOCK if constant(launch, "BM") <= 16 else 1.07) if latent else 0.69 * width / KEY_BLOCK
     sum_us = 0.6 + 0.15 * filled * (1.8 if latent else 1.0) if splits > 1 and "p_arrivals" in launch.shapes else 0.0
     return (2.2 + block_us * split_blocks) * waves(launch, min(1.0, filled / splits), ceilings, 2) + sum_us
 

@@ -10,6 +10,7 @@ import torch
 from mtpserve_kernels import tuned
 
 MAX_SCORES = 1 << 26  # of attention/select.py, that are in memory at a time: those of rows together, or of one that has more
+SHARED_BYTES = 227 << 10  # of a program on sm_90
 Rule = TypeVar("Rule")
 
 
@@ -34,6 +35,13 @@ def with_table(rule: Rule, op: str, shape: str, rows: int, device: torch.device)
 def type_name(dtype: torch.dtype) -> str:
     """`bfloat16`, as the tables' shapes begin."""
     return str(dtype).removeprefix("torch.")
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def processors_of(device: torch.device) -> int:

@@ -327,12 +327,14 @@ def spilled(kernel: Any, hip: bool) -> int | None:
 def compile_group(target: str, group: str) -> list[str]:
     """→ what is wrong, one line each; the first line is a summary."""
     import triton
+    from mtpserve_kernels.attention import span
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kind, arch, warp = TARGETS[target]
     hip = kind == "hip"
     with writing_down(hip, Source.of) as sources:
+        span.shared_memory_of = lambda device: SHARED[target]
         GROUPS[group](target)
     wrong, seen = [], set()
     for source in sources:

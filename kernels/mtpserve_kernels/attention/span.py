@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpserve_kernels.arrivals import arrival_counters
-from mtpserve_kernels.tiling import processors_of, type_name, with_table
+from mtpserve_kernels.tiling import SHARED_BYTES, processors_of, shared_memory_of, type_name, with_table
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_BLOCKS = tl.constexpr(2)  # of keys in a split that is not empty: combining many tiny splits costs more than it saves
@@ -49,6 +49,7 @@ TOGETHER = tl.constexpr(8)  # parts that combine_kernel reads at a time
 LAST_SPLITS, LAST_BYTES = 16, 128 << 10
 LAST_NUMBERS = tl.constexpr(4096)  # of one of these parts: more, in 4 warps, would not fit the registers
 STAGES = 5
+LATENT_SHARED = 168 << 10  # bytes of two buffers of 64 latent keys, and the queries: more than sm_80 has
 PAD = tl.constexpr(4)  # numbers after a part, the first of which is its logarithm; parts stay aligned
 
 
@@ -137,7 +138,8 @@ def _combined(p_out, p_parts, b_out_row, m_row, filled, splits, E: tl.constexpr,
     b_max = tl.full([b_out_row.shape[0]], float("-inf"), tl.float32)
     b_sum = tl.zeros([b_out_row.shape[0]], tl.float32)
     # As many parts on their way as the registers have room for.
-    for split in tl.range(0, filled, loop_unroll_factor=4 if b_out_row.shape[0] * BE <= LAST_NUMBERS // 2 else 2):
+    UNROLL: tl.constexpr = max(1, min(4, 2 * LAST_NUMBERS // (b_out_row.shape[0] * BE)))
+    for split in tl.range(0, filled, loop_unroll_factor=UNROLL):
         # Not from the L1 cache: other processors have written them.
         b_lse = tl.load(p_row + split * (E + PAD) + E, mask=m_row, other=float("-inf"), volatile=True)
         p_part = p_row[:, None] + split * (E + PAD) + o_e[None, :]
@@ -270,8 +272,9 @@ class SpanTiling:
     stages: int
 
 
-def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int, hip: bool) -> SpanTiling:
-    """For `rows` rows x heads of the widest span that share keys of `key_dim` numbers; bytes of one number of q and of the cache.
+def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int, hip: bool, shared: int = SHARED_BYTES) -> SpanTiling:
+    """For `rows` rows x heads of the widest span that share keys of `key_dim` numbers; bytes of one number of q and of one of the cache;
+    `shared`: bytes of shared memory that a program may have.
 
     What fits every chip's shared memory without spilling registers, as tests/kernels/matrix.py checks: the latent layout's accumulator is
     512 wide, and 64 rows of it fit nowhere, so that two tiles read the same keys, the second from the cache. float32 has no matrix
@@ -281,8 +284,10 @@ def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int
         return SpanTiling(16 if rows <= 16 or q_bytes == 4 else 32, 16 if latent else 32, 4, 1)
     if q_bytes == 4:
         return SpanTiling(16, 16, 8 if latent else 4, 1)
+    if latent and rows <= 16:
+        return SpanTiling(16, 64 if cache_bytes > 1 and shared >= LATENT_SHARED else 32, 8, STAGES)
     if latent:
-        return SpanTiling(16, 32, 8, STAGES) if rows <= 16 else SpanTiling(32, 16 if cache_bytes == 1 else 32, 8, STAGES)
+        return SpanTiling(32, 16 if cache_bytes == 1 else 32, 8, STAGES)
     if key_dim > 128:
         return SpanTiling(32, 32, 4, 2) if cache_bytes == 1 else SpanTiling(16 if rows <= 16 else 32, 32, 4, STAGES)
     BM = min(max(16, triton.next_power_of_2(rows)), 64)
@@ -337,7 +342,8 @@ def _span(
     assert page_table.stride(1) == 1 and (tree_bits is None) == (tree_start is None) and window >= 0 and shift >= 0
     assert sinks is None or (sinks.shape == (heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
     group = heads // kv_heads
-    rule = tile or tiling(group * width, dim, v is None, q.element_size(), k.element_size(), torch.version.hip is not None)
+    bytes_of_numbers = q.element_size(), k.element_size()
+    rule = tile or tiling(group * width, dim, v is None, *bytes_of_numbers, torch.version.hip is not None, shared_memory_of(q.device))
     op, shape = "span_mla" if v is None else "span_gqa", f"{type_name(k.dtype)} heads{heads} kv{kv_heads} D{dim}"
     cut, table_splits = with_table(rule, op, shape, width, q.device) if tile is None else (rule, None)
     tiles = rows * group // cut.BM + requests
