@@ -284,7 +284,7 @@ class Source:
     @classmethod
     def of(cls, launch: Launch) -> Source:
         kernel, args, kwargs = launch
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         made = cls(kernel, {}, {}, {}, options)
         for i, parameter in enumerate(kernel.params):

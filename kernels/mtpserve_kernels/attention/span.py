@@ -270,6 +270,7 @@ class SpanTiling:
     BN: int
     warps: int
     stages: int
+    registers: int | None = None  # of a thread, at most; None: the compiler may spill to have more programs on a processor
 
 
 def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int, hip: bool, shared: int = SHARED_BYTES) -> SpanTiling:
@@ -285,7 +286,8 @@ def tiling(rows: int, key_dim: int, latent: bool, q_bytes: int, cache_bytes: int
     if q_bytes == 4:
         return SpanTiling(16, 16, 8 if latent else 4, 1)
     if latent and rows <= 16:
-        return SpanTiling(16, 64 if cache_bytes > 1 and shared >= LATENT_SHARED else 32, 8, STAGES)
+        wide = cache_bytes > 1 and shared >= LATENT_SHARED  # one program on a processor
+        return SpanTiling(16, 64, 8, STAGES, registers=255) if wide else SpanTiling(16, 32, 8, STAGES)
     if latent:
         return SpanTiling(32, 16 if cache_bytes == 1 else 32, 8, STAGES)
     if key_dim > 128:
@@ -361,7 +363,7 @@ def _span(
         q, k, v, out, parts, arrivals, page_table, seats, cu_q, kv_len, index, tree_bits, tree_start, sinks, requests, page_table.stride(0),
         scale * LOG2_E.value,
         GROUP=group, D=dim, E=value_dim, BM=cut.BM, BN=cut.BN, PAGE=page_size, WINDOW=window, SHIFT=shift,
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, **({} if cut.registers is None else {"maxnreg": cut.registers}),
     )  # fmt: skip
     if parts is not None and arrivals is None:
         combine_kernel[(rows * heads,)](out, parts, E=value_dim, SPLITS=splits)
