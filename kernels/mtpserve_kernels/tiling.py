@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,11 +38,14 @@ def type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@lru_cache(maxsize=16)
 def shared_memory_of(device: torch.device) -> int:
     """Bytes that one program may have."""
     if device.type != "cuda" or torch.version.hip is not None:
         return SHARED_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def processors_of(device: torch.device) -> int:
