@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST = 4096  # counters of a buffer
+MIN_COUNTERS = 4096  # counters of a buffer
 
 _buffers: dict[tuple[str, torch.device], Tensor] = {}
 _replaced: list[Tensor] = []  # captured graphs still have their addresses
@@ -22,5 +22,5 @@ def arrival_counters(op: str, number: int, device: torch.device) -> Tensor:
     if buffer is None or len(buffer) < number:
         if buffer is not None:
             _replaced.append(buffer)
-        buffer = _buffers[op, device] = torch.zeros(max(number, LEAST), dtype=torch.int32, device=device)
+        buffer = _buffers[op, device] = torch.zeros(max(number, MIN_COUNTERS), dtype=torch.int32, device=device)
     return buffer

@@ -59,8 +59,8 @@ class MLA(nn.Module):
         absorbed, q_rope = query.split([mla.kv_rank, mla.rope], -1)
         self.k_up(q[..., : mla.nope], absorbed)
         self.kernels.latent_store(q, row, rotation, context.slots, context.keys, norm.weight, norm.eps, mla.nope, q_rope)
-        seen = context.attend(query)  # [T, heads, kv_rank]
-        return self.kernels.ranks.sum(self.out(self.v_up(seen).flatten(1)))
+        latents = context.attend(query)  # [T, heads, kv_rank]
+        return self.kernels.ranks.sum(self.out(self.v_up(latents).flatten(1)))
 
     def store(self, x: Tensor, rotation: Rotation, context: Context) -> None:
         """x [T, hidden]; latents and rotated keys are stored, and no query is computed."""

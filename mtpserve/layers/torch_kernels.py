@@ -137,10 +137,14 @@ class Int8Matrix:
         return self.weight[ids] * self.scale[ids].unsqueeze(1)
 
 
-def pack_heads(kv_up: Tensor, heads: int, nope: int) -> tuple[HeadProducts, HeadProducts]:
+def pack_heads(
+    kv_up: Tensor, heads: int, nope: int, product: Callable[..., Tensor] | None = None
+) -> tuple[HeadProducts, HeadProducts]:  # fmt: skip
+    """`product`: of each head's matrix [heads, K, N] with x and `out`; None: by_head."""
+    product = product or by_head
     per_head = kv_up.unflatten(0, (heads, -1))
     k_up, v_up = per_head[:, :nope], per_head[:, nope:].mT
-    return partial(by_head, k_up), partial(by_head, v_up)
+    return partial(product, k_up), partial(product, v_up)
 
 
 def by_head(matrices: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:

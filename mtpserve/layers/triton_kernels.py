@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtpserve.core.arch import ClampedGate, MoEArch
 from mtpserve.layers import torch_kernels
-from mtpserve.layers.kernels import Gate, HeadNorms, HeadProducts, Kernels, RoutedExperts, SharedExpert
+from mtpserve.layers.kernels import Gate, HeadNorms, Kernels, RoutedExperts, SharedExpert
 from mtpserve.layers.rope import Rotation
 from mtpserve.quant.fp8 import BLOCK
 from mtpserve.quant.stored import QuantisedMatrix
@@ -35,7 +35,7 @@ def triton_kernels() -> Kernels:
         gated=gated,
         rope_store=rope_store,
         latent_store=latent_store,
-        pack_heads=pack_heads,
+        pack_heads=partial(torch_kernels.pack_heads, product=by_head),
         pack_router=partial(partial, route),
         pack_experts=partial(partial, experts),
         pack=lambda *_: None,
@@ -60,11 +60,6 @@ def latent_store(
 ) -> Tensor:  # fmt: skip
     tables = rotation.positions, rotation.cos, rotation.sin
     return rope.latent_store(q, row, *tables, slots, keys, norm, eps, nope, rotation.interleaved, out)
-
-
-def pack_heads(kv_up: Tensor, heads: int, nope: int) -> tuple[HeadProducts, HeadProducts]:
-    per_head = kv_up.unflatten(0, (heads, -1))
-    return partial(by_head, per_head[:, :nope]), partial(by_head, per_head[:, nope:].mT)
 
 
 def by_head(matrices: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -95,7 +95,7 @@ def test_latent_store(device: torch.device, heads: int, rank: int, rope: int, no
 
 def test_products_of_heads_go_into_a_part_of_something_wider(device: torch.device) -> None:
     kv_up, x = numbers(device, 3 * (16 + 8), 40), numbers(device, 5, 3, 16 + 4)[..., :16]
-    for up, given in zip(triton_kernels.pack_heads(kv_up, 3, 16), (x, numbers(device, 5, 3, 40)), strict=True):
+    for up, given in zip(triton_kernels.triton_kernels().pack_heads(kv_up, 3, 16), (x, numbers(device, 5, 3, 40)), strict=True):
         expected = torch.stack([given[:, head] @ up.args[0][head] for head in range(3)], 1)
         wide = torch.full((5, 3, expected.shape[2] + 7), torch.nan, device=device)
         up(given, wide[..., 3:-4])

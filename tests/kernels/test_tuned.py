@@ -121,9 +121,9 @@ def test_other_kernels_take_the_tables_tilings(device: torch.device, chip: dict[
     original = tuned.tiling
 
     def watch(op: str, shape: str, rows: int, where: torch.device, invariant: bool = False) -> tuned.Tile | None:
-        found = original(op, shape, rows, where, invariant)
-        lookups.append((rows, len(found or {})))
-        return found
+        tile = original(op, shape, rows, where, invariant)
+        lookups.append((rows, len(tile or {})))
+        return tile
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "tiling", watch)

@@ -44,7 +44,7 @@ from mtpserve_kernels.tiling import SHARED_BYTES, processors_of, shared_memory_o
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_BLOCKS = tl.constexpr(2)  # of keys in a split that is not empty: combining many tiny splits costs more than it saves
-TOGETHER = tl.constexpr(8)  # parts that combine_kernel reads at a time
+PARTS_PER_LOAD = tl.constexpr(8)  # parts that combine_kernel reads at a time
 # Parts of a tile, and their bytes, that the program that ends last adds up, at most: more take one processor longer than another launch.
 LAST_SPLITS, LAST_BYTES = 16, 128 << 10
 LAST_NUMBERS = tl.constexpr(4096)  # of one of these parts: more, in 4 warps, would not fit the registers
@@ -128,7 +128,7 @@ def _attend(
 
 
 @triton.jit
-def _combined(p_out, p_parts, b_out_row, m_row, filled, splits, E: tl.constexpr, BE: tl.constexpr):
+def _combine_splits(p_out, p_parts, b_out_row, m_row, filled, splits, E: tl.constexpr, BE: tl.constexpr):
     """The rows of a tile: their splits, weighted with their share of the softmax, added in their order. Only the last splits can be empty,
     and their parts were not written."""
     o_e = tl.arange(0, BE)
@@ -170,7 +170,7 @@ def span_kernel(
     BK: tl.constexpr = triton.next_power_of_2(KEY) if KEY > 16 else 16
     BE: tl.constexpr = triton.next_power_of_2(E) if E > 16 else 16
     BR: tl.constexpr = triton.next_power_of_2(ROPE) if ROPE > 16 else 16
-    LEAST: tl.constexpr = 1 if LATENT else MIN_BLOCKS  # a block of latent keys takes long
+    SPLIT_BLOCKS: tl.constexpr = 1 if LATENT else MIN_BLOCKS  # a block of latent keys takes long
     i_tile, i_head, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads, splits = 1 if LATENT else tl.num_programs(1), tl.num_programs(2)
     r = _request_of(i_tile, p_cu_q, requests, GROUP, BM)
@@ -193,7 +193,7 @@ def span_kernel(
             b_first = tl.maximum(b_first - (WINDOW - 1), 0)
             first = tl.min(tl.where(m_row, b_first, columns))
         skipped, blocks = first // BN, tl.cdiv(columns, BN)
-        per = tl.maximum(tl.cdiv(blocks - skipped, splits), LEAST)
+        per = tl.maximum(tl.cdiv(blocks - skipped, splits), SPLIT_BLOCKS)
         low = skipped + i_split * per
         high = tl.minimum(low + per, blocks)
         if low < high:
@@ -236,7 +236,7 @@ def span_kernel(
             tl.debug_barrier()  # all of this program's part is written before it is counted
             if tl.atomic_add(p_arrival, 1, sem="acq_rel") == splits - 1:
                 tl.store(p_arrival, 0)
-                _combined(p_out, p_parts, b_out_row, m_row, tl.cdiv(blocks - skipped, per), splits, E, BE)
+                _combine_splits(p_out, p_parts, b_out_row, m_row, tl.cdiv(blocks - skipped, per), splits, E, BE)
 
 
 @triton.jit
@@ -245,7 +245,7 @@ def combine_kernel(p_out, p_parts, E: tl.constexpr, SPLITS: tl.constexpr):
     BS: tl.constexpr = triton.next_power_of_2(SPLITS)
     BE: tl.constexpr = triton.next_power_of_2(E)
     i_row = tl.program_id(0).to(tl.int64)
-    o_s, o_e, o_i = tl.arange(0, BS), tl.arange(0, BE), tl.arange(0, TOGETHER)
+    o_s, o_e, o_i = tl.arange(0, BS), tl.arange(0, BE), tl.arange(0, PARTS_PER_LOAD)
     p_row = p_parts + i_row * SPLITS * (E + PAD)
     b_lse = tl.load(p_row + o_s * (E + PAD) + E, mask=o_s < SPLITS, other=float("-inf"))
     largest = tl.max(b_lse)
@@ -253,7 +253,7 @@ def combine_kernel(p_out, p_parts, E: tl.constexpr, SPLITS: tl.constexpr):
     # Only the last splits can be empty, and their parts were not written. NaN is not empty.
     filled = tl.max(tl.where(b_lse == float("-inf"), 0, o_s + 1))
     b_acc = tl.zeros([BE], tl.float32)
-    for split in range(0, filled, TOGETHER):
+    for split in range(0, filled, PARTS_PER_LOAD):
         m = split + o_i < filled
         p_part = p_row + (split + o_i) * (E + PAD)
         b_weight = tl.exp2(tl.load(p_part + E, mask=m, other=float("-inf")) - largest)

@@ -55,8 +55,8 @@ def lookup(chip: str, op: str, shape: str, rows_bucket: int, invariant: bool) ->
     entry = table(chip).get(op, {}).get(shape)
     if entry is None:
         return None
-    found: Tile | None = entry.get("invariant") if invariant else entry.get("fastest", {}).get(str(rows_bucket))
-    return found
+    tile: Tile | None = entry.get("invariant") if invariant else entry.get("fastest", {}).get(str(rows_bucket))
+    return tile
 
 
 @lru_cache(maxsize=8)
