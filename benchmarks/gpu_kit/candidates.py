@@ -51,7 +51,7 @@ def experts(workload: Workload) -> list[Tile]:
 def router(workload: Workload) -> list[Tile]:
     num_experts, hidden = workload.sizes[:2]
     tiles = [
-        {"BE": BE, "BH": BH, "SPLITS": splits, "AT_ONCE": at_once, "warps": warps}
+        {"BE": BE, "BH": BH, "SPLITS": splits, "CHOICE_ROWS": at_once, "warps": warps}
         for BE, BH, splits, at_once, warps in product((16, 32), (64, 128), (1, 4, 8, 16), (8, 16), (4, 8))
         if max(num_experts, 16) >= BE and ceil(hidden / BH) >= splits and (splits > 1 or hidden < 256) and at_once * num_experts <= 16 * 64
     ]

@@ -95,7 +95,7 @@ def route_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     """Scores of a split of the hidden numbers, then the choice for the rows of a block, some at once."""
     experts = next((number for number in CHOICE_US if number >= constant(launch, "E")), 256)
     blocks = ceil(constant(launch, "H") / (constant(launch, "BH", default=64) * constant(launch, "SPLITS")))
-    return 2.0 + 0.25 * blocks + CHOICE_US[experts] * ceil(min(launch.rows, 16) / constant(launch, "AT_ONCE"))
+    return 2.0 + 0.25 * blocks + CHOICE_US[experts] * ceil(min(launch.rows, 16) / constant(launch, "CHOICE_ROWS"))
 
 
 def gate_up_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:

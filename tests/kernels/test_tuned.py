@@ -21,7 +21,7 @@ from tests.kernels.test_moe import numbers
 from tests.kernels.test_span import Case
 
 FIELDS = {
-    "route": {"BE", "BH", "SPLITS", "AT_ONCE", "warps"},
+    "route": {"BE", "BH", "SPLITS", "CHOICE_ROWS", "warps"},
     "gate_up": {"BN", "BK", "stages", "warps"},
     "down": {"BN", "BK", "stages", "warps"},
     "span_gqa": {"BM", "BN", "warps", "stages", "splits"},
@@ -96,8 +96,9 @@ def test_the_router_takes_the_tables_tiling(device: torch.device, chip: dict[str
     x, weight, bias = numbers(device, 19, 100), numbers(device, number, 100) / 10, numbers(device, number, seed=1) / 5
     arguments = x, weight, bias, 3, 1, 1, True, 2.5
     expected, best = moe.route(*arguments)
+    fields = "BE", "BH", "SPLITS", "CHOICE_ROWS", "warps"
     for tile in ((32, 32, 1, 1, 1), (16, 16, 7, 2, 2), (128, 64, 2, 16, 8)):
-        chip["route"] = {f"float32 E{number} H100": {"invariant": dict(zip(("BE", "BH", "SPLITS", "AT_ONCE", "warps"), tile, strict=True))}}
+        chip["route"] = {f"float32 E{number} H100": {"invariant": dict(zip(fields, tile, strict=True))}}
         tuned.lookup.cache_clear()
         actual, chosen = route(*arguments)
         assert torch.equal(chosen, best)

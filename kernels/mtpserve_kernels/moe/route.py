@@ -145,7 +145,7 @@ def _choose(
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     p_x, p_w, p_bias, p_logit_bias, p_parts, p_arrivals, p_weights, p_experts, rows, stride_x, scale,
-    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, SPLITS: tl.constexpr, CHOICE_ROWS: tl.constexpr,
     TOP: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     i_t, i_e, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -164,19 +164,19 @@ def route_kernel(
     arrived = tl.atomic_add(p_arrivals + i_t, 1, sem="acq_rel")
     if arrived == tl.num_programs(1) * SPLITS - 1:
         tl.store(p_arrivals + i_t, 0)
-        for row in range(i_t * BT, tl.minimum(i_t * BT + BT, rows), AT_ONCE):
+        for row in range(i_t * BT, tl.minimum(i_t * BT + BT, rows), CHOICE_ROWS):
             _choose(
-                p_parts, p_bias, p_logit_bias, p_weights, p_experts, row + tl.arange(0, AT_ONCE), rows, scale, stride_split, E, TOP, GROUPS,
-                TOP_GROUPS, RENORMALISE, SOFTMAX, SPLITS,
+                p_parts, p_bias, p_logit_bias, p_weights, p_experts, row + tl.arange(0, CHOICE_ROWS), rows, scale, stride_split, E, TOP,
+                GROUPS, TOP_GROUPS, RENORMALISE, SOFTMAX, SPLITS,
             )  # fmt: skip
 
 
 def tiling(number: int, hidden: int, x_type: torch.dtype, device: torch.device) -> Mapping[str, int]:
-    """BE experts and BH hidden numbers at a time, SPLITS of the latter, AT_ONCE rows whose experts are chosen together, warps. float32 has
-    no matrix unit of its own precision: small tiles."""
+    """BE experts and BH hidden numbers at a time, SPLITS of the latter, CHOICE_ROWS rows whose experts are chosen together, warps.
+    float32 has no matrix unit of its own precision: small tiles."""
     BE, BH = (32, 128) if x_type == torch.bfloat16 else (16, 64)
-    AT_ONCE, warps = (16, 4) if number <= 64 else (8, 8)
-    rule = {"BE": BE, "BH": BH, "SPLITS": min(MAX_SPLITS, triton.cdiv(hidden, BH)), "AT_ONCE": AT_ONCE, "warps": warps}
+    CHOICE_ROWS, warps = (16, 4) if number <= 64 else (8, 8)
+    rule = {"BE": BE, "BH": BH, "SPLITS": min(MAX_SPLITS, triton.cdiv(hidden, BH)), "CHOICE_ROWS": CHOICE_ROWS, "warps": warps}
     # One tiling for all numbers of rows: see above.
     shape = f"{type_name(x_type)} E{number} H{hidden}"
     return tuned.tiling("route", shape, 1, device, invariant=True) or rule
@@ -200,7 +200,7 @@ def route(
     if rows:
         route_kernel[(tiles, triton.cdiv(number, cut["BE"]), cut["SPLITS"])](
             x, weight, bias, logit_bias, parts, arrival_counters("route", tiles, x.device), weights, experts, rows, x.stride(0), scale,
-            H=hidden, E=number, BE=cut["BE"], BT=ROWS, BH=cut["BH"], SPLITS=cut["SPLITS"], AT_ONCE=cut["AT_ONCE"],
+            H=hidden, E=number, BE=cut["BE"], BT=ROWS, BH=cut["BH"], SPLITS=cut["SPLITS"], CHOICE_ROWS=cut["CHOICE_ROWS"],
             TOP=top_k, GROUPS=groups, TOP_GROUPS=top_groups, RENORMALISE=renormalise, SOFTMAX=softmax, num_warps=cut["warps"],
             num_stages=3 if torch.version.hip is None else 1,
         )  # fmt: skip
