@@ -13,7 +13,9 @@ from mtpserve_kernels.seats import reference, step
 from mtpserve_kernels.seats.reference import Placed, Seats
 from torch import Tensor
 
-SEATS, LONGEST, PAGE = 36, 96, 4
+from tests.kernels.seat_tensors import LONGEST, PAGE, random_seats
+
+SEATS = 36
 PADDING = SEATS - 1  # the seat of no request; it may occur several times
 HUGE = 1 << 40
 REQUESTS = (0, 1, 2, 5, 33)
@@ -27,23 +29,13 @@ def between_poison(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def seats_of(seed: int, device: torch.device) -> Seats:
-    """Requests at any place, some of which have ended, have room for a few tokens only, or have more drafts than room."""
-    dice = torch.Generator().manual_seed(seed)
-
-    def integers(most: int, *shape: int) -> Tensor:
-        return torch.randint(most, shape, generator=dice)
-
-    computed = integers(60, SEATS)
-    length = computed + 1 + integers(2, SEATS)
-    limit = torch.minimum(length + integers(12, SEATS), torch.tensor(LONGEST - 16))
-    counts = torch.stack([length, computed, integers(30, SEATS), limit, integers(9, SEATS)])
-    counts[:, PADDING] = torch.tensor([1, 0, 1, 1, 0])
-    stops, done = torch.where(integers(3, SEATS, 5) > 0, -1, integers(40, SEATS, 5)), integers(5, SEATS) == 0
-    done[PADDING] = True
-    pages = torch.randperm(SEATS * LONGEST // PAGE, generator=dice).view(SEATS, -1)
-    table = torch.cat([pages, torch.full((SEATS, 3), HUGE)], 1).to(device)  # rows of a wider table
-    parts = (x.to(device) for x in (integers(40, SEATS, LONGEST), counts, stops, done))
-    return Seats(*parts, table[:, : pages.shape[1]], PAGE)
+    """With a seat that pads batches, and a page table whose rows are those of a wider one."""
+    seats = random_seats(SEATS, seed)
+    seats.counts[:, PADDING] = torch.tensor([1, 0, 1, 1, 0])
+    seats.done[PADDING] = True
+    table = torch.cat([seats.page_table, torch.full((SEATS, 3), HUGE)], 1).to(device)
+    parts = (part.to(device) for part in (seats.tokens, seats.counts, seats.stops, seats.done))
+    return Seats(*parts, table[:, :-3], PAGE)
 
 
 def clone(seats: Seats) -> Seats:

@@ -13,8 +13,9 @@ from mtpserve_kernels.seats.reference import Placed, Seats
 from torch import Tensor
 
 from tests.kernels.cases import places
+from tests.kernels.seat_tensors import LONGEST, PAGE, random_seats
 
-SEATS, LONGEST, PAGE = 23, 96, 4
+SEATS = 23
 
 
 @pytest.mark.parametrize(("number", "page"), [(0, 16), (1, 1), (7, 16), (300, 5), (513, 64)])
@@ -24,22 +25,6 @@ def test_slots_of_places(number: int, page: int) -> None:
     part = table[:, 3:30]  # rows of a wider table; and the place before a request's first
     index = (index % (27 * page)) - 1
     assert torch.equal(slots(part, seats, index, page), cache.slots(part, seats, index, page))
-
-
-def seats_of(seed: int) -> Seats:
-    """Requests at any place, some of which have ended or have room for a few tokens only."""
-    dice = torch.Generator().manual_seed(seed)
-
-    def integers(most: int, *shape: int) -> Tensor:
-        return torch.randint(most, shape, generator=dice)
-
-    computed = integers(60, SEATS)
-    length = computed + 1 + integers(2, SEATS)
-    limit = torch.minimum(length + integers(12, SEATS), torch.tensor(LONGEST - 16))
-    counts = torch.stack([length, computed, integers(30, SEATS), limit, integers(9, SEATS)])
-    stops = torch.where(integers(3, SEATS, 5) > 0, -1, integers(40, SEATS, 5))
-    table = torch.randperm(SEATS * LONGEST // PAGE, generator=dice).view(SEATS, -1)
-    return Seats(integers(40, SEATS, LONGEST), counts, stops, integers(5, SEATS) == 0, table, PAGE)
 
 
 def copied(seats: Seats) -> Seats:
@@ -61,7 +46,7 @@ def layout(requests: int, widest: int, seed: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize(("requests", "widest"), [(0, 3), (1, 0), (1, 7), (5, 0), (17, 3), (23, 8)])
 def test_rows(requests: int, widest: int, started: bool) -> None:
-    given = seats_of(requests)
+    given = random_seats(SEATS, requests)
     seat_ids, row_span, offset, cu_q, _, drafts, samples = layout(requests, widest, requests + widest)
     start = torch.arange(requests) if started else None
     wanted = reference.place(given, seat_ids, row_span, offset, cu_q, drafts, samples, start=start)
@@ -72,7 +57,7 @@ def test_rows(requests: int, widest: int, started: bool) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 40])
 def test_the_tokens_after_rows(rows: int) -> None:
-    given, dice = seats_of(rows), torch.Generator().manual_seed(rows)
+    given, dice = random_seats(SEATS, rows), torch.Generator().manual_seed(rows)
     row_seats, index = torch.randint(SEATS, (rows,), generator=dice), torch.randint(LONGEST - 1, (rows,), generator=dice)
     for made, wanted in zip(following(given, row_seats, index), reference.following(given, row_seats, index), strict=True):
         assert torch.equal(made, wanted)
@@ -81,7 +66,7 @@ def test_the_tokens_after_rows(rows: int) -> None:
 @pytest.mark.parametrize(("requests", "depth"), [(0, 3), (1, 0), (1, 7), (5, 0), (17, 3), (23, 8)])
 def test_verdicts(requests: int, depth: int) -> None:
     """Tokens that stop a request, requests that reach their limit, that have ended, that do not sample."""
-    before = seats_of(requests + 1)
+    before = random_seats(SEATS, requests + 1)
     seat_ids, _, _, cu_q, last_row, _, samples = layout(requests, depth, 3 * requests + depth)
     samples = samples.masked_fill(before.done[seat_ids], 0)
     dice = torch.Generator().manual_seed(depth)
@@ -97,7 +82,7 @@ def test_verdicts(requests: int, depth: int) -> None:
 
 @pytest.mark.parametrize(("requests", "drafts"), [(0, 3), (1, 0), (1, 7), (17, 3), (23, 8)])
 def test_drafts_that_wait(requests: int, drafts: int) -> None:
-    before, dice = seats_of(requests + 2), torch.Generator().manual_seed(drafts)
+    before, dice = random_seats(SEATS, requests + 2), torch.Generator().manual_seed(drafts)
     seat_ids, count = torch.randperm(SEATS, generator=dice)[:requests], torch.randint(drafts + 1, (requests,), generator=dice)
     tokens = torch.randint(40, (requests, 2 * drafts), generator=dice)[:, ::2]  # not contiguous
     wanted, made = copied(before), copied(before)
