@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,19 @@ def without_folders(argument: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
+def commit() -> str:
+    """Of the checkout. Without git or its folder: the environment variable GIT_COMMIT, or nothing."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return os.environ.get("GIT_COMMIT", "")
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True, cwd=root).stdout.strip()
+
+
 def context() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True, cwd=Path(__file__).parent)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return {
         "command": shlex.join(["python", *map(without_folders, sys.argv)]),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "device": device,
         "processor": processor(),
         "instruction_sets": instruction_sets(),

@@ -11,12 +11,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from common.record import without_folders
+from common.record import commit, without_folders
 
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
 
@@ -35,14 +34,6 @@ def query_gpu(*fields: str) -> dict[str, str] | None:
 def clocks() -> dict[str, str] | None:
     """At this moment, in MHz, W and °C."""
     return query_gpu(*CLOCKS) or query_gpu(*CLOCKS[:-1])
-
-
-def commit() -> str:
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return ""
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    return answer.stdout.strip()
 
 
 def environment(device: torch.device) -> dict[str, Any]:
