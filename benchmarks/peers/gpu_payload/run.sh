@@ -29,6 +29,7 @@ ln -sfn "$repository/mtpserve" "$home/source/mtpserve"
 ln -sfn "$repository/kernels/mtpserve_kernels" "$home/source/mtpserve_kernels"
 export PYTHONPATH=$home/site:$home/source
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 VLLM_CACHE_ROOT=$home/cache VLLM_WORKER_MULTIPROC_METHOD=spawn
+export VLLM_USE_FLASHINFER_SAMPLER=0 # FlashInfer is not packed: greedy requests do not need its sampler
 export VLLM_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo # there is no network
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --format=csv,noheader
 "$python" "$here/check.py" || [ -n "${UNCHECKED:-}" ] || { echo "vLLM's libraries do not compute here what they should" >&2; exit 1; }
