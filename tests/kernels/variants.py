@@ -23,6 +23,7 @@ COUNTS = (1, 2, 15, 16, 17, 31, 32, 48)
 
 def step(count: int) -> None:
     """Every kernel, for `count` requests or rows."""
+    from mtpserve_kernels import tuned
     from mtpserve_kernels.attention.select import select, selected_mla
     from mtpserve_kernels.attention.span import span_gqa, span_mla
     from mtpserve_kernels.cache.compact import compact
@@ -63,6 +64,8 @@ def step(count: int) -> None:
     store_boundary(torch.zeros(4, 256), ints(count), torch.zeros(count, 256), 16)
     for splits in (1, 2):
         skinny_linear(x, torch.zeros(512, 256), splits=splits)
+        with tuned.override("skinny_linear", {"BN": 8, "BK": 256, "BT": 1, "warps": 1, "stages": 3}):
+            skinny_linear(x[:1], torch.zeros(512, 256), splits=splits)
     linear_fp8(x.new_zeros(64 + count, 256), torch.zeros(512, 256).to(torch.float8_e4m3fn), torch.zeros(4, 2))
     route(x, torch.zeros(16, 256), torch.zeros(16), 2, 1, 1, True, 1.0)
     for first in (None, 4):
