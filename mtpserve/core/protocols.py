@@ -99,7 +99,16 @@ class LinearKernels(Protocol):
     def pack_int8(self) -> PackInt8: ...
 
     @property
+    def linear(self) -> LinearProduct: ...
+
+    @property
     def linear_stored(self) -> LinearStored: ...
+
+
+class LinearProduct(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor:
+        """x [T, K], weight [N, K] as it is in the checkpoint, bias [N] → [T, N]: x W^T + bias."""
+        ...
 
 
 class LinearStored(Protocol):

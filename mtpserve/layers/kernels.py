@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtpserve.core.arch import ClampedGate, MoEArch, Ungated
 from mtpserve.core.parallel import ALONE, Ranks, SpreadExperts
-from mtpserve.core.protocols import Context, LinearStored, Pack, PackInt8
+from mtpserve.core.protocols import Context, LinearProduct, LinearStored, Pack, PackInt8
 from mtpserve.core.registry import Registry
 from mtpserve.layers.rope import Rotation
 
@@ -252,6 +253,7 @@ class Kernels:
     pack: Pack
     pack_int8: PackInt8
     linear_stored: LinearStored
+    linear: LinearProduct = F.linear
     ranks: Ranks = ALONE  # what sums and gathers the parts of products that ranks share
     spread: SpreadExperts | None = None  # what reaches the routed experts where they are spread over several engines
 

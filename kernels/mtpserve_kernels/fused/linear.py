@@ -99,7 +99,7 @@ def skinny_gated(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, split
 
 def has_tiling(op: str, x: Tensor, weight: Tensor) -> bool:
     """Whether the table of x's chip has one for this product: `op` was measured there, and was faster than the library."""
-    if x.dim() != 2 or len(x) > MAX_ROWS or x.dtype != weight.dtype:
+    if x.dim() != 2 or len(x) > MAX_ROWS or x.dtype != weight.dtype or x.stride(1) != 1 or not weight.is_contiguous():
         return False
     return tuned.tiling(op, shape_of(weight), len(x), x.device) is not None
 
