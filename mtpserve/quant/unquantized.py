@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearKernels, Packed
@@ -30,6 +29,6 @@ class Unquantized:
     def apply(self, module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         packed = cast("Packed | None", module.packed)
         if packed is None:
-            out = F.linear(x, cast(Tensor, module.weight), cast("Tensor | None", module.bias))
+            out = self.kernels.linear(x, cast(Tensor, module.weight), cast("Tensor | None", module.bias))
             return out if dtype is None else out.to(dtype)
         return packed(x, dtype or x.dtype)
