@@ -53,7 +53,8 @@ def tables(device: torch.device, rope: int, positions: int = 50) -> tuple[Tensor
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rope"), [(4, 2, 64, 64), (3, 1, 80, 32), (2, 2, 128, 128), (1, 1, 96, 96), (2, 1, 24, 0)]
+    ("heads", "kv_heads", "dim", "rope"),
+    [(4, 2, 64, 64), (3, 1, 80, 32), (10, 9, 128, 128), (1, 1, 96, 96), (2, 1, 24, 0), (9, 1, 68, 2)],
 )
 def test_rope_store(device: torch.device, heads: int, kv_heads: int, dim: int, rope: int, norm: bool, interleaved: bool) -> None:
     rows, (cos, sin) = 5, tables(device, rope)
@@ -76,7 +77,7 @@ def test_rope_store(device: torch.device, heads: int, kv_heads: int, dim: int, r
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("heads", "rank", "rope", "nope"), [(2, 512, 64, 128), (5, 96, 32, 16)])
+@pytest.mark.parametrize(("heads", "rank", "rope", "nope"), [(2, 512, 64, 128), (5, 96, 32, 16), (18, 100, 48, 8)])
 def test_latent_store(device: torch.device, heads: int, rank: int, rope: int, nope: int, interleaved: bool) -> None:
     rows, (cos, sin) = 4, tables(device, rope)
     q, down = numbers(device, rows, heads, nope + rope), numbers(device, rows, rank + rope + 40)[:, 40:]
@@ -91,6 +92,22 @@ def test_latent_store(device: torch.device, heads: int, rank: int, rope: int, no
     query = torch.full((rows, heads, rank + rope), torch.nan, device=device)
     latent_store(q, down, positions, cos, sin, slots, caches[0], norm, 1e-6, nope, interleaved, query[..., rank:])
     assert torch.equal(query[..., rank:], both[0]) and query[..., :rank].isnan().all()
+
+
+def test_a_rows_numbers_do_not_depend_on_others(device: torch.device) -> None:
+    rows, heads, kv_heads, dim, dtype, (cos, sin) = 33, 9, 2, 128, torch.float16, tables(device, 128)
+    qkv, norm = numbers(device, rows, heads + 2 * kv_heads, dim, dtype=dtype), numbers(device, dim, dtype=dtype)
+    positions = torch.arange(rows, device=device)
+    x, residual, weight = (numbers(device, *shape, dtype=dtype, seed=3) for shape in ((rows, 1030), (rows, 1030), (1030,)))
+
+    def outputs(part: slice) -> list[Tensor]:
+        caches = [torch.zeros(rows, kv_heads, dim, dtype=dtype, device=device) for _ in range(2)]
+        q = rope_store(qkv[part], positions[part], cos, sin, positions[part], *caches, heads, norm, norm)
+        return [q, *(cache[part] for cache in caches), *add_rms_norm(x[part], residual[part], weight, 1e-6), silu_mul(x[part])]
+
+    together, apart = outputs(slice(rows)), [outputs(slice(i, i + 1)) for i in (0, 7, rows - 1)]
+    for i, alone in zip((0, 7, rows - 1), apart, strict=True):
+        assert all(torch.equal(part[0], whole[i]) for part, whole in zip(alone, together, strict=True))
 
 
 def test_products_of_heads_go_into_a_part_of_something_wider(device: torch.device) -> None:
