@@ -9,6 +9,13 @@ from torch import Tensor, nn
 
 from mtpserve.core.protocols import LinearKernels, Packed
 
+HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+def has_float32_product(device: torch.device) -> bool:
+    """Whether torch multiplies numbers of HALF_TYPES to float32 there: sums that are not rounded first, without a copy that widens them."""
+    return device.type == "cuda"
+
 
 class Unquantized:
     """core.protocols.LinearMethod: `module.weight` [outputs, inputs], which is gone where it is packed; `module.bias` [outputs] or None."""
@@ -28,7 +35,10 @@ class Unquantized:
 
     def apply(self, module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         packed = cast("Packed | None", module.packed)
-        if packed is None:
-            out = self.kernels.linear(x, cast(Tensor, module.weight), cast("Tensor | None", module.bias))
-            return out if dtype is None else out.to(dtype)
-        return packed(x, dtype or x.dtype)
+        if packed is not None:
+            return packed(x, dtype or x.dtype)
+        weight, bias = cast(Tensor, module.weight), cast("Tensor | None", module.bias)
+        if dtype == torch.float32 and bias is None and x.dtype == weight.dtype and x.dtype in HALF_TYPES and has_float32_product(x.device):
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        out = self.kernels.linear(x, weight, bias)
+        return out if dtype is None else out.to(dtype)

@@ -107,12 +107,13 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     return Decision(tokens, accepted, surviving, (broken & (along <= accepted.unsqueeze(1))).any(1))
 
 
-def kernel_inputs(logits: Tensor, batch: Batch, depth: int) -> tuple[Any, ...]:
-    """The arguments of every device's `accept` kernel (mtpserve_kernels.spec.accept) for processed logits [R, K+1, vocabulary]."""
+def kernel_inputs(logits: Tensor, batch: Batch, drafts: Tensor, depth: int) -> tuple[Any, ...]:
+    """The arguments of every device's `accept` kernel (mtpserve_kernels.spec.accept) for processed logits [R, K+1, vocabulary]. `drafts`:
+    those of the batch, or what the kernel reads them from."""
     seats, sampler, tree = batch.seats, batch.sampler, batch.tree
     cuts = sampler.parameters
     return (
-        logits.contiguous(), batch.drafts, batch.draft_count, None if tree is None else tree.parents, None if tree is None else tree.depths,
+        logits.contiguous(), drafts, batch.draft_count, None if tree is None else tree.parents, None if tree is None else tree.depths,
         batch.seat_ids, seats.length, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed, cuts.coupled,
         None if sampler.all_coupled or sampler.all_greedy else seats.draft_probs, depth,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from mtpserve.spec.thresholds import Thresholds
 
 def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
     assert thresholds.lossless
-    tokens, accepted, path, failed = accept(*kernel_inputs(logits, batch, depth))
+    tokens, accepted, path, failed = accept(*kernel_inputs(logits, batch, batch.drafts, depth))
     return Decision(tokens, accepted, None if batch.tree is None else path, failed)
 
 

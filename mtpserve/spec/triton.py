@@ -1,11 +1,14 @@
-"""Verification by the Triton kernels: two launches, without synchronisation with the host."""
+"""Verification and greedy proposals by the Triton kernels, without synchronisation with the host."""
 
 from __future__ import annotations
 
 from mtpserve_kernels.spec.accept import accept
+from mtpserve_kernels.spec.argmax import argmax
 from torch import Tensor
 
 from mtpserve.core.batch import Batch
+from mtpserve.core.protocols import Sampler
+from mtpserve.spec import propose as plain
 from mtpserve.spec.accept import Decision, kernel_inputs
 from mtpserve.spec.thresholds import Thresholds
 
@@ -14,6 +17,12 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
     assert thresholds.lossless
     cuts = batch.sampler.parameters
     tokens, accepted, path, failed = accept(
-        *kernel_inputs(logits, batch, depth), any_top_k=cuts.any_top_k, any_top_p=cuts.any_top_p, any_min_p=cuts.any_min_p
-    )
+        *kernel_inputs(logits, batch, batch.ids, depth), sample_rows=batch.sample_rows, all_greedy=batch.sampler.all_greedy,
+        any_top_k=cuts.any_top_k, any_top_p=cuts.any_top_p, any_min_p=cuts.any_min_p,
+    )  # fmt: skip
     return Decision(tokens, accepted, None if batch.tree is None else path, failed)
+
+
+def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
+    """See propose.propose."""
+    return argmax(logits) if sampler.all_greedy else plain.propose(logits, seat_ids, index, sampler, q)

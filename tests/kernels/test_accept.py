@@ -19,8 +19,13 @@ def rounds(device: torch.device) -> range:
     return range(1 if device.type == "cpu" else 10)
 
 
-def compare(device: torch.device, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    actual = accept(*(x.to(device) if isinstance(x, Tensor) else x for x in arguments))
+def on(device: torch.device, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.to(device) if isinstance(x, Tensor) else x for x in arguments)
+
+
+def compare(device: torch.device, arguments: tuple[Any, ...], **options: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    actual = accept(*on(device, arguments), **options)
+    assert actual[3].dtype == torch.bool
     tokens, accepted, path, failed = (x.cpu() for x in actual)
     agree((tokens, accepted, path, failed), reference.accept(*arguments))
     return tokens, accepted, path, failed
@@ -77,6 +82,64 @@ def test_rows_that_are_not_finite(device: torch.device) -> None:
     assert failed[:3].all() and not failed[3] and not failed[5]
 
 
+GREEDY = {"temperature": 0.0}
+NO_CUTS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.mark.parametrize("given", [GREEDY, NO_CUTS, NO_CUTS | {"temperature": 1.0}, NO_CUTS | {"temperature": 1.0, "coupled": 0}, {}])
+@pytest.mark.parametrize(("vocab", "shift"), [(1, 0.0), (4099, -80.0), (9001, 30.0)])
+def test_rows_of_several_chunks(device: torch.device, vocab: int, shift: float, given: dict[str, Any]) -> None:
+    """Logits of one sign alone: what is beside a row's chunks must not look larger."""
+    arguments = case(3, 3, vocab, vocab, tree=False, drawn=True, **given)
+    arguments[0].add_(shift)
+    options = {f"any_{name}": False for name in ("top_k", "top_p", "min_p")} if given else {}
+    compare(device, arguments, **options)
+    if given is GREEDY:
+        compare(device, arguments, all_greedy=True)
+
+
+def test_ties_across_chunks(device: torch.device) -> None:
+    """A greedy request takes the first of equal logits, and a sampled one may take each of them."""
+    logits = torch.full((1, 1, 9000), -torch.inf)
+    logits[0, 0, [4000, 4100, 8999]] = -3.0
+    tokens = set()
+    for seed in range(6):
+        arguments = list(case(1, 1, 9000, seed, tree=False, drawn=False, **NO_CUTS, temperature=1.0))
+        arguments[0] = logits
+        tokens.add(int(compare(device, tuple(arguments))[0][0, 0]))
+    assert tokens <= {4000, 4100, 8999} and len(tokens) > 1
+    arguments = list(case(1, 1, 9000, 0, tree=False, drawn=False, **GREEDY))
+    arguments[0] = logits
+    assert int(compare(device, tuple(arguments))[0][0, 0]) == 4000
+
+
+def test_requests_do_not_change_each_other(device: torch.device) -> None:
+    """A request's verdict is the same alone, with the launches that it needs, and beside others that need more."""
+    arguments = list(case(6, 3, 5000, 7, tree=False, drawn=True))
+    seats = arguments[5]
+    arguments[7][seats] = torch.tensor([0.0, 1.0, 0.7, 0.0, 1.5, 1.0])
+    arguments[8][seats[:3]], arguments[9][seats[:3]], arguments[10][seats[:3]] = 0, 1.0, 0.0
+    together = compare(device, tuple(arguments))
+    for r in range(3):
+        alone = [x[r : r + 1] if i in (0, 1, 2, 5) else x for i, x in enumerate(arguments)]
+        verdict = compare(device, tuple(alone), all_greedy=r == 0, any_top_k=False, any_top_p=False, any_min_p=False)
+        for one, all_of_them in zip(verdict, together, strict=True):
+            assert one[0].equal(all_of_them[r])
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_drafts_by_the_rows_of_a_step(device: torch.device, tree: bool) -> None:
+    """The drafts may be the ids of a step's rows, of which each node has one."""
+    arguments = list(case(4, 4, 300, 5, tree=tree, drawn=not tree, **({"coupled": 1} if tree else {})))
+    expected = compare(device, tuple(arguments))
+    drafts = arguments[1]
+    rows = torch.randperm(40, generator=torch.Generator().manual_seed(3))[:16].view(4, 4)
+    ids = torch.full((40,), -(1 << 40)).index_put_((rows[:, 1:],), drafts)
+    arguments[1] = ids
+    actual = accept(*on(device, tuple(arguments)), sample_rows=rows.to(device))
+    agree(tuple(part.cpu() for part in actual), expected)
+
+
 def test_the_law_of_a_chain(device: torch.device) -> None:
     """Drafts drawn from q, one step of many requests: the first token's law is the target's."""
     vocab, requests = 4, 4000 if device.type == "cuda" else 120
@@ -88,8 +151,7 @@ def test_the_law_of_a_chain(device: torch.device) -> None:
     per_seat = settings(requests, dice, **off)
     arguments = (logits, drafts, torch.ones(requests, dtype=torch.int64), None, None, torch.arange(requests), *per_seat.values(),
                  q.expand(requests, 1, vocab).contiguous(), 1)  # fmt: skip
-    on_device = (x.to(device) if isinstance(x, Tensor) else x for x in arguments)
-    tokens, accepted, _, _ = accept(*on_device, any_top_k=False, any_top_p=False, any_min_p=False)
+    tokens, accepted, _, _ = accept(*on(device, arguments), any_top_k=False, any_top_p=False, any_min_p=False)
     law = reference.law(p_logits, 0.8, 0, 1.0, 0.0)
     counts = torch.bincount(tokens[:, 0].cpu(), minlength=vocab)
     assert 0.2 < accepted.float().mean() < 1

@@ -1,1 +1,1 @@
-"""The verdict over drafts, two launches for a whole step: one program per node, then one per request."""
+"""The verdict over drafts, two launches for a step of greedy requests, three or four for others; and the argmax of each row of logits."""

@@ -1,4 +1,4 @@
-"""What the acceptance kernels compute, in plain torch, one node after the other: the laws of `accept.py` written down plainly."""
+"""What the kernels beside it compute, in plain torch, one node after the other: the laws of acceptance written down plainly."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from torch import Tensor
 from mtpserve_kernels.noise import finalise, keyed, noise, unit
 
 COIN, DRAW = 1, 2  # streams
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """See argmax.argmax."""
+    return logits.argmax(-1)
 
 
 def law(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -1,0 +1,129 @@
+"""The largest number of each row of logits, and its first place: a program per CHUNK of a row.
+
+A program leaves one key for its chunk, an int64 that orders numbers and, among equal ones, puts the smaller place higher:
+
+    bits 63 … 32    the float32 as an int32 of the same order; NaN is above all
+    bits 30 … 0     2^31 - 1 - place
+
+The largest key of a row says all that torch.argmax does, in whatever order keys are compared. `argmax` leaves that to the row's last
+program (arrivals.py); a verdict's walk (accept.py) compares them itself.
+
+Moves T V numbers, and T V / CHUNK keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpserve_kernels.arrivals import arrival_counters
+
+CHUNK = 4096  # numbers of a program. Sums over a row are made of its chunks' sums, so that it follows from nothing
+WARPS = 8
+
+LAST_PLACE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+NAN_ORDER: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+LEAST_KEY: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
+INFINITY_ORDER: tl.constexpr = tl.constexpr(0x7F800000)
+LEAST_ORDER: tl.constexpr = tl.constexpr(-0x7F800001)  # of minus infinity
+
+
+@triton.jit
+def ordered(b_x):
+    """float32 as int32 of the same order; not of NaN."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+
+
+@triton.jit
+def number_of(key):
+    """The float32 of a key."""
+    order = (key >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def place_of(key):
+    """int64"""
+    return (key & LAST_PLACE) ^ LAST_PLACE
+
+
+@triton.jit
+def is_finite(key):
+    order = key >> 32
+    return (order > LEAST_ORDER) & (order < INFINITY_ORDER)
+
+
+@triton.jit
+def largest_key(p_keys, i_row, CHUNKS: tl.constexpr):
+    """Of a row, whose keys other programs have written."""
+    o = tl.arange(0, triton.next_power_of_2(CHUNKS))
+    return tl.max(tl.load(p_keys + i_row.to(tl.int64) * CHUNKS + o, mask=o < CHUNKS, other=LEAST_KEY, volatile=True))
+
+
+@triton.jit
+def argmax_kernel(
+    p_logits, p_keys, p_masses, p_seats, p_temperature, p_arrivals, p_places, stride, NODES: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Program i has chunk i % CHUNKS of row i // CHUNKS. p_masses: where the row's request, one of NODES rows, has a temperature, the sum
+    of exp((x - the chunk's largest) / temperature), or None. p_arrivals and p_places: as `argmax`, or None."""
+    i = tl.program_id(0)
+    i_row, chunk = i // CHUNKS, i % CHUNKS
+    o = chunk * BV + tl.arange(0, BV)
+    b_x = tl.load(p_logits + i_row.to(tl.int64) * stride + o, mask=o < V, other=float("-inf")).to(tl.float32)
+    b_order = tl.where(b_x == b_x, ordered(tl.where(b_x == 0, 0.0, b_x)), NAN_ORDER)  # -0 equals 0
+    key = tl.max((b_order.to(tl.int64) << 32) | (o ^ LAST_PLACE).to(tl.int64))
+    tl.store(p_keys + i, key)
+    if p_masses is not None:
+        temperature = tl.load(p_temperature + tl.load(p_seats + i_row // NODES))
+        if temperature > 0:
+            inverse = 1.0 / temperature
+            b_weight = tl.where(b_x > float("-inf"), tl.exp((b_x - number_of(key)) * inverse), 0.0)
+            tl.store(p_masses + i, tl.sum(b_weight))
+    if p_places is not None:
+        if CHUNKS == 1:
+            tl.store(p_places + i_row, place_of(key))
+        else:
+            tl.debug_barrier()  # the key is written before it is counted
+            if tl.atomic_add(p_arrivals + i_row, 1, sem="acq_rel") == CHUNKS - 1:
+                tl.store(p_arrivals + i_row, 0)
+                tl.store(p_places + i_row, place_of(largest_key(p_keys, i_row, CHUNKS)))
+
+
+def chunks_of(vocab: int) -> tuple[int, int]:
+    """→ numbers of a chunk, chunks of a row."""
+    block = min(CHUNK, triton.next_power_of_2(vocab))
+    return block, triton.cdiv(vocab, block)
+
+
+def chunk_keys(logits: Tensor, seats: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """logits [R, nodes, V] float32, contiguous, seats [R], temperature of each seat or None → keys [R * nodes, chunks] int64, and masses
+    [R * nodes, chunks] float32, as argmax_kernel has them; None without temperatures."""
+    requests, nodes, vocab = logits.shape
+    (block, chunks), rows = chunks_of(vocab), requests * nodes
+    keys = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
+    masses = None if temperature is None else torch.empty(rows, chunks, device=logits.device)
+    argmax_kernel[(rows * chunks,)](
+        logits, keys, masses, None if masses is None else seats, temperature, None, None, vocab, NODES=1 if masses is None else nodes,
+        V=vocab, BV=block, CHUNKS=chunks, num_warps=WARPS,
+    )  # fmt: skip
+    return keys, masses
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """logits [T, V] of any float type up to 32 bits, contiguous rows → [T] int64, as torch.argmax: the first of equal ones, or of NaN."""
+    rows, vocab = logits.shape
+    assert vocab > 0 and logits.stride(1) == 1 and logits.is_floating_point() and logits.itemsize <= 4, (logits.shape, logits.stride())
+    places = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return places
+    block, chunks = chunks_of(vocab)
+    keys = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
+    arrivals = arrival_counters("argmax", rows, logits.device) if chunks > 1 else None
+    argmax_kernel[(rows * chunks,)](
+        logits, keys, None, None, None, arrivals, places, logits.stride(0), NODES=1, V=vocab, BV=block, CHUNKS=chunks, num_warps=WARPS
+    )
+    return places
