@@ -68,6 +68,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "hold": "mtpserve_kernels.seats.step",
         "result_table": "mtpserve_kernels.seats.step",
         "decide": "mtpserve.spec.triton",
+        "propose": "mtpserve.spec.triton",
     },
     "cpu": {
         "compact": "mtpserve_kernels.cpu.cache",
