@@ -5,6 +5,7 @@
 The wrappers are called with tensors on the CPU while launching is replaced by writing down what would be launched, so that what is
 compiled is what ships: they are called with every number of rows, so that every tile which they choose is compiled. A kernel must not
 spill registers where the compiler says how many it spilled, its shared memory must fit, and no float32 may be rounded to TF32.
+With programmatic dependent launch it must wait before it writes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 FLOAT8 = ("sm_90", "sm_100", "gfx942")  # have e4m3
+DEPENDENT = ("sm_90", "sm_100")  # have programmatic dependent launch
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 SPILLS = {"*fp32": 64}  # bytes, by the type of q or x: float32 is for comparing, and a few do not matter
 TYPES = {
@@ -103,28 +105,10 @@ def around(target: str) -> None:
     from mtpserve_kernels.cache.compact import compact
     from mtpserve_kernels.cache.slots import slots, store_boundary
     from mtpserve_kernels.fused.linear import skinny_linear
-    from mtpserve_kernels.fused.norm import add_rms_norm
-    from mtpserve_kernels.fused.rope import latent_store, rope_store
-    from mtpserve_kernels.fused.silu import silu_mul
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
     from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 
     fp8, bf16 = target in FLOAT8, torch.bfloat16
-    x = torch.zeros(4, 4096, dtype=bf16)
-    add_rms_norm(x, x, x[0], 1e-6)
-    add_rms_norm(x.half(), None, x[0].half(), 1e-6)
-    silu_mul(x)
-    cos = torch.zeros(64, 64)
-    for dtype in (bf16, torch.float8_e4m3fn) if fp8 else (bf16,):
-        cache = torch.zeros(64, 8, 128, dtype=dtype)
-        norm = x[0, :128]
-        rope_store(x.new_zeros(4, 48, 128), ints(4), cos, cos, ints(4), cache, cache, 32, norm, norm)
-        latent = torch.zeros(64, 1, 576, dtype=dtype)
-        half = torch.zeros(64, 32)
-        latent_store(x.new_zeros(4, 16, 192), x[:, :576], ints(4), half, half, ints(4), latent, x[0, :512], 1e-6, 128)
-    rope_store(
-        x.new_zeros(4, 48, 128), ints(4), cos, cos, ints(4), torch.zeros(64, 8, 128, dtype=bf16), torch.zeros(64, 8, 128, dtype=bf16), 32
-    )
     compact(torch.zeros(2, 64, 8, 128, dtype=bf16), ints(2, 7), ints(2, 7))
     slots(ints(4, 16), ints(4), ints(4), 16)
     for dtype in (bf16, torch.float32):
@@ -144,6 +128,12 @@ def around(target: str) -> None:
             widen_rows(*stored, dtype)
 
 
+def rows(target: str) -> None:
+    from tests.kernels.matrix_rows import launch
+
+    launch(target in FLOAT8)
+
+
 def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """Weights [..., N, K] with scales of each row: one or many, in every form."""
     one, narrow, wide = ((*shape[:-1], groups) for groups in (1, shape[-1] // 32, shape[-1] // 128))
@@ -155,48 +145,23 @@ def by_row(shape: tuple[int, ...], fp8: bool) -> Iterator[tuple[torch.Tensor, to
     yield halves, torch.zeros(narrow, dtype=torch.float8_e8m0fnu), None
 
 
-def mixtures_and_verdicts(target: str) -> None:
-    from mtpserve_kernels.moe.experts import experts
-    from mtpserve_kernels.moe.experts_rows import experts_rows
-    from mtpserve_kernels.moe.route import route
-    from mtpserve_kernels.spec.accept import accept
+def mixtures(target: str) -> None:
+    from tests.kernels.mixtures import few_rows, routers
 
-    fp8, x = target in FLOAT8, torch.zeros(64, 2048, dtype=torch.bfloat16)
-    route(x, torch.zeros(256, 2048), torch.zeros(256), 8, 8, 4, True, 2.5)
-    route(x, torch.zeros(32, 2048), None, 4, 1, 1, True, 1.0, True, torch.zeros(32))
-    route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, True, 1.0, True)
-    route(x, torch.zeros(64, 2048), torch.zeros(64), 6, 1, 1, False, 1.0)
-    route(x, torch.zeros(128, 2048), None, 8, 1, 1, True, 1.0)
-    route(x, torch.zeros(60, 2048), None, 4, 1, 1, False, 1.0)
-    scales = [torch.zeros(shape) for shape in ((2, 22, 16), (2, 16, 11), (44, 16), (16, 22))]
-    for dtype in (torch.bfloat16, torch.float32):
-        matrices = [torch.zeros(shape, dtype=dtype) for shape in ((2, 2816, 2048), (2, 2048, 1408), (2 * 2816, 2048), (2048, 2816))]
-        stored = [matrix.to(torch.float8_e4m3fn) for matrix in matrices]
-        for rows in range(1, 65):
-            routed = x[:rows].to(dtype), torch.zeros(rows, 6), ints(rows, 6)
-            experts(*routed, *matrices)
-            experts(*routed, *matrices, first=2)
-            biases = torch.zeros(2, 2816, dtype=dtype), torch.zeros(2, 2048, dtype=dtype)
-            experts(*routed, *matrices[:2], *[None] * 6, *biases, (1.702, 7.0, 7.0, 1.0))
-            plain = matrices[0][:, :1408].contiguous(), matrices[1], matrices[2][:2816], matrices[3]
-            experts(*routed, *plain, squared=True)
-            if fp8:
-                experts(*routed, *stored, *scales)
-                experts(*routed, *stored[:2], None, None, *scales[:2], None, None, None, None, (1.0, 7.0, 7.0, 0.0))
-                halves = [part[: len(part) // 2] if len(part.shape) == 2 else part[:, : part.shape[1] // 2] for part in scales[::2]]
-                up, beside = (part.to(torch.float8_e4m3fn) for part in plain[::2])
-                experts(*routed, up, stored[1], beside, stored[3], halves[0].contiguous(), scales[1], halves[1], scales[3], squared=True)
-            for gate_up, down in zip(by_row((2, 2816, 2048), fp8), by_row((2, 2048, 1408), fp8), strict=True):
-                experts_rows(*routed, *gate_up, *down)
-                experts_rows(*routed, *gate_up, *down, *biases, (1.702, 7.0, 7.0, 1.0))
-                up = (None if part is None else part[:, :1408].contiguous() for part in gate_up)
-                experts_rows(*routed, *up, *down, squared=True)
-    seats = [torch.zeros(4) if real else ints(4) for real in (True, False, True, True, False)]
-    for nodes, tree in ((4, False), (32, True)):
-        parents, depths = (ints(2, nodes - 1), ints(2, nodes)) if tree else (None, None)
-        q = None if tree else torch.zeros(4, nodes - 1, 32000)
-        coupled = torch.zeros(4, dtype=torch.bool)
-        accept(torch.zeros(2, nodes, 32000), ints(2, nodes - 1), ints(2), parents, depths, ints(2), ints(4), *seats, coupled, q, 3)
+    routers()
+    few_rows(target in FLOAT8, by_row)
+
+
+def grouped_mixtures(target: str) -> None:
+    from tests.kernels.mixtures import grouped_rows
+
+    grouped_rows(target in FLOAT8, by_row)
+
+
+def verdicts(target: str) -> None:
+    from tests.kernels.verdict_rows import launch
+
+    launch()
 
 
 def states(target: str) -> None:
@@ -246,7 +211,10 @@ GROUPS = {
     "attention": attention,
     "selection": selection,
     "around": around,
-    "mixtures and verdicts": mixtures_and_verdicts,
+    "rows": rows,
+    "mixtures": mixtures,
+    "grouped mixtures": grouped_mixtures,
+    "verdicts": verdicts,
     "states": states,
     "seats": seats,
     "table": table,
@@ -300,6 +268,10 @@ class Source:
                 made.attributes[(i,)] = [["tt.divisibility", 16]]
         return made
 
+    def constant(self, name: str) -> Any:
+        """None where the kernel has no such parameter."""
+        return next((value for (i,), value in self.constants.items() if self.kernel.arg_names[i] == name), None)
+
     @property
     def name(self) -> str:
         constants = [(name, self.constants.get((i,))) for i, name in enumerate(self.kernel.arg_names)]
@@ -324,9 +296,16 @@ def spilled(kernel: Any, hip: bool) -> int | None:
     return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", said)))
 
 
+def waits_before_stores(ptx: str) -> bool:
+    """Whether a kernel that is launched early waits once, lets the next launch start only then, and has written nothing before."""
+    places = [ptx.find(text) for text in ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "st.global")]
+    return ptx.count("griddepcontrol.wait") == 1 and -1 < places[0] < places[1] < places[2]
+
+
 def compile_group(target: str, group: str) -> list[str]:
     """→ what is wrong, one line each; the first line is a summary."""
     import triton
+    from mtpserve_kernels import dependent_launch
     from mtpserve_kernels.attention import span
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -335,6 +314,7 @@ def compile_group(target: str, group: str) -> list[str]:
     hip = kind == "hip"
     with writing_down(hip, Source.of) as sources:
         span.shared_memory_of = lambda device: SHARED[target]
+        dependent_launch.enabled = lambda device: target in DEPENDENT
         GROUPS[group](target)
     wrong, seen = [], set()
     for source in sources:
@@ -360,6 +340,8 @@ def compile_group(target: str, group: str) -> list[str]:
             and "cp.async" not in kernel.asm["ptx"]
         ):
             wrong.append(f"{target}: {source.name} does not copy ahead: the loop is not pipelined")
+        if source.constant("launch_pdl") and not waits_before_stores(kernel.asm["ptx"]):
+            wrong.append(f"{target}: {source.name} does not wait for the launch before it")
     return [f"{target}, {group}: {len(seen)} configurations", *wrong]
 
 

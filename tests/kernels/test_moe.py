@@ -149,8 +149,8 @@ def test_an_experts_weights_are_read_by_one_program_after_the_other(device: torc
         pytest.skip("reads are watched in the interpreter")
     from triton.runtime.interpreter import InterpreterBuilder
 
-    rows, hidden, size, number = 150, 96, 130, 3
-    gate_up, down = numbers(device, number, 2 * size, hidden).half() / 8, numbers(device, number, hidden, size).half() / 8
+    rows, hidden, size, number = 60, 96, 130, 3
+    gate_up, down = numbers(device, number, 2 * size, hidden) / 8, numbers(device, number, hidden, size) / 8
     chosen = torch.tensor([[row % 3, (row + 1) % 3] for row in range(rows)])
     reads: dict[str, dict[tuple[int, ...], set[int]]] = {"gate_up": {}, "down": {}}
     load = InterpreterBuilder.create_masked_load
@@ -163,8 +163,8 @@ def test_an_experts_weights_are_read_by_one_program_after_the_other(device: torc
         return load(self, pointers, mask, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
-    experts(numbers(device, rows, hidden).half(), torch.rand(rows, 2), chosen, gate_up, down, None, None)
-    tiles = -(-rows // module.tiling(rows, 2, False).BT)
+    experts(numbers(device, rows, hidden), torch.rand(rows, 2), chosen, gate_up, down, None, None)
+    tiles = -(-rows // module.tiling(rows, 4, False).BT)
     assert tiles > 2
     for programs in reads.values():
         order = [frozenset(programs[place]) for place in sorted(programs, key=lambda place: place[::-1])]

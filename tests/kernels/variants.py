@@ -41,6 +41,7 @@ def step(count: int) -> None:
     from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans
     from mtpserve_kernels.seats import reference, step as seats
     from mtpserve_kernels.spec.accept import accept
+    from mtpserve_kernels.spec.argmax import argmax
 
     where = ints(50, 16), ints(count), ints(count + 1), ints(count), ints(count), None, None, 16, 0.1
     for splits in (1, 4, 64):  # the parts of 64 are added by a kernel of its own
@@ -69,7 +70,9 @@ def step(count: int) -> None:
     linear_fp8(x.new_zeros(64 + count, 256), torch.zeros(512, 256).to(torch.float8_e4m3fn), torch.zeros(4, 2))
     route(x, torch.zeros(16, 256), torch.zeros(16), 2, 1, 1, True, 1.0)
     for first in (None, 4):
-        experts(x, torch.zeros(count, 2), ints(count, 2), torch.zeros(4, 256, 256), torch.zeros(4, 256, 128), None, None, first=first)
+        for rows_in in (count, 64 + count):  # more are grouped by expert
+            routed = torch.zeros(rows_in, 256), torch.zeros(rows_in, 2), ints(rows_in, 2)
+            experts(*routed, torch.zeros(4, 256, 256), torch.zeros(4, 256, 128), None, None, first=first)
     halves, scale = torch.zeros(4, 256, 128, dtype=torch.uint8), torch.zeros(4, 256, 2)
     for splits in (1, 2):
         linear_rows(x, halves[0], scale[0], None, splits=splits)
@@ -97,8 +100,12 @@ def step(count: int) -> None:
     for nodes in ((), (ints(count, 3), ints(count, 4))):
         seats.result_table(*table, *nodes)
     sampling = torch.zeros(50), ints(50), torch.zeros(50), torch.zeros(50), ints(50), torch.zeros(50, dtype=torch.bool)
-    for q in (None, torch.zeros(50, 3, 1000)):
-        accept(torch.zeros(count, 4, 1000), ints(count, 3), ints(count), None, None, ints(count), ints(50), *sampling, q, 3)
+    for q in (None, torch.zeros(50, 3, 9000)):
+        step_rows = ints(4 * count), ints(count), None, None, ints(count), ints(50)
+        for all_greedy in (False, True):
+            verdict = torch.zeros(count, 4, 9000), *step_rows, *sampling, q, 3
+            accept(*verdict, sample_rows=ints(count, 4), all_greedy=all_greedy)
+    argmax(torch.zeros(count, 9000))
 
 
 def variant(launch: Launch) -> tuple[str, str]:

@@ -1,13 +1,14 @@
-"""The experts' products without a sort: gate and up with silu, then down and the sum over a row's experts; two launches.
+"""The experts' products: gate and up with silu, then down and the sum over a row's experts.
 
-A program has one expert, some of its output columns and a tile of rows. It looks up itself which of the rows chose its expert, and
-returns at once if none did, so that only the weights of experts that were chosen are read. Programs that differ in their rows alone
-follow one another, so that they find the weights in the cache. The shared expert counts as further experts that every row has chosen.
+A program has one expert, some of its output columns and a tile of rows. Up to 64 rows are one tile: a program looks up itself which of the
+rows chose its expert, and returns at once if none did, so that only the weights of experts that were chosen are read; two launches. More
+rows are grouped by expert (align.py), since each tile of rows as they are would meet every expert again: four launches, for rows by index.
+The shared expert counts as further experts that every row has chosen.
 
     inner [T, K + shared, S]     silu(gate) * up of row t's k-th expert, or gpt-oss's clamped gate; biases are added to what is multiplied;
                                  without a gate relu(up)^2, and gate_up [E, S, H] is up alone
     parts [T, K + shared, H]     its output, float32, weighted; always summed over k in this order, by the program that is the last one
-                                 to write parts of these rows and columns (arrivals.py)
+                                 to write parts of these rows and columns (arrivals.py), or in a launch of its own for grouped rows
 
 float8 weights (e4m3) have one float32 scale per 128 x 128 block and are widened in registers. Gate and up each begin a block of their own,
 
@@ -21,12 +22,14 @@ Moves the hit experts' 3 S H numbers, 6 S H FLOPs per row and expert.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.arrivals import arrival_counters
+from mtpserve_kernels.moe.align import MAX_ROWS, expert_tiles, tile_rows, tile_size
 from mtpserve_kernels.moe.reference import Clamped
 from mtpserve_kernels.tiling import Tiling, type_name, with_table
 
@@ -35,27 +38,13 @@ CHUNK = tl.constexpr(16)  # rows whose parts are added at a time
 
 
 @triton.jit
-def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Which rows of the tile chose this expert, and in which of their K places. Every row has chosen a shared expert."""
-    o_k = tl.arange(0, BK)
-    m = (o_t < rows)[:, None] & (o_k < K)[None, :]
-    number = expert
-    if FIRST is not None:
-        number = tl.where(expert < E, FIRST + expert, -2)  # a shared one has no number that somebody else's could have
-    b_match = tl.load(p_chosen + o_t[:, None] * K + o_k[None, :], mask=m, other=-1) == number
-    beyond = tl.where(expert >= E, 1, 0)
-    b_hits = tl.sum(b_match.to(tl.int32), 1) + beyond
-    b_place = tl.sum(tl.where(b_match, o_k[None, :], 0), 1)
-    return (b_hits > 0) & (o_t < rows), b_place + beyond * (K + expert - E)
-
-
-@triton.jit
 def add_parts(
     p_parts, p_chosen, p_out, p_arrivals, o_t, o_n, i_arrival, expert, rows, H: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr,
-    FIRST: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    FIRST: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Called by every program that has written parts of the rows o_t and columns o_n, and by the first expert's. What is counted are
     parts, so that experts without a row need not arrive; the first expert counts once more, since somebody must."""
+    BK: tl.constexpr = triton.next_power_of_2(K)
     o_k = tl.arange(0, BK)
     b_number = tl.load(p_chosen + o_t[:, None] * K + o_k[None, :], mask=(o_t < rows)[:, None] & (o_k < K)[None, :], other=-1)
     if FIRST is not None:
@@ -102,15 +91,14 @@ def activated(
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
-    p_x, p_chosen, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr,
-    E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
+    p_x, p_chosen, p_tiles, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr,
+    E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr,
     ALPHA: tl.constexpr, MOST: tl.constexpr, LIMIT: tl.constexpr, PLUS: tl.constexpr, HALVES: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
     """HALVES: see `activated`."""
-    i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_t, o_n, o_h = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BH)
-    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
+    expert, i_n, o_t, b_place, b_hit = tile_rows(p_chosen, p_tiles, rows, E, SHARED, FIRST, K, BT)
+    o_n, o_h = i_n * BN + tl.arange(0, BN), tl.arange(0, BH)
     if tl.sum(b_hit.to(tl.int32)) > 0:
         m_n = o_n < S
         p_gate, p_up = p_w + expert.to(tl.int64) * HALVES * S * H, p_w + (expert.to(tl.int64) * HALVES + 1) * S * H
@@ -157,13 +145,13 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def down_kernel(
-    p_inner, p_chosen, p_weights, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_parts, p_out, p_arrivals, rows, H: tl.constexpr,
-    S: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    p_inner, p_chosen, p_tiles, p_weights, p_w, p_shared, p_scale, p_shared_scale, p_bias, p_parts, p_out, p_arrivals, rows,
+    H: tl.constexpr, S: tl.constexpr, E: tl.constexpr, SHARED: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     BS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_t, o_n, o_s = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN), tl.arange(0, BS)
-    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
+    """Without p_tiles the parts are summed, too: see `add_parts`."""
+    expert, i_n, o_t, b_place, b_hit = tile_rows(p_chosen, p_tiles, rows, E, SHARED, FIRST, K, BT)
+    o_n, o_s = i_n * BN + tl.arange(0, BN), tl.arange(0, BS)
     is_hit = tl.sum(b_hit.to(tl.int32)) > 0
     if is_hit:
         m_n = o_n < H
@@ -194,14 +182,16 @@ def down_kernel(
             b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit & (b_place < K), other=1.0)
         tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
-    if is_hit | (expert == 0):
-        i_arrival = i_n * tl.num_programs(0) + i_t
-        add_parts(p_parts, p_chosen, p_out, p_arrivals, o_t, o_n, i_arrival, expert, rows, H, E, SHARED, FIRST, K, BK)
+    if p_tiles is None:
+        if is_hit | (expert == 0):
+            i_arrival = i_n * tl.num_programs(0) + tl.program_id(0)
+            add_parts(p_parts, p_chosen, p_out, p_arrivals, o_t, o_n, i_arrival, expert, rows, H, E, SHARED, FIRST, K)
 
 
 def tiling(rows: int, x_bytes: int, hip: bool) -> Tiling:
-    """float32, which no matrix unit multiplies in full precision, gets small tiles. BN and BK divide a block of float8 scales."""
-    largest = 16 if x_bytes == 4 else 64
+    """Of tiles of rows that follow one another. float32, which no matrix unit multiplies in full precision, gets small tiles. BN and BK
+    divide a block of float8 scales."""
+    largest = 16 if x_bytes == 4 else MAX_ROWS
     BT = min(largest, max(16, triton.next_power_of_2(rows)))
     return Tiling(BT, 32, 32, 2) if x_bytes == 4 else Tiling(BT, 64, 64, 1 if hip else 3)
 
@@ -215,6 +205,29 @@ def tilings(rows: int, x_bytes: int, weight_bytes: int, hip: bool) -> tuple[Tili
     return rule if weight_bytes == 1 else Tiling(rule.BT, 16, BLOCK, 4), Tiling(rule.BT, 32, BLOCK, 3)
 
 
+def grouped_tilings(BT: int, x_bytes: int, weight_bytes: int, hip: bool) -> tuple[Tiling, Tiling]:
+    """Of gate_up and of down, for tiles of BT rows of one expert. Few rows read weights: deep tiles have more of them on their way."""
+    if x_bytes == 4 or hip:
+        rule = Tiling(BT, 32, 32, 2) if x_bytes == 4 else Tiling(BT, 64, 64, 1)
+        return rule, rule
+    if BT <= 32:
+        return Tiling(BT, 64, BLOCK if weight_bytes > 1 else 64, 3), Tiling(BT, 64, BLOCK, 3)
+    return Tiling(BT, 64, 64, 3), Tiling(BT, BLOCK if weight_bytes > 1 else 64, 64, 3)
+
+
+def tilings_of(x: Tensor, gate_up: Tensor, down: Tensor, top: int) -> tuple[Tiling, Tiling]:
+    """Of gate_up and of down for these rows, those of the chip's table before the rule's. Rows of one expert are in tiles of one size."""
+    (rows, hidden), (number, _, size), weight_bytes, hip = x.shape, down.shape, gate_up.element_size(), torch.version.hip is not None
+    if rows > MAX_ROWS:
+        largest = 16 if x.element_size() == 4 else 128 if weight_bytes > 1 else 64
+        rules = grouped_tilings(tile_size(rows, top, number, largest), x.element_size(), weight_bytes, hip)
+    else:
+        rules = tilings(rows, x.element_size(), weight_bytes, hip)
+    shape = f"{type_name(gate_up.dtype)} E{number} K{top} H{hidden} S{size}"
+    (wide, _), (back, _) = (with_table(rule, op, shape, rows, x.device) for rule, op in zip(rules, ("gate_up", "down"), strict=True))
+    return wide, replace(back, BT=wide.BT)
+
+
 def experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
@@ -225,45 +238,60 @@ def experts(
     """See reference.experts. The shared expert's width is a multiple of an expert's; in float8 either both are or neither, and then an
     expert is as wide as whole blocks, unless the shared one is as wide as it is."""
     (rows, hidden), (number, _, size), top, halves = x.shape, down.shape, chosen.shape[1], 1 if squared else 2
-    assert gate_up.shape == (number, halves * size, hidden) and down.shape[1] == hidden and x.stride(1) == 1, (x.shape, gate_up.shape)
-    assert gate_up.is_contiguous() and down.is_contiguous() and chosen.is_contiguous() and weights.is_contiguous()
-    shared = 0
-    if shared_gate_up is not None and shared_down is not None:
-        shared = shared_down.shape[1] // size
-        assert shared_down.shape == (hidden, shared * size) and shared_gate_up.shape == (halves * shared * size, hidden), shared_down.shape
-        assert shared_gate_up.is_contiguous() and shared_down.is_contiguous()
-        assert shared_gate_up.dtype == gate_up.dtype and shared_down.dtype == down.dtype
-    blocks, deep = triton.cdiv(size, BLOCK), triton.cdiv(hidden, BLOCK)
-    check_scale(gate_up_scale, (number, halves * blocks, deep))
-    check_scale(down_scale, (number, deep, blocks))
-    check_scale(shared_gate_up_scale, (halves * shared * blocks, deep))
-    check_scale(shared_down_scale, (deep, shared * blocks))
+    assert x.stride(1) == 1 and chosen.is_contiguous() and weights.is_contiguous(), (x.stride(), chosen.stride(), weights.stride())
+    shared = check_matrices(gate_up, down, shared_gate_up, shared_down, hidden, halves)
+    check_scales(gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale, (number, hidden, size), shared, halves)
     assert not shared or (gate_up_bias is None and down_bias is None and clamped is None)
     assert gate_up_bias is None or (gate_up_bias.shape == (number, halves * size) and gate_up_bias.is_contiguous()), gate_up_bias.shape
     assert down_bias is None or (down_bias.shape == (number, hidden) and down_bias.is_contiguous()), down_bias.shape
     alpha, most, limit, plus = clamped or (1.0, None, None, None)
-    parts = top + shared
-    inner = torch.empty(rows, parts, size, dtype=x.dtype, device=x.device)
-    weighted = torch.empty(rows, parts, hidden, dtype=torch.float32, device=x.device)
+    inner = torch.empty(rows, top + shared, size, dtype=x.dtype, device=x.device)
+    parts = torch.empty(rows, top + shared, hidden, dtype=torch.float32, device=x.device)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    rules = tilings(rows, x.element_size(), gate_up.element_size(), torch.version.hip is not None)
-    shape = f"{type_name(gate_up.dtype)} E{number} K{top} H{hidden} S{size}"
-    (wide, _), (back, _) = (with_table(rule, op, shape, rows, x.device) for rule, op in zip(rules, ("gate_up", "down"), strict=True))
-    tiles, BK = triton.cdiv(rows, wide.BT), triton.next_power_of_2(top)
-    gate_up_kernel[(tiles, number + shared, triton.cdiv(size, wide.BN))](
-        x, chosen, gate_up, shared_gate_up, gate_up_scale, shared_gate_up_scale, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size,
-        E=number, SHARED=shared, K=top, BK=BK, BT=wide.BT, BN=wide.BN, BH=wide.BK, ALPHA=alpha, MOST=most,
+    wide, back = tilings_of(x, gate_up, down, top)
+    tiles = expert_tiles(chosen, number, shared, first, wide.BT)
+    gate_up_kernel[tiles.grid(size, wide.BN)](
+        x, chosen, tiles.table, gate_up, shared_gate_up, gate_up_scale, shared_gate_up_scale, gate_up_bias, inner, rows, x.stride(0),
+        H=hidden, S=size, E=number, SHARED=shared, K=top, BT=wide.BT, BN=wide.BN, BH=wide.BK, ALPHA=alpha, MOST=most,
         LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=wide.warps, num_stages=wide.stages,
     )  # fmt: skip
-    columns = triton.cdiv(hidden, back.BN)
-    down_kernel[(tiles, number + shared, columns)](
-        inner, chosen, weights, down, shared_down, down_scale, shared_down_scale, down_bias, weighted, out,
-        arrival_counters("experts", tiles * columns, x.device), rows, H=hidden, S=size, E=number, SHARED=shared, K=top, BK=BK,
+    down_kernel[tiles.grid(hidden, back.BN)](
+        inner, chosen, tiles.table, weights, down, shared_down, down_scale, shared_down_scale, down_bias, parts,
+        out, tiles.counters(hidden, back.BN), rows, H=hidden, S=size, E=number, SHARED=shared, K=top,
         BT=back.BT, BN=back.BN, BS=back.BK, FIRST=first, num_warps=back.warps, num_stages=back.stages,
     )  # fmt: skip
+    tiles.sum_parts(parts, out)
     return out
+
+
+def check_matrices(
+    gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None, hidden: int, halves: int
+) -> int:  # fmt: skip
+    """→ how many experts the shared one is as wide as."""
+    number, _, size = down.shape
+    assert gate_up.shape == (number, halves * size, hidden) and down.shape[1] == hidden, (gate_up.shape, down.shape)
+    assert gate_up.is_contiguous() and down.is_contiguous()
+    if shared_gate_up is None or shared_down is None:
+        return 0
+    shared = shared_down.shape[1] // size
+    assert shared_down.shape == (hidden, shared * size) and shared_gate_up.shape == (halves * shared * size, hidden), shared_down.shape
+    assert shared_gate_up.is_contiguous() and shared_down.is_contiguous()
+    assert shared_gate_up.dtype == gate_up.dtype and shared_down.dtype == down.dtype
+    return shared
+
+
+def check_scales(
+    gate_up: Tensor | None, down: Tensor | None, shared_gate_up: Tensor | None, shared_down: Tensor | None, shape: tuple[int, int, int],
+    shared: int, halves: int,
+) -> None:  # fmt: skip
+    number, hidden, size = shape
+    blocks, deep = triton.cdiv(size, BLOCK), triton.cdiv(hidden, BLOCK)
+    check_scale(gate_up, (number, halves * blocks, deep))
+    check_scale(down, (number, deep, blocks))
+    check_scale(shared_gate_up, (halves * shared * blocks, deep))
+    check_scale(shared_down, (deep, shared * blocks))
 
 
 def check_scale(scale: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -10,23 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.arrivals import arrival_counters
-from mtpserve_kernels.moe.experts import _hits, activated, add_parts, tiling
+from mtpserve_kernels.moe.align import MAX_ROWS, expert_tiles, tile_rows, tile_size
+from mtpserve_kernels.moe.experts import activated, add_parts, tiling
 from mtpserve_kernels.moe.reference import Clamped
 from mtpserve_kernels.quant.rows import FLOAT8, as_bytes, check_rows, form_of, row_scaled_tile, step_of
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_rows_kernel(
-    p_x, p_chosen, p_w, p_scale, p_zeros, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
-    K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, FORM: tl.constexpr,
+    p_x, p_chosen, p_tiles, p_w, p_scale, p_zeros, p_bias, p_inner, rows, stride_x, H: tl.constexpr, S: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, FORM: tl.constexpr,
     ALPHA: tl.constexpr, MOST: tl.constexpr, LIMIT: tl.constexpr, PLUS: tl.constexpr, HALVES: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
     """HALVES: see `activated`."""
-    i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_t, o_n = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN)
-    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
+    expert, i_n, o_t, b_place, b_hit = tile_rows(p_chosen, p_tiles, rows, E, 0, FIRST, K, BT)
+    o_n = i_n * BN + tl.arange(0, BN)
     if tl.sum(b_hit.to(tl.int32)) > 0:
         m_n = o_n < S
         o_gate = expert * HALVES * S + o_n
@@ -52,13 +51,12 @@ def gate_up_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def down_rows_kernel(
-    p_inner, p_chosen, p_weights, p_w, p_scale, p_zeros, p_bias, p_parts, p_out, p_arrivals, rows, H: tl.constexpr, S: tl.constexpr,
-    E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
+    p_inner, p_chosen, p_tiles, p_weights, p_w, p_scale, p_zeros, p_bias, p_parts, p_out, p_arrivals, rows, H: tl.constexpr,
+    S: tl.constexpr, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     FORM: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    i_t, expert, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_t, o_n = i_t * BT + tl.arange(0, BT), i_n * BN + tl.arange(0, BN)
-    b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K, BK)
+    expert, i_n, o_t, b_place, b_hit = tile_rows(p_chosen, p_tiles, rows, E, 0, FIRST, K, BT)
+    o_n = i_n * BN + tl.arange(0, BN)
     is_hit = tl.sum(b_hit.to(tl.int32)) > 0
     if is_hit:
         m_n = o_n < H
@@ -73,9 +71,10 @@ def down_rows_kernel(
             b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit, other=1.0)
         tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
-    if is_hit | (expert == 0):
-        i_arrival = i_n * tl.num_programs(0) + i_t
-        add_parts(p_parts, p_chosen, p_out, p_arrivals, o_t, o_n, i_arrival, expert, rows, H, E, 0, FIRST, K, BK)
+    if p_tiles is None:
+        if is_hit | (expert == 0):
+            i_arrival = i_n * tl.num_programs(0) + tl.program_id(0)
+            add_parts(p_parts, p_chosen, p_out, p_arrivals, o_t, o_n, i_arrival, expert, rows, H, E, 0, FIRST, K)
 
 
 def experts_rows(
@@ -97,24 +96,25 @@ def experts_rows(
     assert down_bias is None or (down_bias.shape == (number, hidden) and down_bias.is_contiguous()), down_bias.shape
     alpha, most, limit, plus = clamped or (1.0, None, None, None)
     inner = torch.empty(rows, top, size, dtype=x.dtype, device=x.device)
-    weighted = torch.empty(rows, top, hidden, dtype=torch.float32, device=x.device)
+    parts = torch.empty(rows, top, hidden, dtype=torch.float32, device=x.device)
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not rows:
         return out
     cut = tiling(rows, x.element_size(), torch.version.hip is not None)
-    tiles, BK = triton.cdiv(rows, cut.BT), triton.next_power_of_2(top)
+    BT = tile_size(rows, top, number, cut.BT) if rows > MAX_ROWS else cut.BT
+    tiles = expert_tiles(chosen, number, 0, first, BT)
     form, down_form = form_of(gate_up, gate_up_scale), form_of(down, down_scale)
     gate_up_scale, down_scale = as_bytes(gate_up_scale), as_bytes(down_scale)
     BN = min(cut.BN, 32) if form == FLOAT8 and gate_up_bias is not None else cut.BN  # wider ones spill
-    gate_up_rows_kernel[(tiles, number, triton.cdiv(size, BN))](
-        x, chosen, gate_up, gate_up_scale, gate_up_zeros, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size, E=number, K=top,
-        GROUPS=groups, BK=BK, BT=cut.BT, BN=BN, BH=step_of(cut.BK, hidden, groups), FORM=form,
+    gate_up_rows_kernel[tiles.grid(size, BN)](
+        x, chosen, tiles.table, gate_up, gate_up_scale, gate_up_zeros, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size, E=number,
+        K=top, GROUPS=groups, BT=BT, BN=BN, BH=step_of(cut.BK, hidden, groups), FORM=form,
         ALPHA=alpha, MOST=most, LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
-    columns = triton.cdiv(hidden, cut.BN)
-    down_rows_kernel[(tiles, number, columns)](
-        inner, chosen, weights, down, down_scale, down_zeros, down_bias, weighted, out,
-        arrival_counters("experts", tiles * columns, x.device), rows, H=hidden, S=size, E=number, K=top, GROUPS=down_groups, BK=BK,
-        BT=cut.BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form, FIRST=first, num_warps=4, num_stages=cut.stages,
+    down_rows_kernel[tiles.grid(hidden, cut.BN)](
+        inner, chosen, tiles.table, weights, down, down_scale, down_zeros, down_bias, parts, out, tiles.counters(hidden, cut.BN), rows,
+        H=hidden, S=size, E=number, K=top, GROUPS=down_groups, BT=BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form,
+        FIRST=first, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
+    tiles.sum_parts(parts, out)
     return out

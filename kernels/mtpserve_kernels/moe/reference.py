@@ -57,6 +57,27 @@ def clamped_gate(gate_up: Tensor, alpha: float, most: float, limit: float, plus:
     return gate * (alpha * gate).sigmoid() * (up + plus)
 
 
+def align(chosen: Tensor, number: int, shared: int, first: int | None, BT: int) -> Tensor:
+    """chosen [T, K] int64 → tiles [T * K // BT + E + shared * ceil(T / BT), 1 + BT] int32, see align.py. E is `number`, numbers of experts
+    begin with `first`; what is nobody's number here has no tile. A tile without an expert begins with -1, and the rest of it means nothing.
+    """
+    rows, top = chosen.shape
+    shared_tiles = -(-rows // BT)
+    tiles = torch.full((rows * top // BT + number + shared * shared_tiles, 1 + BT), -1, dtype=torch.int32)
+    before, places = 0, (chosen - (first or 0)).cpu()
+    for expert in range(number + shared):
+        row, place = (places == expert).nonzero(as_tuple=True)
+        start = shared * shared_tiles + before // BT + expert
+        if expert >= number:
+            row, place = torch.arange(rows), torch.tensor(top + expert - number)
+            start = (expert - number) * shared_tiles
+        else:
+            before += len(row)
+        for i, parts in enumerate((row * (top + shared) + place).split(BT) if len(row) else ()):
+            tiles[start + i, 0], tiles[start + i, 1 : 1 + len(parts)] = expert, parts.int()
+    return tiles.to(chosen.device)
+
+
 def experts(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, shared_gate_up: Tensor | None, shared_down: Tensor | None,
     gate_up_scale: Tensor | None = None, down_scale: Tensor | None = None,
