@@ -61,6 +61,7 @@ def fake() -> Iterator[None]:
         patch_function("staged", staged_fake),
         patch_function("processors_of", lambda device: PROCESSORS),
         patch_function("chip_of", lambda device: "sm_90"),
+        patch_function("has_float32_product", lambda device: True),
     ):
         yield
 

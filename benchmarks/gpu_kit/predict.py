@@ -120,6 +120,15 @@ def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     return (2.2 + block_us * split_blocks) * waves(launch, min(1.0, filled / splits), ceilings, 2) + sum_us
 
 
+def race_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    """A chunk's 4,096 logarithms in float64, of which a processor does 64 operations at a time."""
+    return 2.5 + 1.7 * prod(launch.grid) / ceilings.processors
+
+
+def walk_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    return 1.6 + 0.15 * constant(launch, "DEPTH", default=0)
+
+
 Chain = Callable[[Launch, int, Ceilings], float]
 
 
@@ -136,7 +145,9 @@ CHAINS: dict[str, Chain] = {
     "combine_kernel": constant_us(1.8),
     "latent_store_kernel": constant_us(0.9),
     "rope_store_kernel": constant_us(0.8),
-    "choose_kernel": constant_us(1.6),
+    "argmax_kernel": constant_us(2.3),
+    "race_kernel": race_chain,
+    "walk_kernel": walk_chain,
 }
 TRITON_US, TORCH_US = 0.7, 0.6  # of other kernels
 

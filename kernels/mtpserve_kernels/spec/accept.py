@@ -38,7 +38,7 @@ def _at(b_values, o, node):
     return tl.sum(tl.where(o == node, b_values, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_drafts", "p_rows", "p_count", "p_parents", "p_seats", "stride_parents"])
 def walk_kernel(
     p_drafts, p_rows, p_count, p_parents, p_seats, p_temperature, p_coupled, p_keys, p_winners, p_coins,
     p_tokens, p_accepted, p_path, p_failed, stride_parents, NODES: tl.constexpr, DEPTH: tl.constexpr, CHUNKS: tl.constexpr,

@@ -63,7 +63,7 @@ def largest_key(p_keys, i_row, CHUNKS: tl.constexpr):
     return tl.max(tl.load(p_keys + i_row.to(tl.int64) * CHUNKS + o, mask=o < CHUNKS, other=LEAST_KEY, volatile=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_seats"])
 def argmax_kernel(
     p_logits, p_keys, p_masses, p_seats, p_temperature, p_arrivals, p_places, stride, NODES: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, CHUNKS: tl.constexpr,

@@ -101,7 +101,7 @@ def _mass_above(p_row, top, inverse, cut, V: tl.constexpr, BV: tl.constexpr):
     return tl.sum(b_mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_seats"])
 def cut_kernel(
     p_logits, p_keys, p_masses, p_seats, p_temperature, p_top_k, p_top_p, p_min_p, p_cuts, p_totals, NODES: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, CHUNKS: tl.constexpr,
@@ -146,7 +146,7 @@ def _winner(b_weight, b_noise, o, p_part, CHUNKS: tl.constexpr):
     tl.store(p_part + CHUNKS, tl.min(tl.where(b_speed == best, o, 0x7FFFFFFF)).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_drafts", "p_rows", "p_depths", "p_seats", "stride_depths"])
 def race_kernel(
     p_logits, p_drafts, p_rows, p_depths, p_seats, p_length, p_temperature, p_seed, p_coupled, p_q, p_keys, p_masses, p_cuts, p_totals,
     p_winners, p_coins, stride_depths, stride_q, last_q, NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNKS: tl.constexpr,
