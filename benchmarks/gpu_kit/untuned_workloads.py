@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -74,14 +76,29 @@ def silu(device_config: DeviceConfig, rows: int, size: int) -> RunBytes:
     return lambda i: silu_mul(x), 1.5 * x.nbytes
 
 
-def rope(device_config: DeviceConfig, rows: int, heads: int, kv_heads: int, dim: int) -> RunBytes:
-    from mtpserve_kernels.fused.rope import rope_store
+def latent(device_config: DeviceConfig, rows: int, heads: int, rank: int, rope: int) -> RunBytes:
+    from mtpserve_kernels.fused.rope import latent_store
 
-    qkv = x_of(device_config, rows, (heads + 2 * kv_heads) * dim).view(rows, -1, dim)
-    table, places = torch.randn(1024, dim // 2, device=device_config.device), torch.arange(rows, device=device_config.device)
-    keys = qkv.new_empty(rows, kv_heads, dim)
-    values = torch.empty_like(keys)
-    return lambda i: rope_store(qkv, places, table, table, places, keys, values, heads), 2 * qkv.nbytes
+    device = device_config.device
+    q, down = x_of(device_config, rows, heads * 2 * rope).view(rows, heads, -1), x_of(device_config, rows, rank + rope)
+    table, places = torch.randn(1024, rope // 2, device=device), torch.arange(rows, device=device)
+    cache, norm = down.new_empty(rows, 1, rank + rope), torch.ones(rank, device=device, dtype=down.dtype)
+    num_bytes = 2.0 * down.nbytes + q.nbytes  # half of each head is rotated
+    return lambda i: latent_store(q, down, places, table, table, places, cache, norm, 1e-6, rope), num_bytes
+
+
+def norm_chain(device_config: DeviceConfig, rows: int, hidden: int, dependent: int) -> RunBytes:
+    """Norms that follow one another, with programmatic dependent launch (where the chip has it) and without."""
+    from mtpserve_kernels import dependent_launch
+    from mtpserve_kernels.fused.norm import add_rms_norm
+
+    x = x_of(device_config, rows, hidden)
+
+    def run(i: int) -> object:
+        with patch.dict(os.environ, {dependent_launch.DISABLE: str(1 - dependent)}):
+            return add_rms_norm(x, x, x[0], 1e-6)
+
+    return run, 4.0 * x.nbytes
 
 
 def compaction(device_config: DeviceConfig, rows: int, layers: int, kv_heads: int, dim: int) -> RunBytes:
@@ -94,20 +111,24 @@ def compaction(device_config: DeviceConfig, rows: int, layers: int, kv_heads: in
 
 
 OPS: dict[str, Callable[..., RunBytes]] = {
-    "linear_fp8": float8, "linear_rows": four_bits, "experts_rows": four_bit_experts, "silu_mul": silu, "rope_store": rope,
-    "compact": compaction,
+    "linear_fp8": float8, "linear_rows": four_bits, "experts_rows": four_bit_experts, "silu_mul": silu, "latent_store": latent,
+    "norm_chain": norm_chain, "compact": compaction,
 }  # fmt: skip
 
 
 def untuned_workloads(toy: bool) -> list[UntunedWorkload]:
-    """Sizes of 7 to 8 B parameters, and DeepSeek-V2-Lite's experts."""
-    rows = (2,) if toy else (1, 4, 16, 64)
-    sizes = {
-        "linear_fp8": (128, 128) if toy else (4096, 4096),
-        "linear_rows": (64, 128) if toy else (4096, 4096),
-        "experts_rows": (4, 2, 64, 32) if toy else (64, 6, 2048, 1408),
-        "silu_mul": (64,) if toy else (11008,),
-        "rope_store": (2, 1, 32) if toy else (32, 8, 128),
-        "compact": (2, 1, 32) if toy else (36, 8, 128),
+    """Sizes of 7 to 8 B parameters, and DeepSeek-V2-Lite's experts and heads."""
+    rows, many_rows = ((2,), ()) if toy else ((1, 4, 16, 64), (128, 512))
+    short = {
+        "silu_mul": [(64,) if toy else (11008,)],
+        "latent_store": [(2, 32, 16) if toy else (16, 512, 64)],
+        "norm_chain": [(64, 1), (64, 0)] if toy else [(4096, 1), (4096, 0)],
     }
-    return [UntunedWorkload(op, number, shape) for op, shape in sizes.items() for number in rows]
+    others = {
+        "linear_fp8": [(128, 128) if toy else (4096, 4096)],
+        "linear_rows": [(64, 128) if toy else (4096, 4096)],
+        "experts_rows": [(4, 2, 64, 32) if toy else (64, 6, 2048, 1408)],
+        "compact": [(2, 1, 32) if toy else (36, 8, 128)],
+    }
+    workloads = [UntunedWorkload(op, number, size) for op, sizes in short.items() for size in sizes for number in (*rows, *many_rows)]
+    return [*workloads, *(UntunedWorkload(op, number, size) for op, sizes in others.items() for size in sizes for number in rows)]

@@ -51,10 +51,12 @@ def launch(entry: Entry) -> None:
             experts(entry.dtype, rows, size)
         elif entry.op in ("span_gqa", "span_mla"):
             span(entry.op, entry.dtype, rows, size)
-        elif entry.op == "skinny_linear":
-            skinny_linear(entry.dtype, min(rows, 64), size)
+        elif entry.op in ("skinny_linear", "skinny_gated"):
+            few_rows(entry.op, entry.dtype, min(rows, 64), size)
         elif entry.op == "add_rms_norm":
             add_rms_norm(entry.dtype, rows, size)
+        elif entry.op == "rope_store":
+            rope_store(entry.dtype, rows, size)
         else:
             raise ValueError(f"no wrapper consults a table for the op {entry.op!r}")
 
@@ -92,12 +94,17 @@ def span(op: str, dtype: torch.dtype, width: int, size: dict[str, int]) -> None:
         span_gqa(q, cache, cache.clone(), *where, width=width)
 
 
-def skinny_linear(dtype: torch.dtype, rows: int, size: dict[str, int]) -> None:
-    from mtpserve_kernels.fused.linear import skinny_linear
+def few_rows(op: str, dtype: torch.dtype, rows: int, size: dict[str, int]) -> None:
+    from mtpserve_kernels.fused.linear import skinny_gated, skinny_linear
 
-    weight = torch.zeros(size["N"], size["K"], dtype=dtype)
-    scale = torch.zeros(-(-size["N"] // 128), -(-size["K"] // 128)) if dtype.itemsize == 1 else None
-    skinny_linear(torch.zeros(rows, size["K"], dtype=dtype if dtype.itemsize > 1 else torch.bfloat16), weight, None, scale)
+    weight, x = (
+        torch.zeros(size["N"], size["K"], dtype=dtype),
+        torch.zeros(rows, size["K"], dtype=dtype if dtype.itemsize > 1 else torch.bfloat16),
+    )
+    if op == "skinny_gated":
+        skinny_gated(x, weight)
+    else:
+        skinny_linear(x, weight, None, torch.zeros(-(-size["N"] // 128), -(-size["K"] // 128)) if dtype.itemsize == 1 else None)
 
 
 def add_rms_norm(dtype: torch.dtype, rows: int, size: dict[str, int]) -> None:
@@ -105,3 +112,12 @@ def add_rms_norm(dtype: torch.dtype, rows: int, size: dict[str, int]) -> None:
 
     x = torch.zeros(rows, size["H"], dtype=dtype)
     add_rms_norm(x, x, x[0], 1e-6)
+
+
+def rope_store(dtype: torch.dtype, rows: int, size: dict[str, int]) -> None:
+    from mtpserve_kernels.fused.rope import rope_store
+
+    heads, kv_heads, dim = size["heads"], size["kv"], size["D"]
+    qkv, table, cache = torch.zeros(rows, heads + 2 * kv_heads, dim, dtype=dtype), torch.zeros(64, dim // 2), torch.zeros(64, kv_heads, dim)
+    for norm in (None, qkv[0, 0]):
+        rope_store(qkv, ints(rows), table, table, ints(rows), cache.to(dtype), cache.to(dtype), heads, norm, norm)

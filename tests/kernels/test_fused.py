@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mtpserve_kernels import tuned
 from mtpserve_kernels.fused import reference
 from mtpserve_kernels.fused.linear import skinny_linear
 from mtpserve_kernels.fused.norm import add_rms_norm
@@ -92,6 +93,18 @@ def test_latent_store(device: torch.device, heads: int, rank: int, rope: int, no
     query = torch.full((rows, heads, rank + rope), torch.nan, device=device)
     latent_store(q, down, positions, cos, sin, slots, caches[0], norm, 1e-6, nope, interleaved, query[..., rank:])
     assert torch.equal(query[..., rank:], both[0]) and query[..., :rank].isnan().all()
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_heads_of_a_program_do_not_change_numbers(device: torch.device, block: int) -> None:
+    heads, kv_heads, dim, (cos, sin), positions = 5, 2, 48, tables(device, 48), torch.tensor([7, 0], device=device)
+    qkv, norm = numbers(device, 2, heads + 2 * kv_heads, dim), numbers(device, dim)
+    caches = [[torch.zeros(2, kv_heads, dim, device=device) for _ in range(2)] for _ in range(2)]
+    slots = torch.tensor([1, 0], device=device)
+    expected = rope_store(qkv, positions, cos, sin, slots, *caches[0], heads, norm, norm)
+    with tuned.override("rope_store", {"BH": block, "warps": 1}):
+        assert torch.equal(rope_store(qkv, positions, cos, sin, slots, *caches[1], heads, norm, norm), expected)
+    assert all(torch.equal(*pair) for pair in zip(*caches, strict=True))
 
 
 def test_a_rows_numbers_do_not_depend_on_others(device: torch.device) -> None:

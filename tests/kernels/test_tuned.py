@@ -26,8 +26,10 @@ FIELDS = {
     "down": {"BN", "BK", "stages", "warps"},
     "span_gqa": {"BM", "BN", "warps", "stages", "splits"},
     "span_mla": {"BM", "BN", "warps", "stages", "splits"},
-    "skinny_linear": {"BN", "BK", "stages", "warps", "splits"},
+    "skinny_linear": {"BT", "BN", "BK", "stages", "warps", "splits"},
+    "skinny_gated": {"BT", "BN", "BK", "stages", "warps", "splits"},
     "add_rms_norm": {"warps"},
+    "rope_store": {"BH", "warps"},
 }
 CHIPS = sorted(path.stem for path in Path(tuned.__file__).parent.glob("*.json"))
 SHAPE = "float32 E8 K2 H64 S96"

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels import dependent_launch
+from mtpserve_kernels import dependent_launch, tuned
 from mtpserve_kernels.dependent_launch import grid_dependency_wait
+from mtpserve_kernels.tiling import type_name
 
-NUMBERS = 1024  # that a program rotates, 16 a thread
+NUMBERS, WARPS = 1024, 2  # that a program rotates, 16 a thread
 
 
 @triton.jit
@@ -190,12 +191,14 @@ def rope_store(
     assert qkv.stride(2) == 1 and qkv.stride(1) == dim and k_cache.stride(1) == v_cache.stride(1) == dim
     assert 2 * cos.shape[1] <= dim and cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32
     assert (q_norm is None) == (k_norm is None), "queries and keys both have a norm, or neither"
-    q, block = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device), block_heads(heads, dim)
+    q = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    entry = tuned.tiling("rope_store", f"{type_name(qkv.dtype)} heads{heads} kv{kv_heads} D{dim}", rows, qkv.device) or {}
+    block = entry.get("BH", block_heads(heads, dim))
     if rows:
         rope_store_kernel[(rows, triton.cdiv(heads, block) + triton.cdiv(kv_heads, block))](
             qkv, q, positions, cos, sin, slots, k_cache, v_cache, q_norm, k_norm, qkv.stride(0), k_cache.stride(0), v_cache.stride(0),
             eps, HEADS=heads, KV_HEADS=kv_heads, D=dim, ROPE=2 * cos.shape[1], BH=block, INTERLEAVED=interleaved,
-            NORM=q_norm is not None, launch_pdl=dependent_launch.enabled(qkv.device), num_warps=2,
+            NORM=q_norm is not None, launch_pdl=dependent_launch.enabled(qkv.device), num_warps=entry.get("warps", WARPS),
         )  # fmt: skip
     return q
 
@@ -216,6 +219,6 @@ def latent_store(
         latent_store_kernel[(rows, triton.cdiv(heads, block) + 1)](
             q, q_rope, down, positions, cos, sin, slots, cache, norm, q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1),
             down.stride(0), cache.stride(0), eps, NOPE=nope, RANK=rank, BRANK=triton.next_power_of_2(rank), ROPE=rope, BH=block,
-            HEADS=heads, INTERLEAVED=interleaved, launch_pdl=dependent_launch.enabled(q.device), num_warps=2,
+            HEADS=heads, INTERLEAVED=interleaved, launch_pdl=dependent_launch.enabled(q.device), num_warps=WARPS,
         )  # fmt: skip
     return q_rope
