@@ -80,9 +80,9 @@ def latent(device_config: DeviceConfig, rows: int, heads: int, rank: int, rope: 
     from mtpserve_kernels.fused.rope import latent_store
 
     device = device_config.device
+    table, places, norm = torch.randn(1024, rope // 2, device=device), torch.arange(rows, device=device), x_of(device_config, 1, rank)[0]
     q, down = x_of(device_config, rows, heads * 2 * rope).view(rows, heads, -1), x_of(device_config, rows, rank + rope)
-    table, places = torch.randn(1024, rope // 2, device=device), torch.arange(rows, device=device)
-    cache, norm = down.new_empty(rows, 1, rank + rope), torch.ones(rank, device=device, dtype=down.dtype)
+    cache = down.new_empty(rows, 1, rank + rope)
     num_bytes = 2.0 * down.nbytes + q.nbytes  # half of each head is rotated
     return lambda i: latent_store(q, down, places, table, table, places, cache, norm, 1e-6, rope), num_bytes
 
@@ -92,11 +92,11 @@ def norm_chain(device_config: DeviceConfig, rows: int, hidden: int, dependent: i
     from mtpserve_kernels import dependent_launch
     from mtpserve_kernels.fused.norm import add_rms_norm
 
-    x = x_of(device_config, rows, hidden)
+    weight, x = x_of(device_config, 1, hidden)[0], x_of(device_config, rows, hidden)
 
     def run(i: int) -> object:
         with patch.dict(os.environ, {dependent_launch.DISABLE: str(1 - dependent)}):
-            return add_rms_norm(x, x, x[0], 1e-6)
+            return add_rms_norm(x, x, weight, 1e-6)
 
     return run, 4.0 * x.nbytes
 
@@ -110,9 +110,43 @@ def compaction(device_config: DeviceConfig, rows: int, layers: int, kv_heads: in
     return lambda i: compact(pool, target + 3, target), 2 * layers * target.numel() * kv_heads * dim * 2
 
 
+def argmax(device_config: DeviceConfig, rows: int, vocab: int, own: int) -> RunBytes:
+    """By the kernel, and by torch."""
+    from mtpserve_kernels.spec.argmax import argmax as kernel
+
+    logits = torch.randn(rows, vocab, device=device_config.device)
+    return (lambda i: kernel(logits)) if own else (lambda i: logits.argmax(-1)), logits.nbytes
+
+
+def sampled_verdict(device_config: DeviceConfig, rows: int, vocab: int, cuts: int) -> RunBytes:
+    """Without drafts, of a temperature alone, and with top-p."""
+    from mtpserve_kernels.spec.accept import accept
+
+    device = device_config.device
+    logits, seats, one = torch.randn(rows, 1, vocab, device=device) * 3, torch.arange(rows, device=device), torch.ones(rows, device=device)
+    none, drafts = torch.zeros_like(seats), torch.zeros(rows, 0, dtype=torch.int64, device=device)
+    numbers = one, none, 0.9 * one, 0 * one, none, none.bool()
+    options = {"any_top_k": False, "any_top_p": bool(cuts), "any_min_p": False}
+    return lambda i: accept(logits, drafts, none, None, None, seats, none, *numbers, None, 0, **options), logits.nbytes
+
+
+def head(device_config: DeviceConfig, rows: int, vocab: int, hidden: int, wide: int) -> RunBytes:
+    """Float32 logits: as the layers multiply them, and rounded and widened. On a CPU both are."""
+    from mtpserve.layers.linear import Linear
+    from mtpserve.layers.torch_kernels import torch_kernels
+    from mtpserve.quant.unquantized import Unquantized
+
+    x = x_of(device_config, rows, hidden)
+    with torch.device("meta"):
+        layer = Linear(hidden, (vocab,), Unquantized(torch_kernels()))
+    layer.weight = torch.nn.Parameter(torch.randn(vocab, hidden, device=x.device, dtype=x.dtype) * hidden**-0.5, requires_grad=False)
+    num_bytes = (vocab * hidden + rows * hidden) * 2.0 + rows * vocab * 4
+    return (lambda i: layer(x, torch.float32)) if wide else (lambda i: layer(x).float()), num_bytes
+
+
 OPS: dict[str, Callable[..., RunBytes]] = {
     "linear_fp8": float8, "linear_rows": four_bits, "experts_rows": four_bit_experts, "silu_mul": silu, "latent_store": latent,
-    "norm_chain": norm_chain, "compact": compaction,
+    "norm_chain": norm_chain, "compact": compaction, "argmax": argmax, "accept_sampled": sampled_verdict, "head": head,
 }  # fmt: skip
 
 
@@ -123,6 +157,9 @@ def untuned_workloads(toy: bool) -> list[UntunedWorkload]:
         "silu_mul": [(64,) if toy else (11008,)],
         "latent_store": [(2, 32, 16) if toy else (16, 512, 64)],
         "norm_chain": [(64, 1), (64, 0)] if toy else [(4096, 1), (4096, 0)],
+        "argmax": [(9000, 1), (9000, 0)] if toy else [(151936, 1), (151936, 0)],
+        "accept_sampled": [(9000, 0), (9000, 1)] if toy else [(151936, 0), (151936, 1)],
+        "head": [(300, 64, 1), (300, 64, 0)] if toy else [(151936, 896, 1), (151936, 896, 0)],
     }
     others = {
         "linear_fp8": [(128, 128) if toy else (4096, 4096)],
