@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mtpserve.core.arch import Features, LayerKind, ModelArch
@@ -99,16 +99,10 @@ class LinearKernels(Protocol):
     def pack_int8(self) -> PackInt8: ...
 
     @property
-    def linear(self) -> LinearProduct: ...
+    def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]: ...  # x [T, K], weight [N, K], bias [N] → x W^T + bias
 
     @property
     def linear_stored(self) -> LinearStored: ...
-
-
-class LinearProduct(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor:
-        """x [T, K], weight [N, K] as it is in the checkpoint, bias [N] → [T, N]: x W^T + bias."""
-        ...
 
 
 class LinearStored(Protocol):

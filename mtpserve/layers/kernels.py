@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtpserve.core.arch import ClampedGate, MoEArch, Ungated
 from mtpserve.core.parallel import ALONE, Ranks, SpreadExperts
-from mtpserve.core.protocols import Context, LinearProduct, LinearStored, Pack, PackInt8
+from mtpserve.core.protocols import Context, LinearStored, Pack, PackInt8
 from mtpserve.core.registry import Registry
 from mtpserve.layers.rope import Rotation
 
@@ -253,7 +253,7 @@ class Kernels:
     pack: Pack
     pack_int8: PackInt8
     linear_stored: LinearStored
-    linear: LinearProduct = F.linear
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear  # of weights as they are in the checkpoint
     ranks: Ranks = ALONE  # what sums and gathers the parts of products that ranks share
     spread: SpreadExperts | None = None  # what reaches the routed experts where they are spread over several engines
 
