@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 from math import ceil
 
@@ -9,6 +10,9 @@ from gpu_kit.workloads import Workload
 
 Tile = dict[str, int]
 SHARED_BYTES, PROCESSORS, MAX_TILES = 220 << 10, 132, 10
+MAX_PRODUCT_TILES, SPLITS = 8, (1, 2, 4, 8)
+READ_BYTES_PER_US, BYTES_ON_THE_WAY = 4.5e6, 40 << 10  # of an H200, and those for each of its processors that keep its memory busy
+WAIT_US, SPLIT_US = 0.7, 1.0  # for bytes from memory; for the program that adds the parts
 MAX_BLOCK_ROWS = 64  # of a block of the experts' kernels
 
 
@@ -18,22 +22,65 @@ def spread(tiles: list[Tile]) -> list[Tile]:
     return [tiles[int(i * step)] for i in range(min(len(tiles), MAX_TILES))]
 
 
-def near_two_waves(tiles: list[Tile], num_blocks: list[int]) -> list[Tile]:
-    """The MAX_TILES tiles whose number of blocks is nearest to two for each processor, in their old order."""
-    order = sorted(range(len(tiles)), key=lambda i: abs(num_blocks[i] / (2 * PROCESSORS) - 1))
-    return [tiles[i] for i in sorted(order[:MAX_TILES])]
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """Of a product of few rows: BM rows of W, K in steps of BK. `BT`: 1 or 2 without the matrix unit, else 16."""
+
+    BT: int
+    BM: int
+    BK: int
+    stages: int
+    warps: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return (self.BM + self.BT) * self.BK * 2 * (self.stages - 1)
+
+    @property
+    def resident(self) -> int:
+        """Programs on one processor."""
+        thread_registers = 56 if self.BT == 16 else 40 + 5 * self.BM * max(1, self.BK // (256 * self.warps))
+        return min(SHARED_BYTES // (self.shared_bytes + 1024), 65536 // (32 * self.warps * thread_registers), 64 // self.warps, 32)
+
+    def microseconds(self, outputs: int, inputs: int, splits: int) -> float:
+        """A rough order of candidates: the bytes at the read bandwidth, less where too few are on their way, or a program's waits one after
+        the other."""
+        blocks, depth, ahead = ceil(outputs / self.BM), ceil(ceil(inputs / self.BK) / splits), max(self.stages - 1, 1)
+        waves = max(blocks * splits / (self.resident * PROCESSORS), 1.0)
+        on_the_way = blocks * splits / waves / PROCESSORS * min(ahead, depth) * self.BM * self.BK * 2
+        memory_us = outputs * inputs * 2 / READ_BYTES_PER_US / min(1.0, on_the_way / BYTES_ON_THE_WAY)
+        return max(memory_us, WAIT_US * waves * ceil(depth / ahead)) + (SPLIT_US if splits > 1 else 0.0)
+
+    def tiling(self, op: str, splits: int) -> Tile:
+        """As the table has it: BN of outputs, two rows of W for each where they are gated; BT only without the matrix unit."""
+        BN = self.BM // 2 if op == "skinny_gated" else self.BM
+        tile = {"BN": BN, "BK": self.BK, "stages": self.stages, "warps": self.warps, "splits": splits}
+        return tile if self.BT == 16 else {"BT": self.BT} | tile
 
 
-def skinny(workload: Workload) -> list[Tile]:
-    outputs, inputs = workload.sizes
-    tiles, num_blocks = list[Tile](), list[int]()
-    for BN, BK, stages, warps, splits in product((16, 32, 64), (128, 256), (3, 4), (4, 8), (1, 2, 4, 8)):
-        depth, count = ceil(inputs / BK / splits), ceil(outputs / BN) * splits
-        fits = (BN + max(16, workload.rows)) * BK * 2 * stages <= SHARED_BYTES
-        if fits and (splits == 1 or depth >= 2) and (warps == 4 or BN == 64) and (stages == 3 or depth >= stages):
-            num_blocks.append(count)
-            tiles.append({"BN": BN, "BK": BK, "stages": stages, "warps": warps, "splits": splits})
-    return near_two_waves(tiles, num_blocks)
+# BM, BK, stages, warps
+GEMV_TILES = (
+    (4, 1024, 4, 4), (8, 1024, 3, 4), (8, 1024, 1, 4), (4, 2048, 3, 8), (8, 2048, 1, 8), (2, 2048, 4, 8), (4, 512, 4, 2), (8, 512, 3, 2),
+    (4, 256, 4, 1), (16, 128, 1, 1),
+)  # fmt: skip
+DOT_TILES = ((16, 256, 4, 4), (16, 128, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 128, 4, 4), (64, 64, 5, 4), (16, 512, 3, 4))
+
+
+def products(workload: Workload) -> list[Tile]:
+    """Each form with its best number of splits, those first that should be fast, then some with the second best. For one row and two
+    some are of the matrix unit, for comparison."""
+    (outputs, inputs), gated = workload.sizes, workload.op == "skinny_gated"
+    unit, gemv = list[tuple[int, float, Tile]](), list[tuple[int, float, Tile]]()
+    forms = [(unit, ProductTile(16, *form)) for form in DOT_TILES]
+    forms += [(gemv, ProductTile(workload.rows, *form)) for form in GEMV_TILES if workload.rows <= 2]
+    for tiles, tile in forms:
+        if inputs * 3 < tile.BK * 2 > 512 or (gated and tile.BM < 4):
+            continue
+        depth = ceil(inputs / tile.BK)
+        times = sorted((tile.microseconds(outputs, inputs, splits), splits) for splits in ((1,) if gated else SPLITS) if splits <= depth)
+        tiles += [(rank, us, tile.tiling(workload.op, splits)) for rank, (us, splits) in enumerate(times[:2])]
+    ordered = [[tile for _, _, tile in sorted(tiles, key=lambda entry: entry[:2])] for tiles in (gemv, unit)]
+    return [*ordered[0][: MAX_PRODUCT_TILES - 2], *ordered[1][: 2 if gemv else MAX_PRODUCT_TILES]]
 
 
 def experts(workload: Workload) -> list[Tile]:
@@ -76,9 +123,19 @@ def norm(workload: Workload) -> list[Tile]:
     return [{"warps": warps} for warps in (1, 2, 4, 8, 16) if warps * 32 <= max(workload.sizes[0] // 2, 32)]
 
 
+def rope(workload: Workload) -> list[Tile]:
+    """256 to 4,096 numbers of a program, 8 or 16 a thread."""
+    dim = workload.sizes[2]
+    return [
+        {"BH": numbers // dim, "warps": warps}
+        for numbers, warps in product((256, 1024, 2048, 4096), (1, 2, 4, 8))
+        if numbers >= dim and 8 <= numbers // (32 * warps) <= 16
+    ]
+
+
 TILES = {
-    "skinny_linear": skinny, "gate_up": experts, "down": experts, "route": router, "span_gqa": span, "span_mla": span,
-    "add_rms_norm": norm,
+    "skinny_linear": products, "skinny_gated": products, "gate_up": experts, "down": experts, "route": router, "span_gqa": span,
+    "span_mla": span, "add_rms_norm": norm, "rope_store": rope,
 }  # fmt: skip
 
 

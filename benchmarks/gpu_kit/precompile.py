@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -30,7 +31,7 @@ from gpu_kit.launches import launch_hook
 from gpu_kit.models import Cell, DeviceConfig
 from gpu_kit.steps import first_line
 from gpu_kit.untuned_workloads import UntunedWorkload
-from gpu_kit.workloads import Workload, is_prompt
+from gpu_kit.workloads import PRODUCTS, Workload, is_prompt
 
 TARGET = ("cuda", 90, 32)
 TILES_OF_JOB = 6
@@ -190,20 +191,34 @@ def compile_cell(cell: Cell) -> CompileCounts:
 def kernel_class(workload: Workload) -> tuple[Any, ...]:
     """Equal for workloads with the same kernels; those of attention differ in whether there are splits, and who adds them up."""
     rows = min(max(16, 1 << (workload.rows - 1).bit_length()), 64)
-    if workload.kind in ("router", "norm"):
+    if workload.kind in ("router", "norm", "rope"):
         return workload.op, workload.kind, workload.sizes
+    if workload.kind in PRODUCTS:  # for any numbers of outputs and inputs
+        return workload.op, workload.kind, rows if workload.rows > 2 else workload.rows
     return workload.op, workload.kind, workload.rows if workload.kind == "span" else rows, workload.sizes
 
 
 def distinct_kernels(workloads: Iterable[Workload]) -> list[tuple[Workload, list[Tile | None]]]:
-    """One workload for all that have the same kernels, with some of its tilings, the default first: jobs of a few seconds each."""
+    """One workload for all that have the same kernels, with some of their tilings, the default first: jobs of a few seconds each."""
     distinct = dict[tuple[Any, ...], Workload]()
+    tiles = defaultdict[tuple[Any, ...], dict[tuple[Any, ...], Tile | None]](dict)
     for workload in workloads:
-        distinct.setdefault(kernel_class(workload), workload)
-    tiles: dict[tuple[Any, ...], list[Tile | None]] = {
-        key: [None] if is_prompt(workload) else [None, *tiles_of(workload)] for key, workload in distinct.items()
-    }
-    return [(distinct[key], tiles[key][i : i + TILES_OF_JOB]) for key in distinct for i in range(0, len(tiles[key]), TILES_OF_JOB)]
+        key = kernel_class(workload)
+        distinct.setdefault(key, workload)
+        default: list[Tile | None] = [{"splits": 1}, {"splits": 2}] if workload.kind in PRODUCTS else [None]
+        for tile in default if is_prompt(workload) else [*default, *tiles_of(workload)]:
+            tiles[key].setdefault(constants_of(workload, tile), tile)
+    lists = {key: list(some.values()) for key, some in tiles.items()}
+    return [(distinct[key], lists[key][i : i + TILES_OF_JOB]) for key in distinct for i in range(0, len(lists[key]), TILES_OF_JOB)]
+
+
+def constants_of(workload: Workload, tile: Tile | None) -> tuple[Any, ...]:
+    """Equal for tilings with the same kernels: those of products know only whether there are splits."""
+    if tile is None:
+        return ()
+    if workload.kind in PRODUCTS:
+        tile = tile | {"splits": min(tile["splits"], 2)}
+    return tuple(sorted(tile.items()))
 
 
 def cell_jobs(cells: Iterable[Cell]) -> list[Job]:

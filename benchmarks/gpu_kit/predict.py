@@ -3,8 +3,9 @@
     bytes / what the memory gives        operations / what the matrix units give        the chain of waits in one block
 
 The chains are of kernels compiled for sm_90 whose instructions were simulated, with 300 cycles for a load from L2, 800 from memory and
-1.98 GHz; those of a library's products and of torch's own kernels are assumptions. With them and the gap the sum of all launches was
-within 10 % of what an H100 took for 1 to 32 requests of the model of 475 M parameters.
+1.98 GHz; those of kernels over rows follow what an H200 took for their first versions. Those of a library's products and of torch's own
+kernels are assumptions. With them and the gap the sum of all launches was within 10 % of what an H100 took for 1 to 32 requests of the
+model of 475 M parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from gpu_kit.launches import KEY_BLOCK, PRODUCT, TRITON, Launch
 
 LIBRARY_SHARE, TRITON_SHARE = 0.88, 0.85  # of the read bandwidth that products and Triton kernels reach: assumptions
+PROGRAMS_PER_US = 1600.0  # that an H200 starts, of one or two warps: measured
 MATRIX_SHARE = 0.82  # of the products per second of a large square one
 
 
@@ -85,7 +87,7 @@ def product_chain(launch: Launch) -> float:
 
 
 def norm_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    return 0.9 if constant(launch, "H") <= 2048 else 1.1
+    return 1.35 + 0.1 * constant(launch, "H") / 1000
 
 
 CHOICE_US = {32: 1.0, 64: 1.3, 128: 2.2, 256: 10.3}  # of some rows at once among so many experts
@@ -129,6 +131,13 @@ def walk_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     return 1.6 + 0.15 * constant(launch, "DEPTH", default=0)
 
 
+def own_product_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    """Waits for as many steps of K as are copied ahead, one after the other, then the sum of the parts where there are some."""
+    splits = launch.grid[1]
+    steps = ceil(ceil(constant(launch, "K") / constant(launch, "BK")) / splits)
+    return 1.6 + 0.7 * ceil(steps / max(constant(launch, "STAGES", "num_stages", default=3) - 1, 1)) + (1.0 if splits > 1 else 0.0)
+
+
 Chain = Callable[[Launch, int, Ceilings], float]
 
 
@@ -136,15 +145,23 @@ def constant_us(us: float) -> Chain:
     return lambda launch, context, ceilings: us
 
 
+def rows_us(us: float) -> Chain:
+    """Of one program, and the time in which all of them start."""
+    return lambda launch, context, ceilings: us + prod(launch.grid) / PROGRAMS_PER_US
+
+
 CHAINS: dict[str, Chain] = {
     "add_rms_norm_kernel": norm_chain,
     "route_kernel": route_chain,
+    "gemv_kernel": own_product_chain,
+    "skinny_kernel": own_product_chain,
     "gate_up_kernel": gate_up_chain,
     "down_kernel": down_chain,
     "span_kernel": span_chain,
     "combine_kernel": constant_us(1.8),
-    "latent_store_kernel": constant_us(0.9),
-    "rope_store_kernel": constant_us(0.8),
+    "latent_store_kernel": rows_us(1.8),
+    "rope_store_kernel": rows_us(1.45),
+    "silu_mul_kernel": rows_us(1.15),
     "argmax_kernel": constant_us(2.3),
     "race_kernel": race_chain,
     "walk_kernel": walk_chain,

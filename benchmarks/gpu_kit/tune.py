@@ -22,9 +22,9 @@ from gpu_kit.models import DeviceConfig
 from gpu_kit.steps import first_line, free
 from gpu_kit.timing import SAMPLES, Alarm, call_us
 from gpu_kit.untuned_workloads import untuned_workloads
-from gpu_kit.workloads import Call, Workload, prompt_workloads, workloads_of
+from gpu_kit.workloads import CALLS, PRODUCTS, Call, Workload, prompt_workloads, workloads_of
 
-CALLS, PROMPT_CALLS, TOY_CALLS = 20, 3, 1
+PROMPT_CALLS, TOY_CALLS = 3, 1
 FINALISTS = 6  # tilings that are measured with every number of rows, after all were with two
 
 
@@ -95,7 +95,7 @@ def distinct_tiles_of(call: Call, op: str, tiles: list[Tile]) -> list[Tile]:
 
 def tile_us(device_config: DeviceConfig, call: Call, op: str, tile: Tile | None, alarm: Alarm) -> float:
     with tile_override(op, tile):
-        return run_us(device_config, launch_of(call), alarm)
+        return run_us(device_config, launch_of(call), alarm, call.calls)
 
 
 def run_us(device_config: DeviceConfig, run: Callable[[int], Any], alarm: Alarm, calls: int = CALLS) -> float:
@@ -110,7 +110,7 @@ def workload_record(device_config: DeviceConfig, workload: Workload, tiles: list
     with lookups(op) as table_lookups:
         launch_of(call)(0)
     default_us = tile_us(device_config, call, op, None, alarm)
-    library = {name: library_time(device_config, run, alarm) for name, run in call.library.items() if name != "launch"}
+    library = {name: library_time(device_config, run, alarm, call.calls) for name, run in call.library.items() if name != "launch"}
     record = workload_us_record(device_config, workload, default_us, call.num_bytes) | {"library_us": library}
     if op not in TILES:
         return record
@@ -181,9 +181,10 @@ def tune(device_config: DeviceConfig, models: list[str], alarm: Alarm) -> Iterat
 
 
 def family_records(device_config: DeviceConfig, family: list[Workload], alarm: Alarm) -> Iterator[dict[str, Any]]:
-    """All candidates are measured with two numbers of rows of a shape, the best with all; of attention all with all contexts."""
-    attention = family[0].kind == "span"
-    first = family if attention or len(family) < 2 else [family[0], family[-1]]
+    """All candidates are measured with two numbers of rows of a shape, the best with all; of attention all with all contexts, and of
+    products of few rows, whose candidates differ with the rows, each with its own."""
+    each_has_all = family[0].kind in ("span", *PRODUCTS)
+    first = family if each_has_all or len(family) < 2 else [family[0], family[-1]]
     records = list[dict[str, Any]]()
     for workload in [*first, *(workload for workload in family if workload not in first)]:
         tiles = None if workload in first or not records else finalists(records)

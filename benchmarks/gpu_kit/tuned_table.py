@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from mtpserve_kernels import tuned
 
 Record = dict[str, Any]
 INVARIANT_OPS = ("route",)  # whose wrappers look up the column `invariant` alone
+LIBRARY_OPS = ("skinny_linear", "skinny_gated")  # that layers use where a table has them, and a library's elsewhere
+LIBRARY_SHARE = 0.97  # of the library's time that a tiling of these may take
 
 
 def by_op_and_shape(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
@@ -42,7 +45,7 @@ def choices(records: list[Record]) -> dict[str, Any]:
         if number := tuned.bucket(record["table_rows"]):
             buckets[number].append(record)
     fastest = {str(number): tile for number in sorted(buckets) if (tile := cheapest(buckets[number])) is not None}
-    invariant = cheapest(records)
+    invariant = None if records[0]["op"] in LIBRARY_OPS else cheapest(records)  # nobody would look it up
     return {"fastest": fastest} | ({} if invariant is None else {"invariant": invariant})
 
 
@@ -75,11 +78,19 @@ def verified_records(records: Iterable[Record], checks: Iterable[Record]) -> lis
 
 
 def is_faster(records: list[Record], tile: dict[str, int]) -> bool:
-    """Whether the sum of this tiling's times, relative to the wrapper's default, is less than the number of records."""
+    """Whether the sum of this tiling's times, relative to what they replace, is less than the number of records."""
     key, ratios = json.dumps(tile, sort_keys=True), list[float]()
     for record in records:
-        ratios += [candidate["us"] / record["default_us"] for candidate in record["candidates"] if text_of(candidate) == key]
+        ratios += [share_of_time(record, candidate["us"]) for candidate in record["candidates"] if text_of(candidate) == key]
     return sum(ratios) < len(ratios)
+
+
+def share_of_time(record: Record, us: float) -> float:
+    """Of what a tiling replaces: the wrapper's default, or the library less some per cent. Where the library failed nothing is replaced."""
+    if record["op"] not in LIBRARY_OPS:
+        return float(us / record["default_us"])
+    library_us = [time for time in record["library_us"].values() if not isinstance(time, str)]
+    return us / (LIBRARY_SHARE * min(library_us)) if library_us else inf
 
 
 def table_of(records: Iterable[Record], checks: Iterable[Record], chip: str, source: str, table: dict[str, Any]) -> dict[str, Any]:
@@ -92,13 +103,15 @@ def table_of(records: Iterable[Record], checks: Iterable[Record], chip: str, sou
                 [record for record in group if str(tuned.bucket(record["table_rows"])) == bucket], tile
             ):
                 entry["fastest"] = entry.get("fastest", {}) | {bucket: tile}
+            elif op in LIBRARY_OPS:  # the library has become faster
+                entry["fastest"] = {rows: other for rows, other in entry.get("fastest", {}).items() if rows != bucket}
         if "invariant" in measured and is_faster(group, measured["invariant"]):
             entry["invariant"] = measured["invariant"]
-        if entry:
-            ops[op][shape] = entry
+        ops[op][shape] = {column: tiles for column, tiles in entry.items() if tiles}
     if "source" in table:
         source = f"{source}; what it did not find faster: {table['source'].split('; what it did not find faster: ')[-1]}"
-    return {"chip": chip, "source": source, "ops": {op: shapes for op, shapes in ops.items() if shapes}}
+    ops_with_tiles = {op: {shape: entry for shape, entry in shapes.items() if entry} for op, shapes in ops.items()}
+    return {"chip": chip, "source": source, "ops": {op: shapes for op, shapes in ops_with_tiles.items() if shapes}}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -20,6 +20,9 @@ from gpu_kit.timing import rotation
 from mtpserve.core.arch import ModelArch
 
 Run = Callable[[int], Any]
+CALLS = 20
+PRODUCTS = ("linear", "gated")  # kinds
+PRODUCT_MODELS = ("7b", "0.5b", "30b-a3b", "475m")  # the order in which their products are tuned; others follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,12 @@ class Call:
     exact: Callable[[int], Tensor]  # the same in float64
     num_bytes: float  # that one call moves
     library: dict[str, Run] = field(default_factory=dict)
+    copies: int = 1  # of what calls take one after the other
+
+    @property
+    def calls(self) -> int:
+        """That are timed together: fewer than the copies would find theirs in the cache."""
+        return max(CALLS, self.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +56,73 @@ class Workload:
 def linear(device_config: DeviceConfig, rows: int, outputs: int, inputs: int) -> Call:
     from mtpserve_kernels.fused.linear import skinny_linear
 
-    copies = 1 if device_config.toy else rotation(outputs * inputs * device_config.dtype.itemsize)
-    weights = torch.randn(copies, outputs, inputs, device=device_config.device, dtype=device_config.dtype) * inputs**-0.5
-    x = torch.randn(rows, inputs, device=device_config.device, dtype=device_config.dtype)
+    weights, x = product_operands(device_config, rows, outputs, inputs)
+    copies = len(weights)
     return Call(
         lambda i: skinny_linear(x, weights[i % copies]),
         lambda i: x.double() @ weights[i % copies].double().T,
-        (outputs * inputs + rows * (outputs + inputs)) * device_config.dtype.itemsize,
+        (outputs * inputs + rows * (outputs + inputs)) * x.itemsize,
         {"F.linear": lambda i: F.linear(x, weights[i % copies])},
+        copies,
     )
+
+
+def gated(device_config: DeviceConfig, rows: int, outputs: int, inputs: int) -> Call:
+    """`outputs`: gates and ups together."""
+    from mtpserve_kernels.fused.linear import skinny_gated
+    from mtpserve_kernels.fused.silu import silu_mul
+
+    weights, x = product_operands(device_config, rows, outputs, inputs)
+    copies = len(weights)
+
+    def exact(i: int) -> Tensor:
+        gate, up = (x.double() @ weights[i % copies].double().T).chunk(2, -1)
+        return F.silu(gate) * up
+
+    return Call(
+        lambda i: skinny_gated(x, weights[i % copies]),
+        exact,
+        (outputs * inputs + rows * (outputs // 2 + inputs)) * x.itemsize,
+        {"F.linear, silu_mul": lambda i: silu_mul(F.linear(x, weights[i % copies]))},
+        copies,
+    )
+
+
+def product_operands(device_config: DeviceConfig, rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """Weights [copies, outputs, inputs] and x [rows, inputs]."""
+    copies = 1 if device_config.toy else rotation(outputs * inputs * device_config.dtype.itemsize)
+    options: dict[str, Any] = {"device": device_config.device, "dtype": device_config.dtype}
+    return torch.randn(copies, outputs, inputs, **options) * inputs**-0.5, torch.randn(rows, inputs, **options)
 
 
 def norm(device_config: DeviceConfig, rows: int, hidden: int) -> Call:
     from mtpserve_kernels.fused.norm import add_rms_norm
 
-    x, residual = (torch.randn(rows, hidden, device=device_config.device, dtype=device_config.dtype) for _ in range(2))
     weight = 1 + 0.1 * torch.randn(hidden, device=device_config.device, dtype=device_config.dtype)
+    x, residual = (torch.randn(rows, hidden, device=device_config.device, dtype=device_config.dtype) for _ in range(2))
 
     def exact(i: int) -> Tensor:
         total = (x + residual).double()  # the kernel rounds the sum, too
         return total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
 
     return Call(lambda i: add_rms_norm(x, residual, weight, 1e-6)[0], exact, 4 * x.nbytes)
+
+
+def rope(device_config: DeviceConfig, rows: int, heads: int, kv_heads: int, dim: int) -> Call:
+    from mtpserve_kernels.fused.rope import rope_store
+
+    device = device_config.device
+    places, angles = torch.arange(rows, device=device), torch.rand(rows, dim // 2, device=device) * 6
+    cos, sin = angles.cos(), angles.sin()
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim, device=device, dtype=device_config.dtype)
+    keys, values = (torch.empty(rows, kv_heads, dim, device=device, dtype=device_config.dtype) for _ in range(2))
+
+    def exact(i: int) -> Tensor:
+        first, second = qkv[:, :heads].double().chunk(2, -1)
+        c, s = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
+        return torch.cat([first * c - second * s, second * c + first * s], -1)
+
+    return Call(lambda i: rope_store(qkv, places, cos, sin, places, keys, values, heads), exact, 2 * qkv.nbytes)
 
 
 def router(device_config: DeviceConfig, rows: int, experts: int, hidden: int, top: int, groups: int, top_groups: int, softmax: int) -> Call:
@@ -232,10 +286,9 @@ def sampler(device_config: DeviceConfig, rows: int, nodes: int, vocab: int) -> C
     drafts = logits[:, :-1].argmax(-1)
     none = torch.zeros_like(seats)
     numbers = zero, none, zero + 1, zero, none, torch.ones(requests, dtype=torch.bool, device=device)
-    cuts: dict[str, Any] = {"any_top_k": False, "any_top_p": False, "any_min_p": False}
     count = torch.full_like(seats, nodes - 1)
     return Call(
-        lambda i: accept(logits, drafts, count, None, None, seats, none, *numbers, None, nodes - 1, **cuts)[0],
+        lambda i: accept(logits, drafts, count, None, None, seats, none, *numbers, None, nodes - 1, all_greedy=True)[0],
         lambda i: logits.argmax(-1).double(),
         logits.nbytes,
         {"argmax": lambda i: logits.argmax(-1)},
@@ -243,7 +296,8 @@ def sampler(device_config: DeviceConfig, rows: int, nodes: int, vocab: int) -> C
 
 
 KINDS: dict[str, Callable[..., Call]] = {
-    "linear": linear, "norm": norm, "router": router, "mixture": mixture, "span": span, "sampler": sampler,
+    "linear": linear, "gated": gated, "norm": norm, "router": router, "mixture": mixture, "span": span, "sampler": sampler,
+    "rope": rope,
 }  # fmt: skip
 
 
@@ -294,6 +348,27 @@ def moe_workloads(model: str, arch: ModelArch, rows: tuple[int, ...]) -> list[Wo
     return [*mixtures, *(Workload("route", "router", f"{model} router", number, router_sizes) for number in rows)]
 
 
+def product_workloads(models: Iterable[str], toy: bool) -> list[Workload]:
+    """Those of few rows, of which most is to be gained first: a 7 B model's layers, then others', then what a drafter's layer has more."""
+    order = {name: i for i, name in enumerate(PRODUCT_MODELS)}
+    workloads, of_drafter = list[Workload](), list[Workload]()
+    for model in sorted(models, key=lambda name: order.get(name, len(order))):
+        for name, sizes in products_of((TOYS if toy else SHAPES)[model]).items():
+            ops = [("skinny_linear", "linear"), *([("skinny_gated", "gated")] if name == "gate_up" else [])]
+            some = [Workload(op, kind, f"{model} {name}", number, sizes) for op, kind in ops for number in decode_rows(toy)]
+            (of_drafter if name == "fuse" else workloads).extend(some)
+    return [*workloads, *of_drafter]
+
+
+def row_workloads(model: str, arch: ModelArch, toy: bool) -> list[Workload]:
+    """Norms, and rope where heads are grouped: they take milliseconds to measure."""
+    many_rows, kv = () if toy else (64, 256, 512), arch.attention(0).kv
+    norms = [Workload("add_rms_norm", "norm", f"{model} norm", number, (arch.hidden,)) for number in (*decode_rows(toy), *many_rows)]
+    sizes = arch.heads, kv.heads, arch.head_dim
+    ropes = [Workload("rope_store", "rope", f"{model} rope", number, sizes) for number in (1, *many_rows)]
+    return [*norms, *ropes] if arch.mla is None else norms
+
+
 def is_prompt(workload: Workload) -> bool:
     return workload.kind == "span" and workload.sizes[1] == 0
 
@@ -301,19 +376,17 @@ def is_prompt(workload: Workload) -> bool:
 def workloads_of(models: list[str], toy: bool) -> list[Workload]:
     """What is tuned, the most promising first; each shape once."""
     rows, many_rows = decode_rows(toy), () if toy else (64, 128, 256)
-    attention, mixtures, products, small = list[Workload](), list[Workload](), list[Workload](), list[Workload]()
+    over_rows, attention, mixtures, small = list[Workload](), list[Workload](), list[Workload](), list[Workload]()
     for model in models:
         config = (TOYS if toy else SHAPES)[model]
         arch = arch_of(config)
         attention += span_workloads(model, arch, span_sizes(toy))
         mixtures += moe_workloads(model, arch, (*rows, *many_rows))
-        for name, sizes in products_of(config).items():
-            products += [Workload("skinny_linear", "linear", f"{model} {name}", number, sizes) for number in rows]
-        small += [Workload("add_rms_norm", "norm", f"{model} norm", number, (arch.hidden,)) for number in (*rows, *many_rows)]
-        small += [Workload("choose", "sampler", f"{model} sampler", nodes, (nodes, arch.vocab)) for nodes in (1, 4)]
-        small += [Workload("choose", "sampler", f"{model} sampler", 64, (nodes, arch.vocab)) for nodes in (1, 4) if not toy]
+        over_rows += row_workloads(model, arch, toy)
+        requests = (1,) if toy else (1, 64, 128)
+        small += [Workload("accept", "sampler", f"{model} sampler", nodes * n, (nodes, arch.vocab)) for nodes in (1, 4) for n in requests]
     by_shape = dict[tuple[Any, ...], Workload]()
-    for workload in (*mixtures, *attention, *products, *small):
+    for workload in (*product_workloads(models, toy), *over_rows, *mixtures, *attention, *small):
         by_shape.setdefault((workload.op, workload.rows, workload.sizes), workload)
     return list(by_shape.values())
 

@@ -162,54 +162,6 @@ def test_what_must_be_whole_is_cut_after_it(tmp_path: Path) -> None:
     assert ends == ["whole"] and run.numbers["parts"]["capture"]["over_limit"]
 
 
-def record(rows: int, times: dict[int, float], default_us: float = 3.0) -> dict[str, Any]:
-    candidates = [{"tiling": {"BN": width, "splits": 1}, "us": us, "gb_s": 1.0} for width, us in times.items()]
-    labels = {"op": "skinny_linear", "shape": "bfloat16 N64 K64", "table_rows": rows}
-    return labels | {"candidates": candidates, "best_us": min(times.values()), "default_us": default_us}
-
-
-def check_of(width: int, good: bool) -> dict[str, Any]:
-    return {"op": "skinny_linear", "shape": "bfloat16 N64 K64", "tiling": {"BN": width, "splits": 1}, "good": good}
-
-
-def test_the_table_of_tilings_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpu_kit import tuned_table
-    from mtpserve_kernels import tuned
-
-    records = [record(1, {16: 2.0, 32: 1.0, 64: 1.2, 128: 0.1}), record(8, {16: 1.0, 32: 4.0, 64: 1.1, 128: 0.1})]
-    checks = [check_of(16, True), check_of(32, True), check_of(64, True), check_of(128, False)]
-    assert [tile["BN"] for _, tile in tuned_table.table_tiles(records)] == [128], "it is the fastest, and has to be checked"
-    table = tuned_table.table_of(records, checks, "sm_90", "a test", {})
-    tuned_table.write(tmp_path / "sm_90.json", table)
-    monkeypatch.setattr(tuned, "path_of", lambda chip: tmp_path / f"{chip}.json")
-    monkeypatch.setattr(tuned, "chip_of", lambda device: "sm_90")
-    for function in (tuned.lookup, tuned.table):
-        function.cache_clear()
-    try:
-        tiles = {
-            rows: tuned.tiling("skinny_linear", "bfloat16 N64 K64", rows, torch.device("cpu"), invariant)
-            for rows, invariant in ((1, False), (7, False), (64, False), (3, True))
-        }
-    finally:
-        for function in (tuned.lookup, tuned.table):
-            function.cache_clear()
-    assert tiles == {1: {"BN": 32, "splits": 1}, 7: {"BN": 16, "splits": 1}, 64: None, 3: {"BN": 64, "splits": 1}}
-
-
-def test_a_table_keeps_what_was_not_found_slower() -> None:
-    from gpu_kit.tuned_table import table_of
-
-    table = {"source": "a guess", "ops": {"down": {"x": {"invariant": {"BN": 8}}}, "skinny_linear": {"bfloat16 N64 K64": {"fastest": {
-        "1": {"BN": 64}, "8": {"BN": 64}}}}}}  # fmt: skip
-    records = [record(1, {16: 2.0, 32: 2.5}, default_us=1.9), record(8, {16: 2.0, 32: 2.5})]
-    update = table_of(records, [check_of(16, True), check_of(32, True)], "sm_90", "a run", table)
-    assert update["ops"]["down"] == table["ops"]["down"]
-    assert update["ops"]["skinny_linear"]["bfloat16 N64 K64"] == {
-        "fastest": {"1": {"BN": 64}, "8": {"BN": 16, "splits": 1}}, "invariant": {"BN": 16, "splits": 1},
-    }  # fmt: skip
-    assert update["source"] == "a run; what it did not find faster: a guess"
-
-
 def test_candidates_that_do_not_fit_the_chip_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_kit import tune
     from gpu_kit.models import DeviceConfig

@@ -104,7 +104,7 @@ def selection(target: str) -> None:
 def around(target: str) -> None:
     from mtpserve_kernels.cache.compact import compact
     from mtpserve_kernels.cache.slots import slots, store_boundary
-    from mtpserve_kernels.fused.linear import skinny_linear
+    from mtpserve_kernels.fused.linear import skinny_gated, skinny_linear
     from mtpserve_kernels.quant.linear_fp8 import linear_fp8
     from mtpserve_kernels.quant.rows import linear_rows, widen_rows
 
@@ -118,6 +118,7 @@ def around(target: str) -> None:
         for rows in range(1, 65):
             skinny_linear(weight[:rows], weight, None, splits=1)
         skinny_linear(weight[:4], weight, weight[0, :512], splits=4)
+        skinny_gated(weight[:4], weight, weight[0, :512])
         if fp8:
             for rows in (*range(1, 65), 100, 200):
                 linear_fp8(weight[:rows], weight.to(torch.float8_e4m3fn), torch.zeros(4, 32))
@@ -207,10 +208,17 @@ def table(target: str) -> None:
         launch(entry)
 
 
+def products(target: str) -> None:
+    from tests.kernels.products import product_launches
+
+    product_launches()
+
+
 GROUPS = {
     "attention": attention,
     "selection": selection,
     "around": around,
+    "products": products,
     "rows": rows,
     "mixtures": mixtures,
     "grouped mixtures": grouped_mixtures,

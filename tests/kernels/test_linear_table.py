@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,45 @@ def test_a_gated_product_of_the_table(device: torch.device, ops: dict[str, Any],
         x = numbers(device, rows, 100)
         torch.testing.assert_close(block(x), plain(x), atol=1e-4, rtol=1e-4)
         assert launches == expected, rows
+
+
+def test_what_the_profile_finds_faster_is_what_layers_take(
+    device: torch.device, launches: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Candidates, their checks, the table's file, a layer: as benchmarks/gpu_profile.py --write-tuned has them, at toy size."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from gpu_kit import tuned_table
+    from gpu_kit.check import tile_check
+    from gpu_kit.models import DeviceConfig
+    from gpu_kit.timing import Alarm
+    from gpu_kit.tune import families, family_records
+    from gpu_kit.workloads import product_workloads
+
+    config, records = DeviceConfig(device, toy=True), list[dict[str, Any]]()
+    for family in families([workload for workload in product_workloads(["0.5b"], toy=True) if workload.label == "0.5b gate_up"]):
+        records += family_records(config, family, Alarm(60.0))
+    assert {(record["op"], record["rows"]) for record in records} == {(op, r) for op in ("skinny_linear", "skinny_gated") for r in (1, 4)}
+    outputs, inputs = records[0]["sizes"]
+    for record in records:
+        faster = record["op"] == "skinny_gated" or record["rows"] == 1
+        record["library_us"] = {"a library": record["best_us"] * (1.1 if faster else 1.0)}
+    checks = [tile_check(config, *pair) for pair in tuned_table.table_tiles(records)]
+    assert checks and all(check["good"] for check in checks)
+    monkeypatch.setattr(tuned, "chip_of", lambda device: "a chip")
+    monkeypatch.setattr(tuned, "path_of", lambda chip: tmp_path / f"{chip}.json")
+    tuned_table.write(tmp_path / "a chip.json", tuned_table.table_of(records, checks, "a chip", "a test", {}))
+    for function in (tuned.table, tuned.lookup):
+        function.cache_clear()
+    try:
+        block = MLP(inputs, outputs // 2, Unquantized(triton_kernels()), triton_kernels()).to(device, config.dtype)
+        for parameter in block.parameters():
+            parameter.copy_(numbers(device, *parameter.shape) / 10)
+        launches.clear()
+        for rows, number in ((1, 2), (4, 1)):  # the gated product, and one alone of one row
+            block.gate_up(x := numbers(device, rows, inputs).to(config.dtype))
+            block(x)
+            assert len(launches) == number, rows
+            launches.clear()
+    finally:
+        for function in (tuned.table, tuned.lookup):
+            function.cache_clear()

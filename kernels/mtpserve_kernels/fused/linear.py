@@ -131,7 +131,7 @@ def few_rows(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Ten
     blocks = triton.cdiv(outputs, cut.BN)
     parts = arrivals = None
     if splits > 1:
-        parts = torch.empty(blocks, splits, cut.BT, cut.BN * (2 if gated else 1), dtype=torch.float32, device=x.device)
+        parts = torch.empty(blocks * splits * cut.BT * cut.BN * (2 if gated else 1), dtype=torch.float32, device=x.device)
         arrivals = arrival_counters(op, blocks, x.device)
     constants = {"N": outputs, "K": inputs, "BN": cut.BN, "BK": cut.BK, "BT": cut.BT, "GATED": gated, "num_warps": cut.warps}
     if cut.BT <= GEMV_ROWS:

@@ -1,0 +1,23 @@
+"""Products of few rows with the forms of tilings that a table may have; what the wrappers choose without one is beside it in matrix.py."""
+
+from __future__ import annotations
+
+import torch
+
+GEMV = ((4, 1024, 4, 4), (8, 1024, 3, 4), (8, 1024, 1, 4), (4, 2048, 3, 8), (2, 2048, 4, 8), (4, 256, 4, 1), (16, 128, 1, 1))
+DOT = ((16, 256, 3, 4), (16, 128, 4, 4), (32, 128, 3, 4), (64, 64, 3, 4))  # all fit AMD's shared memory
+
+
+def product_launches() -> None:
+    """BN, BK, stages and warps of each, with one split and with two."""
+    from mtpserve_kernels import tuned
+    from mtpserve_kernels.fused.linear import skinny_gated, skinny_linear
+
+    weight = torch.zeros(512, 4096, dtype=torch.bfloat16)
+    for rows, splits in ((1, 1), (1, 2), (2, 1), (2, 2), (16, 1), (16, 2)):
+        for BN, BK, stages, warps in GEMV if rows <= 2 else DOT:
+            tile = {"BT": rows, "BK": BK, "stages": stages, "warps": warps, "splits": splits}
+            with tuned.override("skinny_linear", tile | {"BN": BN}):
+                skinny_linear(weight[:rows], weight, weight[0, :512] if splits == 2 else None)
+            with tuned.override("skinny_gated", tile | {"BN": BN // 2}):
+                skinny_gated(weight[:rows], weight)
