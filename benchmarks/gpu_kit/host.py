@@ -102,7 +102,8 @@ class EngineClock:
 
         def replay_of_kind(*args: Any, **kwargs: Any) -> Any:
             prompts = kwargs.get("prompts", args[9] if len(args) > 9 else None)
-            self.recorder.kind = "decode" if prompts is None else "prompt"
+            decoding = prompts is None or len(args[0]) > len(prompts.lengths)
+            self.recorder.kind = "decode" if prompts is None else "mixed" if decoding else "prompt"
             return replay(*args, **kwargs)
 
         graphs.replay = replay_of_kind  # type: ignore[method-assign]
@@ -178,7 +179,7 @@ def load_record(device_config: DeviceConfig, model: Any, cell: Cell, alarm: Alar
         arrivals += len(finish_events)
     if graphs.on_gpu:
         torch.cuda.synchronize()
-    with_prompts = sum(any(kind == "prompt" for kind, _ in step.graphs) for step in steps)
+    with_prompts = sum(any(kind != "decode" for kind, _ in step.graphs) for step in steps)
     return {
         "model": cell.model, "drafts": cell.drafts, "requests": cell.requests, "clock": "device" if graphs.on_gpu else "host",
         "steps": len(steps), "steps_with_prompts": with_prompts, "eager_passes": sum(step.eager_passes for step in steps),

@@ -25,7 +25,8 @@ from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.rope import Rope
 from mtpserve.models.registry import family_of
 from mtpserve.quant.unquantized import Unquantized
-from mtpserve.runtime.graphs import PROMPTS, GraphOutput, Key, Prompts, Recorded, Recorder, StepGraphs
+from mtpserve.runtime.graphs import GraphOutput, Key, Recorded, Recorder, StepGraphs
+from mtpserve.runtime.prompt_rows import PROMPTS, Prompts
 from mtpserve.runtime.runner import Runner
 from mtpserve.runtime.sampling import Asked
 from mtpserve.weights.dummy import fill

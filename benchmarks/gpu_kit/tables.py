@@ -89,7 +89,7 @@ def missed_predictions(cells: Iterable[dict[str, Any]]) -> list[str]:
 
 def hosts(records: Sequence[dict[str, Any]]) -> list[str]:
     """Milliseconds of the engine's steps, a line for each."""
-    names = ["step", "plan", "launch", "wait", "book", "decode_graph", "prompt_graph"]
+    names = ["step", "plan", "launch", "wait", "book", "decode_graph", "mixed_graph", "prompt_graph"]
     rows = [["engine's steps, ms", *(name.replace("_", " ") for name in names), "with prompts"]]
     for record in records:
         label = f"{record['model']} k={record['drafts']} batch {record['requests']}"

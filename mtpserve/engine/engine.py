@@ -87,6 +87,7 @@ class Engine:
         watch: Watchdog | None = None,
         drafter: str = MTP,
         captured: Seq[int] = (),
+        apart: bool = False,
     ) -> None:
         sizes = runner.sizes
         if not 0 <= want <= sizes.depth:
@@ -103,7 +104,7 @@ class Engine:
         self._grammars = grammars
         self._runner = runner
         self._want = want
-        self.policy = DepthPolicy(sizes, want, captured) if adaptive and want > 0 else None
+        self.policy = DepthPolicy(sizes, want, captured, apart) if adaptive and want > 0 else None
         self._seeded = config.random_seed is not None
         self._clock = StepClock()
         self._max_queued = config.max_queued_requests
@@ -116,7 +117,7 @@ class Engine:
         self._scheduler = Scheduler(
             pages, max_running=max_running, token_budget=budget, max_drafts=sizes.nodes, eos_ids=eos_ids,
             service=ServiceOrder.of(config, long_rows), observer=observer, tiers=tiers, most_deferred=sizes.deferred,
-            drafter=drafter, apart=bool(captured),
+            drafter=drafter, apart=apart,
         )  # fmt: skip
         self._drafter, self.ticks = drafter, Ticks()  # others are set where it shares experts with other engines
         self._stats = new_stats(sizes.depth, pages.total, drafter)

@@ -84,10 +84,10 @@ def kinds_of(seqs: Iterable[Sequence]) -> dict[Kind, list[int]]:
 class DepthPolicy:
     """`deepest`: no request drafts deeper; it may be changed at any time. `captured`: see StepShapes."""
 
-    def __init__(self, sizes: DraftSizes, deepest: int, captured: Seq[int] = ()) -> None:
+    def __init__(self, sizes: DraftSizes, deepest: int, captured: Seq[int] = (), apart: bool = False) -> None:
         self.shapes = StepShapes(sizes, captured)
         self.sizes, self.configured, self.deepest, self.adaptive = sizes, deepest, deepest, True
-        self.times, self.survival = StepTimes(apart=bool(captured)), Survival(sizes.proposed, sizes.trees)
+        self.times, self.survival = StepTimes(apart), Survival(sizes.proposed, sizes.trees)
         self.depth, self.value, self._tokens = deepest, 0.0, 1.0  # of the last choice
         self.changes = self.trials = 0
         self.forced: int | None = None  # while step times are measured at start

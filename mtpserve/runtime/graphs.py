@@ -6,8 +6,9 @@ belongs to no request pads it.
 
     requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    fewer drafts are masked
 
-Prompts have graphs of their own, for a padded number of rows in all, and are fed with the number of each. Launched kernel by kernel, a
-short prompt took 36 ms on an H100 with 36 layers; a step without takes 4 ms.
+Prompts have a padded number of rows in all, and a graph is fed with the number of each (prompt_rows.py). Launched kernel by kernel, a short
+prompt took 36 ms on an H100 with 36 layers; a step without takes 4 ms. Beside requests that decode they are computed in the same pass, so
+that the weights are read once; where drafts may branch they have graphs of their own.
 
     rows       | a a a | b b b b | - | - - |      8 spans of 4 requests, at most 3 of which are real
 
@@ -20,15 +21,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mtpserve.core.batch import Keep, Want
 from mtpserve.runtime.inputs import RowLayout, Rows, row_layout
+from mtpserve.runtime.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts, mixed_layout, padded_prompts, prompt_layout
 from mtpserve.runtime.publish import Columns
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.step import Step
@@ -37,9 +38,7 @@ from mtpserve.runtime.transfer import write
 log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-# Rows of prompts in one graph, and requests, of which at least one pads it: it has the rows that are left over. With more rows a GPU takes
-# longer than the launches.
-PROMPTS = ((64, 8), (128, 16), (192, 16), (256, 32), (384, 32), (512, 32), (768, 64), (1024, 64))
+MIXED_ROWS = (16, 32, 64, 128, 256)  # of requests that decode beside prompts
 DEPTHS = (1, 3)  # of chains, in addition to the engine's own depth
 WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in a capture
 LOG_EVERY = 10  # captures at start
@@ -53,6 +52,7 @@ class GraphOutput:
     table: Tensor
     count: Tensor | None  # [requests], the drafts that now wait; None: nothing was drafted
     trees: bool  # they branch
+    decoding: int = 0  # requests before those of the prompts, padding counted
 
 
 Body = Callable[[], GraphOutput]
@@ -112,31 +112,32 @@ class CudaRecorder:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    requests: int
-    width: int  # rows of each; 0: each has its own number
+    requests: int  # that decode
+    width: int  # rows of each
     deepest: int  # 0: nothing is drafted
     trees: bool
     asked: Asked
-    deferred: bool = False  # where nothing is drafted: the rows are absorbed with a later step
+    deferred: bool = (
+        False  # where nothing is drafted: the rows are absorbed with a later step; beside prompts some are, others with this one
+    )
     rows: int = 0  # of all prompts together
+    spans: int = 0  # of these
     resumed: bool = False  # some of these start right after pages of another request
+
+    def __str__(self) -> str:
+        decoding = f"{self.requests} requests, {self.width} rows each" if self.requests else ""
+        prompts = f"{self.rows} rows of prompts" if self.rows else ""
+        return f"{' and '.join(filter(None, (decoding, prompts)))}, {self.deepest} deep"
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    # [3 to 8, requests]: seats, wanted depths, most drafts, Keep's numbers where layers keep states, and of prompts what `fitted` gives
+    # [3 to 5, requests + spans]: seats, wanted depths, most drafts, and Keep's numbers where layers keep states
     given: Tensor
-    layout: RowLayout | None  # its tensors are read by every replay; None: it is made of `given`
+    prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
+    layout: RowLayout | None  # of those that decode; its tensors are read by every replay
     outcome: GraphOutput
     again: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """Of a step's requests: rows of each, and which of them start right after pages of another request."""
-
-    lengths: Seq[int]
-    resumed: Seq[int]
 
 
 def tiers(most: int) -> list[int]:
@@ -152,17 +153,6 @@ def usual(coupled: bool) -> list[Asked]:
         for greedy, top_k, top_p in cuts
     ]
     return [each.rounded() for each in wanted]
-
-
-def ragged(lengths: Tensor, real: Tensor, rows: int) -> RowLayout:
-    """lengths [R], `rows` in all, of prompts that end with this step; real [R]: 0 for a request that pads. Its rows are all its first
-    one, so that nothing is longer than its seat."""
-    ends, row = lengths.cumsum(0), torch.arange(rows, device=lengths.device)
-    cu_q = pad(ends, (1, 0))
-    span = torch.searchsorted(ends, row, right=True)
-    none, last = torch.zeros_like(lengths), ends - 1
-    offset = (row - cu_q[span]) * real[span]
-    return RowLayout(span, offset, torch.zeros_like(row), cu_q, lengths, none, last, last.unsqueeze(1), real, 0, rows, None)
 
 
 class StepGraphs:
@@ -185,40 +175,53 @@ class StepGraphs:
         kept: Seq[Seq[int]] = (), prompts: Prompts | None = None,
     ) -> GraphOutput | None:  # fmt: skip
         """`drafts` of the widest span; `want`: how deep the step drafts; `deferred`: as in Key; `kept`: Keep's numbers, where layers keep
-        states. What it gives is overwritten by the next replay, on the device and in its order. None: such a step cannot be captured,
-        or its prompts are too long, and nothing was done."""
-        deepest = want if any(wanted) else 0
+        states; `prompts`: the last ones of the requests. What it gives is overwritten by the next replay, on the device and in its order.
+        None: such a step cannot be captured, or its prompts are too long, and nothing was done."""
+        decoding, deepest = len(seats) - (0 if prompts is None else len(prompts.lengths)), want if any(wanted) else 0
         if prompts is None:
-            key = self.key(len(seats), drafts, deepest, asked, trees, deferred)
-        elif (found := self.prompt_key(prompts, deepest, asked)) is None:
-            return None
+            key: Key | None = self.key(decoding, drafts, deepest, asked, trees, deferred)
+        elif decoding:
+            key = self.mixed_key(decoding, drafts, deepest, asked, prompts, deferred)
         else:
-            key = found
-        recorded = self.recorded[key] if key in self.recorded else self.record(key)
-        if recorded is None:
+            key = self.prompt_key(prompts, deepest, asked)
+        recorded = None if key is None else self.recorded[key] if key in self.recorded else self.record(key)
+        if key is None or recorded is None:
             return None
-        padding = key.requests - len(seats)
         # A chain's number of drafts is its depth, and those who are limited otherwise are not captured.
         most = most or [self.drafts] * len(seats)
         depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, most))
         lists = (seats, self.step.seats.padding), (depths, 0), (most, 0), *((each, 0) for each in kept)
-        numbers = [[*each, *[number] * padding] for each, number in lists]
-        if prompts is not None:
-            numbers += fitted(prompts, key)
-        write(recorded.given, numbers)
+        write(recorded.given, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
+        if prompts is not None and recorded.prompt_numbers is not None:
+            write(recorded.prompt_numbers, padded_prompts(prompts, key.rows, key.spans, key.requests))
         recorded.again()
         return recorded.outcome
 
+    @property
+    def mixes(self) -> bool:
+        """Whether prompts are computed in the same pass as requests that decode, whose drafts are chains."""
+        return not self.step.drafter.sizes.trees
+
     def prompt_key(self, prompts: Prompts, deepest: int, asked: Asked) -> Key | None:
-        """None: there are too many rows, or requests."""
-        requests, rows = len(prompts.lengths), sum(prompts.lengths)
-        for most, spans in PROMPTS:
-            if requests < spans and rows + spans - requests <= most:
-                depth = self.depth_of(deepest) if deepest else 0
-                # Seats in which drafts once branched, or not, and all parameters alike: it is few requests' sampling.
-                trees = self.step.drafter.sizes.branching
-                return Key(spans, 0, depth, trees, asked.general, rows=most, resumed=bool(prompts.resumed))
-        return None
+        """Of prompts alone. None: there are too many rows, or requests."""
+        if (bucket := prompts.bucket(PROMPTS)) is None:
+            return None
+        rows, spans = bucket
+        depth = self.depth_of(deepest) if deepest else 0
+        # Seats in which drafts once branched, or not, and all parameters alike: it is few requests' sampling.
+        trees = self.step.drafter.sizes.branching
+        return Key(0, 0, depth, trees, asked.general, rows=rows, spans=spans, resumed=bool(prompts.resumed))
+
+    def mixed_key(self, requests: int, drafts: int, deepest: int, asked: Asked, prompts: Prompts, deferred: bool) -> Key | None:
+        """Of prompts beside so many requests that decode. None: there are too many rows, or requests."""
+        if (bucket := prompts.bucket(MIXED_PROMPTS)) is None:
+            return None
+        sizes = [size for size in tiers(self.most) if size in MIXED_ROWS or size == self.most]
+        key = self.key(next(size for size in sizes if size >= requests), drafts, deepest, asked, False, deferred)
+        sampling = asked.rounded() if asked.all_greedy else asked.general
+        # Whatever the prompts follow: a pass of the draft model over one row of each costs less than twice as many captures.
+        resumed = self.step.drafter.lag is not None
+        return replace(key, asked=sampling, rows=bucket[0], spans=bucket[1], resumed=resumed)
 
     @property
     def used_depths(self) -> list[int]:
@@ -247,19 +250,26 @@ class StepGraphs:
         """Every tier, the largest first: the memory of the others fits into its own. `plain_above`: with more requests than that the
         engine drafts nothing. `adaptive`: it drafts as deep as it thinks best. `prompts`: rows of a step, at most; `shared`: some may
         follow pages of another request."""
-        sizes = tiers(self.most)[::-1]
+        sizes, deferred = tiers(self.most)[::-1], self.step.drafter.sizes.deferred > 0
         depths = self.depths[::-1] if adaptive and self.drafts else [self.drafts]
         keys = [self.key(size, depth, depth, each, trees) for size in sizes for depth in depths for each in asked]
         if adaptive and self.drafts:
             plain_above = 0
         if plain_above is not None:
-            deferred = self.step.drafter.sizes.deferred > 0
             keys += [self.key(size, 0, 0, each, False, deferred) for size in sizes if size > plain_above for each in asked]
             depths = [*depths, 0]
+        some = [Prompts([fitting], []) for fitting in sorted({min(rows - spans, prompts) for rows, spans in MIXED_PROMPTS}, reverse=True)]
+        mixed = [(size, depth, each, one) for size in sizes for one in some for depth in depths for each in asked] if self.mixes else []
+        keys += [
+            key
+            for size, depth, each, one in mixed
+            if (depth or plain_above is None or size > plain_above)
+            and (key := self.mixed_key(size, depth, depth, each, one, deferred and not depth))
+        ]
         both = ([], [0])[: 1 + (shared or self.step.drafter.lag == 0)]
         for rows in sorted({min(rows - spans, prompts) for rows, spans in PROMPTS}, reverse=True):
-            some = [Prompts([rows], resumed) for resumed in both]
-            keys += [key for depth in depths for each in asked for one in some if (key := self.prompt_key(one, depth, each))]
+            alone = [Prompts([rows], resumed) for resumed in both]
+            keys += [key for depth in depths for each in asked for one in alone if (key := self.prompt_key(one, depth, each))]
         keys = list(dict.fromkeys(keys))
         for number, key in enumerate(keys, 1):
             self.record(key)
@@ -269,54 +279,54 @@ class StepGraphs:
     @torch.inference_mode()
     def record(self, key: Key) -> Recorded | None:
         step, device = self.step, self.step.seats.device
-        numbers = [[step.seats.padding] * key.requests, *([0] * key.requests for _ in range(2 if step.states is None else 4))]
+        fillers = [step.seats.padding, 0, 0, *([0, 0] if step.states is not None else [])]
+        given = torch.empty(len(fillers), key.requests + key.spans, dtype=torch.int64, device=device)
+        write(given, [padded([], 0, filler, key) for filler in fillers])
+        prompt_numbers = None
         if key.rows:
-            numbers += fitted(Prompts([], []), key)
-        given = torch.empty(len(numbers), key.requests, dtype=torch.int64, device=device)
-        write(given, numbers)
-        layout = None if key.rows else self.layout(key)
-        rows_each = f"{key.rows} rows of prompts" if key.rows else f"{key.width} rows each"
+            prompt_numbers = torch.empty(3, key.spans, dtype=torch.int64, device=device)
+            write(prompt_numbers, padded_prompts(Prompts([], []), key.rows, key.spans, key.requests))
+        layout = self.layout(key) if key.requests else None
 
         def body() -> GraphOutput:
-            rows = self.rows(key, given, layout)
+            rows = self.rows(key, given, prompt_numbers, layout)
             computed = step.forward(rows)
             drafts = step.propose(rows, computed)
             if drafts is None:
-                return GraphOutput(computed.columns, computed.table, None, False)
-            return GraphOutput(computed.columns, computed.table, drafts.count, drafts.tree is not None)
+                return GraphOutput(computed.columns, computed.table, None, False, key.requests)
+            return GraphOutput(computed.columns, computed.table, drafts.count, drafts.tree is not None, key.requests)
 
         try:
-            self.recorded[key] = Recorded(given, layout, *self.recorder.record(body))
-            log.debug("captured a step of %d requests, %s, %d deep", key.requests, rows_each, key.deepest)
+            self.recorded[key] = Recorded(given, prompt_numbers, layout, *self.recorder.record(body))
+            log.debug("captured a step: %s", key)
         except CaptureFailed as failure:
             self.recorded[key] = None
             why = failure.__cause__ or failure
             first = str(why).partition("\n")[0]
-            log.warning(
-                "a step of %d requests, %s, cannot be captured and is launched each time: %s: %s",
-                key.requests, rows_each, type(why).__name__, first,
-            )  # fmt: skip
+            log.warning("a step cannot be captured and is launched each time: %s: %s: %s", key, type(why).__name__, first)
         return self.recorded[key]
 
     def layout(self, key: Key) -> RowLayout:
-        """Of a step whose requests have equally many rows. Not from the cache, which forgets."""
+        """Of requests that have equally many rows. Not from the cache, which forgets."""
         sizes = self.step.drafter.sizes
         spans = ((1, key.width - 1, True),) * key.requests
         return row_layout.__wrapped__(spans, self.step.seats.device, sizes.depth if sizes.branching else None)
 
-    def rows(self, key: Key, given: Tensor, layout: RowLayout | None) -> Rows:
-        """`given`: see Recorded. `layout`: None for prompts."""
-        parts = list(given.unbind(0))
+    def rows(self, key: Key, given: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None) -> Rows:
+        """`given`, `prompt_numbers`, `layout`: see Recorded."""
+        parts, resumed = list(given.unbind(0)), None
         seat_ids, each, most = parts[:3]
-        keep, resumed = None if self.step.states is None else Keep(*parts[3:5]), None
-        if layout is None:
-            lengths, real, after_others = parts[-3:]
-            layout, resumed = ragged(lengths, real, key.rows), after_others if key.resumed else None
+        keep = None if self.step.states is None else Keep(*parts[3:5])
+        if prompt_numbers is not None:
+            lengths, real, after_others = prompt_numbers.unbind(0)
+            prompts = prompt_layout(lengths, real, key.rows)
+            layout, resumed = prompts if layout is None else mixed_layout(layout, prompts), after_others if key.resumed else None
+        assert layout is not None
         return Rows(
             layout,
             seat_ids,
             None,
-            Want(each, key.deepest, most if self.step.drafter.sizes.trees else None, key.deferred, not key.deferred),
+            Want(each, key.deepest, most if self.step.drafter.sizes.trees else None, key.deferred, not key.deferred or key.rows > 0),
             key.trees,
             BatchSampler(self.sampling, key.asked),
             resumed,
@@ -324,10 +334,7 @@ class StepGraphs:
         )
 
 
-def fitted(prompts: Prompts, key: Key) -> list[list[int]]:
-    """Of the requests of a graph: their rows, whether they are real, and those that are `resumed`, repeated as often as needed. What pads
-    it has a row each; the last one those that are left over."""
-    lengths, padding = list(prompts.lengths), key.requests - len(prompts.lengths)
-    padded = [*lengths, *[1] * (padding - 1), key.rows - sum(lengths) - padding + 1]
-    resumed = list(prompts.resumed) or [key.requests - 1]
-    return [padded, [1] * len(lengths) + [0] * padding, (resumed * key.requests)[: key.requests]]
+def padded(numbers: Seq[int], decoding: int, filler: int, key: Key) -> list[int]:
+    """One of each request, of which so many decode, up to what the graph of `key` has of both kinds."""
+    prompts = [*numbers[decoding:], *[filler] * key.spans][: key.spans]
+    return [*numbers[:decoding], *[filler] * (key.requests - decoding), *prompts]

@@ -21,9 +21,10 @@ from mtpserve.core.grammars import GrammarCompiler
 from mtpserve.core.plan import KeptState, SpanPlan, SpanResult, StepPlan, StepResult
 from mtpserve.core.protocols import Drafter
 from mtpserve.runtime.admissions import seat, start_states
-from mtpserve.runtime.graphs import Prompts, StepGraphs
+from mtpserve.runtime.graphs import StepGraphs
 from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
 from mtpserve.runtime.paging import Transfers
+from mtpserve.runtime.prompt_rows import Prompts
 from mtpserve.runtime.publish import Columns, prompt_logprobs, results
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.rules import BatchRules
@@ -143,23 +144,32 @@ class Runner:
         refused = [span for span in spans if span[2].error is not None]
         if refused:
             spans = [span for span in spans if span[2].error is None]
-        parts = []
+        parts: list[Part] = []
         late = [span for _, span, _ in spans if span.late]
         each = CAUGHT_UP[self.seats.device.type]
         for first in range(0, len(late), each):
             self.catch_up(late[first : first + each])
-        if self.graphs is not None:
-            replayed = [span for span in spans if self.replayable(span)][: self.graphs.most]
-            places = {place for place, _, _ in replayed}
-            spans = [span for span in spans if span[0] not in places]
-            if replayed:
-                parts.append(self.replay(replayed, plan.want, self.graphs))
         if spans:
-            if self.graphs is not None and all(map(self.ends_prompt, spans)):
-                parts.append(self.replay(spans, plan.want, self.graphs, prompts=True))
-            else:
-                parts.append(self.run(spans, plan.want))
+            parts += self.compute(spans, plan.want)
         return LaunchedStep(parts, refused, self.transfers, moment(self.seats.device))
+
+    def compute(self, spans: Seq[Span], want: int) -> list[Part]:
+        """Replayed where it can be, in one pass where the graphs have prompts and decoding together."""
+        if (graphs := self.graphs) is None:
+            return [self.run(spans, want)]
+        decoding = [span for span in spans if self.replayable(span)][: graphs.most]
+        places = {place for place, _, _ in decoding}
+        others = [span for span in spans if span[0] not in places]
+        prompts = others if all(map(self.ends_prompt, others)) else []
+        chains = self.seats.branching.isdisjoint(plan.seat for _, plan, _ in spans)
+        if prompts and decoding and graphs.mixes and chains:
+            return self.replay(decoding, want, graphs, prompts)
+        if decoding and len({plan.deferred for _, plan, _ in decoding}) > 1:
+            return [self.run(spans, want)]  # a graph of requests that decode keeps all their rows for later, or none
+        parts = self.replay(decoding, want, graphs) if decoding else []
+        if prompts:
+            return parts + self.replay([], want, graphs, prompts)
+        return [*parts, self.run(others, want)] if others else parts
 
     def catch_up(self, plans: Seq[SpanPlan]) -> None:
         layout = row_layout(tuple((plan.late, 0, False) for plan in plans), self.seats.device)
@@ -263,29 +273,30 @@ class Runner:
             self.last = records, Asked.of(records, self.drafter.coupled)
         return self.last[1]
 
-    def replay(self, spans: Seq[Span], want: int, graphs: StepGraphs, prompts: bool = False) -> Part:
-        """`spans` are all `replayable`, or with `prompts` all `ends_prompt`."""
+    def replay(self, decoding: Seq[Span], want: int, graphs: StepGraphs, prompts: Seq[Span] = ()) -> list[Part]:
+        """All `decoding` spans are `replayable`, all `prompts` `ends_prompt`."""
+        spans = [*decoding, *prompts]
         _, plans, records = zip(*spans, strict=True)
         hosts, wanted = [plan.seat for plan in plans], [record.wanted(want) for record in records]
         trees = not self.seats.branching.isdisjoint(hosts)
-        # A graph keeps all rows for later or none: the scheduler, which is told that prompts are computed apart, does not mix them.
-        deferred, drafts = all(plan.deferred for plan in plans), max(plan.drafts for plan in plans)
-        kept = () if self.step.states is None else self.kept_of(plans)
+        deferred, drafts = any(plan.deferred for plan in plans), max(plan.drafts for plan in plans)
+        kept, lengths = () if self.step.states is None else self.kept_of(plans), None
         if prompts:
-            asked = Asked.of(records, self.drafter.coupled)  # what steady decoding asks for is kept
-            given = Prompts([plan.length for plan in plans], after_others(plans, records, self.drafter.lag)[0])
-        else:
-            asked, given = self.asked(records), None
-        outcome = graphs.replay(hosts, wanted, self.most(plans, want), drafts, want, asked, trees, deferred, kept, given)
+            first = len(decoding)
+            lengths = Prompts([plan.length for plan in plans[first:]], after_others(plans[first:], records[first:], self.drafter.lag)[0])
+        # Without requests that decode: what steady decoding asks for is kept.
+        asked = self.asked(records) if decoding else Asked.of(records, self.drafter.coupled)
+        outcome = graphs.replay(hosts, wanted, self.most(plans, want), drafts, want, asked, trees, deferred, kept, lengths)
         if outcome is None:
             # It is launched by itself: beside requests with grammars its drafts would become trees.
-            return self.run(spans, want)
-        return Part(
-            spans,
-            outcome.columns,
-            Download(outcome.table),
-            self.note(list(zip(plans, records, strict=True)), want, outcome.count, outcome.trees),
-        )
+            return [self.run(spans, want)]
+        parts = []
+        for some, first in ((decoding, 0), (prompts, outcome.decoding)):
+            if some:
+                count = None if outcome.count is None else outcome.count[first:]
+                waiting = self.note([(plan, record) for _, plan, record in some], want, count, outcome.trees)
+                parts.append(Part(some, outcome.columns, Download(outcome.table[first : first + len(some)]), waiting))
+        return parts
 
     def most(self, plans: Seq[SpanPlan], want: int) -> list[int]:
         """Drafts that the algorithm may give each request after these spans, `want` deep; empty: as many as it has."""

@@ -19,7 +19,7 @@ from mtpserve.engine.costs import StepCost
 from mtpserve.engine.scheduler import Planned
 from mtpserve.engine.simulator import Simulation
 from mtpserve.engine.traces import TraceConversation, TraceTurn
-from tests.engine.captured import CAPTURED, Captured
+from tests.engine.captured import CAPTURED, Apart, Captured
 from tests.engine.test_policy import DEEP, costs, run
 
 SHORTEST, LONGEST = 32, 96  # tokens of an answer
@@ -30,10 +30,10 @@ class Over(Exception):
 
 
 def work(
-    cost: StepCost, batch: int, prompt: int, rate: float | None, times: Seq[float], seed: int, captured: Seq[int] = ()
+    cost: StepCost, batch: int, prompt: int, rate: float | None, times: Seq[float], seed: int, kind: type[Simulation] = Simulation
 ) -> list[float]:  # fmt: skip
-    """Tokens' worth of work until each of the times, in seconds. `rate`: of acceptance of each draft; None: plain decoding. `captured`:
-    depths of steps that are; none: all are launched."""
+    """Tokens' worth of work until each of the times, in seconds. `rate`: of acceptance of each draft; None: plain decoding. `kind`:
+    whether steps are captured."""
     random, done, prompts = Random(seed), list[tuple[float, float]](), 0
     worth = cost.row * batch / cost.seconds(batch, 0, 0)
 
@@ -47,8 +47,8 @@ def work(
     answers = (random.randrange(SHORTEST, LONGEST) for _ in range(int(batch * 6 * (times[-1] + 1))))
     load = [TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * tokens)]) for tokens in answers]
     with suppress(Over):
-        depth, kind = 0 if rate is None else DEEP, Captured if captured else Simulation
-        run(load, batch, cost, depth, [rate or 0.0] * DEEP, rate is not None, see=see, kind=kind, captured=captured)
+        depth, captured = 0 if rate is None else DEEP, CAPTURED if issubclass(kind, Captured) else ()
+        run(load, batch, cost, depth, [rate or 0.0] * DEEP, rate is not None, None, see, kind, captured, kind is Apart)
         raise AssertionError("too few requests")
     return [until(done, time) for time in times]
 
@@ -60,11 +60,11 @@ def until(done: Seq[tuple[float, float]], time: float) -> float:
     return less + (more - less) * (time - begin) / (end - begin)
 
 
-def ratios(batch: int, prompt: int, rate: float, times: Seq[float], seeds: int, captured: Seq[int] = ()) -> list[float]:
+def ratios(batch: int, prompt: int, rate: float, times: Seq[float], seeds: int, kind: type[Simulation] = Simulation) -> list[float]:
     """To plain decoding's work until each of the times: means over loads."""
     plain_cost, cost = costs("h100")
-    drafted = [work(cost, batch, prompt, rate, times, seed, captured) for seed in range(seeds)]
-    plain = [work(plain_cost, batch, prompt, None, times, seed, captured) for seed in range(seeds)]
+    drafted = [work(cost, batch, prompt, rate, times, seed, kind) for seed in range(seeds)]
+    plain = [work(plain_cost, batch, prompt, None, times, seed, kind) for seed in range(seeds)]
     return [mean(one[i] / other[i] for one, other in zip(drafted, plain, strict=True)) for i in range(len(times))]
 
 
@@ -75,12 +75,15 @@ def main(arguments: Seq[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="share of drafts that is accepted")
     parser.add_argument("--seconds", type=float, nargs="+", default=[1, 2, 3, 5, 10, 30])
     parser.add_argument("--seeds", type=int, default=3, help="loads, of which means are printed")
-    parser.add_argument("--launched", action="store_true", help="no step is captured: prompts are computed together with the others")
+    kinds: dict[str, type[Simulation]] = {"captured": Captured, "apart": Apart, "launched": Simulation}
+    parser.add_argument(
+        "--steps", choices=kinds, default="captured", help="apart: prompts have passes of their own; launched: no step is captured"
+    )
     chosen = parser.parse_args(arguments)
     times = sorted(chosen.seconds)
     print("requests  prompt  accepted " + "".join(f"{time:>7g} s" for time in times))
     for batch, prompt, rate in product(chosen.requests, chosen.prompt, chosen.rate):
-        found = ratios(batch, prompt, rate, times, chosen.seeds, () if chosen.launched else CAPTURED)
+        found = ratios(batch, prompt, rate, times, chosen.seeds, kinds[chosen.steps])
         print(f"{batch:8}  {prompt:6}  {rate:8.0%} " + "".join(f"{ratio:9.3f}" for ratio in found), flush=True)
 
 

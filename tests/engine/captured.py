@@ -1,5 +1,5 @@
-"""Simulated time as a GPU takes it, where steps are captured: a graph's rows for each request that decodes, and passes of their own for
-prompts."""
+"""Simulated time as a GPU takes it, where steps are captured: a graph's rows for each request that decodes. Prompts are computed in the
+same pass or, where drafts are trees, in passes of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ CAPTURED = (1, 3)  # runtime/graphs.DEPTHS
 
 
 class Captured(Simulation):
-    """At most three drafts."""
+    """At most three drafts. `apart`: prompts have passes of their own."""
+
+    apart = False
 
     def _duration(self, plan: StepPlan) -> tuple[int, float]:
         prompts = [span for span in plan.spans if span.length > 1]
@@ -19,6 +21,10 @@ class Captured(Simulation):
         deepest = max([passes_of(plan), *(span.drafts for span in decoding)])
         depth = next(depth for depth in (0, *CAPTURED) if depth >= deepest)
         late = sum(span.late for span in plan.spans)
+        if not self.apart:
+            lengths = [1 + depth] * len(decoding) + [span.length for span in prompts]
+            absorbed = [late, sum(lengths) if depth or prompts else 0]
+            return self._part([span.start for span in [*decoding, *prompts]], lengths, depth, absorbed)
         taken = [
             self._part([span.start for span in spans], lengths, passes, absorbed)
             for spans, lengths, passes, absorbed in (
@@ -34,3 +40,7 @@ class Captured(Simulation):
         tokens = sum(starts) + sum(lengths)
         pairs = sum(length * start + length * length // 2 for start, length in zip(starts, lengths, strict=True))
         return sum(lengths), self._cost.seconds(sum(lengths), tokens, pairs, passes, [rows for rows in absorbed if rows])
+
+
+class Apart(Captured):
+    apart = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.beside_prompts import ratios
-from tests.engine.captured import CAPTURED
+from tests.engine.captured import Apart, Captured
 
 
 @pytest.mark.parametrize(("batch", "rate"), [(64, 0.05), (128, 0.2)])
@@ -18,5 +18,11 @@ def test_the_first_seconds_beside_prompts_lose_little(batch: int, rate: float) -
 
 def test_captured_prompts_have_passes_of_their_own() -> None:
     """Each pass that drafts is there twice in a step with prompts, which most steps have here."""
-    [found] = ratios(64, 128, 0.05, [3.0], seeds=3, captured=CAPTURED)
+    [found] = ratios(64, 128, 0.05, [3.0], seeds=3, kind=Apart)
     assert found >= 0.985
+
+
+@pytest.mark.parametrize(("batch", "rate"), [(64, 0.05), (128, 0.2)])
+def test_captured_steps_with_prompts_lose_little(batch: int, rate: float) -> None:
+    [found] = ratios(batch, 128, rate, [10.0], seeds=3, kind=Captured)
+    assert found >= 0.98

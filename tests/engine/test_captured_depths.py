@@ -14,9 +14,10 @@ from mtpserve.engine.costs import StepCost
 from mtpserve.engine.step_shapes import StepShapes
 from mtpserve.engine.step_times import StepTimes, StepWork
 from mtpserve.engine.traces import TraceConversation, TraceTurn
-from tests.engine.captured import CAPTURED, Captured
+from tests.engine.captured import CAPTURED, Apart, Captured
 from tests.engine.test_policy import DEEP, DEMO, FAIR, UNTRAINED, measured, run, sequence
 from tests.runtime.recorders import Again
+from tests.runtime.test_graphs import TREE
 from tests.tiny import tiny_engine, tiny_model
 
 CHAIN = DraftSizes(steps=DEEP, proposed=DEEP, written=DEEP)
@@ -25,24 +26,27 @@ PLAIN = StepCost(overhead=0.004, row=5e-6)
 COST = replace(PLAIN, draft_pass=0.00015, absorb=0.0001)
 
 
-def speed(rates: Seq[float], depth: int, rounds: int, adaptive: bool = False) -> float:
+def speed(rates: Seq[float], depth: int, rounds: int, kind: type[Captured], adaptive: bool = False) -> float:
     load = [TraceConversation(0.0, [TraceTurn([1] * 128, [1] * (64 + 37 * i % 128))]) for i in range(128 * rounds)]
-    return run(load, 128, COST if depth else PLAIN, depth, rates, adaptive, kind=Captured, captured=CAPTURED).speed
+    return run(load, 128, COST if depth else PLAIN, depth, rates, adaptive, kind=kind, captured=CAPTURED, apart=kind is Apart).speed
 
 
+@pytest.mark.parametrize("kind", [Captured, Apart])
 @pytest.mark.parametrize(("rates", "rounds"), [(UNTRAINED, 24), (FAIR, 6), (DEMO, 6)])
-def test_nearly_as_fast_as_the_best_captured_depth(rates: Seq[float], rounds: int) -> None:
+def test_nearly_as_fast_as_the_best_captured_depth(rates: Seq[float], rounds: int, kind: type[Captured]) -> None:
     """128 requests, whose prompts are as long as their answers. A round takes a second; the first trials are 0.02 seconds."""
-    chosen = speed(rates, DEEP, rounds, adaptive=True)
-    assert chosen >= 0.98 * speed(rates, 0, rounds)
-    assert rates is UNTRAINED or chosen >= 0.97 * max(speed(rates, depth, rounds) for depth in CAPTURED)
+    chosen = speed(rates, DEEP, rounds, kind, adaptive=True)
+    assert chosen >= 0.98 * speed(rates, 0, rounds, kind)
+    assert rates is UNTRAINED or chosen >= 0.97 * max(speed(rates, depth, rounds, kind) for depth in CAPTURED)
 
 
 @pytest.mark.parametrize("recorder", [None, Again()])
 def test_an_engine_knows_its_graphs_depths(recorder: Again | None) -> None:
     policy = tiny_engine(tiny_model(), 4, adaptive=True, recorder=recorder).policy
     assert policy is not None and [*policy.depths] == ([0, 1, 2, 3, 4] if recorder is None else [0, 1, 3, 4])
-    assert policy.times.apart == (recorder is not None)
+    assert not policy.times.apart
+    tree = tiny_engine(tiny_model(), TREE, adaptive=True, recorder=recorder).policy
+    assert tree is not None and tree.times.apart == (recorder is not None)
 
 
 def test_a_captured_step_has_the_rows_and_passes_of_its_graph() -> None:

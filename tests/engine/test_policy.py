@@ -41,14 +41,15 @@ class Ran(NamedTuple):
 def run(
     conversations: Seq[TraceConversation], batch: int, cost: StepCost, depth: int, rates: Seq[float] = (), adaptive: bool = False,
     change: Callable[[float], Seq[float]] | None = None, see: Callable[[Simulation, Planned], None] | None = None,
-    kind: type[Simulation] = Simulation, captured: Seq[int] = (),
+    kind: type[Simulation] = Simulation, captured: Seq[int] = (), apart: bool = False,
 ) -> Ran:  # fmt: skip
-    """`change`: rates of acceptance by the time. `see`: is called with each step that is planned. `captured`: what the policy is told."""
+    """`change`: rates of acceptance by the time. `see`: is called with each step that is planned. `captured`, `apart`: what the policy
+    is told."""
     spec = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=depth) if depth else SpecConfig(speculative_algorithm="none")
     device = SimulatedDevice(draft_sizes(spec, BUDGET), rates, seed=1)
-    policy = measured(device.sizes, batch, cost, captured) if adaptive else None
+    policy = measured(device.sizes, batch, cost, captured, apart) if adaptive else None
     pages, depths = PageGroups([None], [20_000], 16, BUDGET), list[int]()
-    scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=(), apart=bool(captured))
+    scheduler = device.limited(Scheduler)(pages, max_running=batch, token_budget=BUDGET, eos_ids=(), apart=apart)
 
     def watch(planned: Planned) -> None:
         depths.append(planned.plan.want)
@@ -62,9 +63,9 @@ def run(
     return Ran(result.output_tokens / result.seconds, policy, depths)
 
 
-def measured(sizes: DraftSizes, batch: int, cost: StepCost, captured: Seq[int] = ()) -> DepthPolicy:
+def measured(sizes: DraftSizes, batch: int, cost: StepCost, captured: Seq[int] = (), apart: bool = False) -> DepthPolicy:
     """As the engine does at start."""
-    policy = DepthPolicy(sizes, sizes.steps, captured)
+    policy = DepthPolicy(sizes, sizes.steps, captured, apart)
     for requests in [*(1 << i for i in range((batch - 1).bit_length())), batch]:
         for depth in reversed(policy.depths):
             rows, context = requests * (1 + depth), requests * 10

@@ -19,16 +19,15 @@ from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.engine import build
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.graphs import (
-    PROMPTS,
     Body,
     CaptureFailed,
     CudaRecorder,
     GraphOutput,
-    Prompts,
     StepGraphs,
     tiers,
     usual,
 )
+from mtpserve.runtime.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts
 from mtpserve.runtime.sampling import Asked
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
@@ -84,7 +83,10 @@ def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: boo
     asked = Asked.of([], runner.drafter.coupled) if greedy else sampled(runner.drafter.coupled)
     graphs.record_all([asked], spec is TREE)
     assert [key.requests for key in graphs.recorded if not key.rows] == [16, 8, 4, 2, 1]
-    assert [(key.rows, key.requests) for key in graphs.recorded if key.rows] == list(PROMPTS[::-1])
+    alone = [(key.rows, key.spans) for key in graphs.recorded if key.rows and not key.requests]
+    mixed = [(key.requests, key.rows, key.spans) for key in graphs.recorded if key.rows and key.requests]
+    assert alone == list(PROMPTS[::-1])
+    assert mixed == ([] if spec is TREE else [(16, rows, spans) for rows, spans in MIXED_PROMPTS[::-1]])
     for key, recorded in graphs.recorded.items():
         assert (key.deepest > 0) == (spec.steps > 0) and (key.trees == (spec is TREE) or key.rows)
         assert recorded is not None
@@ -184,8 +186,8 @@ def test_chains_that_are_less_deep_have_a_few_widths_of_their_own() -> None:
     graphs.record_all([GREEDY], False, adaptive=True, prompts=64)
     decoding = {(key.requests, key.deepest) for key in graphs.recorded if not key.rows}
     assert decoding == {(size, depth) for size in tiers(16) for depth in (0, 1, 3, 7)}
-    others = {(key.rows, key.deepest) for key in graphs.recorded if key.rows}
-    assert others == {(rows, depth) for rows in (64, 128) for depth in (0, 1, 3, 7)}
+    others = {(key.requests, key.rows, key.deepest) for key in graphs.recorded if key.rows}
+    assert others == {(size, rows, depth) for size, rows in ((0, 64), (0, 128), (16, 64), (16, 192)) for depth in (0, 1, 3, 7)}
 
 
 def test_a_tree_is_as_wide_as_its_nodes() -> None:
@@ -193,7 +195,7 @@ def test_a_tree_is_as_wide_as_its_nodes() -> None:
     assert graphs.key(3, 2, TREE.steps, GREEDY, True).width == TREE.nodes + 1 == 8
 
 
-@pytest.mark.parametrize(("most", "above", "expected"), [(16, None, 12), (16, 2, 20), (3, None, 8)])
+@pytest.mark.parametrize(("most", "above", "expected"), [(16, None, 13), (16, 2, 22), (3, None, 9)])
 def test_all_tiers_are_captured_at_start_and_said_to_be(
     most: int, above: int | None, expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,10 +203,11 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
     engine = tiny_engine(tiny_model(), CHAIN, recorder=recorder, seats=most)
     graphs = graphs_of(engine)
     with caplog.at_level(logging.INFO, "mtpserve"):
-        graphs.record_all([GREEDY, sampled(False)], False, above, prompts=64)
-    sizes = [key.requests for key in graphs.recorded if key.width == 4]
+        graphs.record_all([GREEDY, sampled(False)], False, above, prompts=48)
+    sizes = [key.requests for key in graphs.recorded if key.width == 4 and not key.rows]
     assert sizes == sorted(sizes, reverse=True) and set(sizes) == set(tiers(most))
-    assert {key.requests for key in graphs.recorded if key.width == 1} == {size for size in tiers(most) if above and size > above}
+    plain = {key.requests for key in graphs.recorded if key.width == 1 and not key.rows}
+    assert plain == {size for size in tiers(most) if above and size > above}
     assert recorder.recordings == len(graphs.recorded) == expected
     assert caplog.messages[-1] == f"captured {expected} of {expected} steps, for up to {most} requests"
     assert len(caplog.messages) == 1 + (expected - 1) // 10
@@ -276,7 +279,7 @@ def test_what_cannot_be_captured_is_launched(spec: SpecConfig, caplog: pytest.Lo
     assert (
         recorder.replayed
         and set(recorder.replayed) <= {1, 2}
-        and {key.requests for key, made in recorded.items() if made is None} == {4, 8}
+        and {key.requests for key, made in recorded.items() if made is None and not key.rows} == {4, 8}
     )
     # Once for each, and in one line.
     assert len(caplog.messages) == sum(made is None for made in recorded.values())

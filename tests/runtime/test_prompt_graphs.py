@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import pytest
 import torch
 
 from mtpserve.config import SpecConfig
+from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.engine.engine import Engine
 from mtpserve.runtime import graphs as graphs_module
-from mtpserve.runtime.graphs import Prompts, fitted, ragged
 from mtpserve.runtime.inputs import row_layout
+from mtpserve.runtime.prompt_rows import Prompts, padded_prompts, prompt_layout
 from tests.runtime.recorders import Again
-from tests.runtime.test_graphs import CHAIN, GREEDY, KINDS, graphs_of
+from tests.runtime.test_graphs import CHAIN, GREEDY, KINDS, TREE, graphs_of
 from tests.tiny import CPU, VOCAB, prompts, run, tiny_engine, tiny_model
 
 
@@ -29,9 +33,41 @@ def test_replayed_prompts_give_the_same_text(spec: SpecConfig, family: str) -> N
     wanted = [run(plain, each, params) for each in rounds]
     engine = tiny_engine(tiny_model(family), spec, budget=100, recorder=Again(), overlap=1)
     assert [run(engine, each, params) for each in rounds] == wanted
-    resumed = {key.resumed for key in graphs_of(engine).recorded if key.rows}
+    resumed = {key.resumed for key in graphs_of(engine).recorded if key.rows and not key.requests}
     # A hybrid model starts again where a state was kept.
     assert resumed == {False, spec.steps > 0 and family != "hybrid"}, "prompts were launched"
+
+
+def arrivals(
+    engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]], depths: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> list[list[int]]:
+    """A request for every second step; steps draft as deep as `depths` say in turn. → the tokens of each request."""
+    tokens: list[list[int]] = [[] for _ in requests]
+    for number in count():
+        if number % 2 == 0 and number // 2 < len(requests):
+            engine.add(Request(str(number // 2), *requests[number // 2]))
+        monkeypatch.setattr(engine, "_wanted", partial(depths.__getitem__, number % len(depths)))
+        for event in engine.step():
+            assert event.error is None, event.error
+            tokens[int(event.id)] += event.tokens
+        if not engine.has_work and number // 2 >= len(requests):
+            break
+    engine.check_integrity()
+    return tokens
+
+
+@KINDS
+@pytest.mark.parametrize("family", ["mimo", "deepseek", "hybrid", "modules"])
+def test_prompts_and_others_in_one_pass(spec: SpecConfig, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text, and as many drafts accepted: also rows that wait for the draft model are absorbed as they were stored."""
+    wants = [min(depth, spec.steps) for depth in (0, 0, 0, 3, 3, 1)]
+    params = [SamplingParams(max_tokens=11 + i % 3, temperature=0.7 * (i % 3 == 1), seed=i) for i in range(9)]
+    requests = list(zip(prompts(9, seed=8, longest=24), params, strict=True))
+    plain, engine = (tiny_engine(tiny_model(family), spec, recorder=recorder, overlap=1) for recorder in (None, Again()))
+    assert arrivals(engine, requests, wants, monkeypatch) == arrivals(plain, requests, wants, monkeypatch)
+    mixed = {key.deepest > 0 for key in graphs_of(engine).recorded if key.rows and key.requests}
+    assert mixed == (set() if spec is TREE else {want > 0 for want in wants})
+    assert engine.stats.accepted_tokens_total == plain.stats.accepted_tokens_total
 
 
 def test_prompts_that_a_graph_does_not_hold_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +95,11 @@ def test_what_pads_prompts_has_rows_of_its_own(lengths: list[int]) -> None:
     graphs = graphs_of(tiny_engine(tiny_model(), CHAIN, recorder=Again()))
     key = graphs.prompt_key(Prompts(lengths, [1] if len(lengths) > 1 else []), 3, GREEDY)
     assert key is not None and key.rows == 64
-    padded, real, resumed = fitted(Prompts(lengths, [1] if len(lengths) > 1 else []), key)
-    assert padded[: len(lengths)] == lengths and min(padded) > 0 and sum(padded) == key.rows and len(padded) == key.requests
-    assert real == [1] * len(lengths) + [0] * (key.requests - len(lengths))
-    assert set(resumed) == ({1} if len(lengths) > 1 else {key.requests - 1})
-    layout, kept = ragged(torch.tensor(padded), torch.tensor(real), key.rows), row_layout(tuple((n, 0, True) for n in padded), CPU)
+    padded, real, resumed = padded_prompts(Prompts(lengths, [1] if len(lengths) > 1 else []), key.rows, key.spans, 0)
+    assert padded[: len(lengths)] == lengths and min(padded) > 0 and sum(padded) == key.rows and len(padded) == key.spans
+    assert real == [1] * len(lengths) + [0] * (key.spans - len(lengths))
+    assert set(resumed) == ({1} if len(lengths) > 1 else {key.spans - 1})
+    layout, kept = prompt_layout(torch.tensor(padded), torch.tensor(real), key.rows), row_layout(tuple((n, 0, True) for n in padded), CPU)
     given = sum(lengths)
     for name in ("row_span", "node", "cu_q", "length", "draft_count", "last_row", "sample_rows"):
         assert torch.equal(getattr(layout, name), getattr(kept, name)), name
