@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mtpserve_kernels.arrivals import arrival_counters
-from mtpserve_kernels.moe import experts as module, reference
+from mtpserve_kernels.moe import experts as module, reference, route as routing
 from mtpserve_kernels.moe.experts import experts
 from mtpserve_kernels.moe.experts_rows import experts_rows
 from mtpserve_kernels.moe.route import route
@@ -54,15 +54,41 @@ def test_a_softmax_with_a_bias(device: torch.device, rows: int, number: int, top
 
 @pytest.mark.parametrize("softmax", [False, True])
 def test_rows_in_bfloat16_are_routed_as_in_float32(device: torch.device, softmax: bool) -> None:
-    """The weights are cut into three bfloat16 numbers. A row's bits do not depend on who shares the launch."""
+    """The weights are cut into three bfloat16 numbers. A row's bits do not depend on who shares the launch. Interpreted they depend on its
+    place among the 16 rows of a product: numpy's do."""
     x, weight = numbers(device, 37, 300).bfloat16(), numbers(device, 40, 300) / 10
     arguments = weight, None if softmax else numbers(device, 40, seed=1) / 5, 6, 1 if softmax else 4, 1 if softmax else 2, True, 2.5
     (actual, chosen), (expected, best) = route(x, *arguments), reference.route(x, *arguments)
     assert torch.equal(chosen, best)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    for first, last in ((0, 1), (3, 8), (16, 37)):
+    places = [(0, 1), (0, 8), (16, 37), (32, 33)]
+    for first, last in places if device.type == "cpu" else [*places, (3, 8)]:
         alone, alone_chosen = route(x[first:last], *arguments)
         assert torch.equal(alone, actual[first:last]) and torch.equal(alone_chosen, chosen[first:last])
+
+
+@pytest.mark.parametrize(("rows", "number", "groups"), [(70, 40, 1), (40, 130, 1), (33, 96, 4)])
+def test_many_rows_are_routed_as_few(device: torch.device, rows: int, number: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has several splits of the sum then, or one, and more experts: to the bit the same weights, but for numpy's products."""
+    x, weight = numbers(device, rows, 700).bfloat16()[:, :600], numbers(device, number, 600) / 10
+    bias, cuts, cut_of = None if groups == 1 else numbers(device, number, seed=1) / 5, list[tuple[int, int, int]](), routing.launch_cut
+
+    def watch(*arguments: Any) -> tuple[int, int, int]:
+        cuts.append(cut_of(*arguments))
+        return cuts[-1]
+
+    monkeypatch.setattr(routing, "launch_cut", watch)
+    arguments = weight, bias, 6, groups, max(groups // 2, 1), True, 1.0
+    found = []
+    for processors in (1, 8, 10_000):
+        monkeypatch.setattr(routing, "processors_of", lambda device, processors=processors: processors)
+        found.append(route(x, *arguments))
+    assert len(set(cuts)) == 3
+    expected, best = reference.route(x, *arguments)
+    for actual, chosen in found:
+        assert torch.equal(chosen, best)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        assert device.type == "cpu" or torch.equal(actual, found[0][0])
 
 
 @pytest.mark.parametrize("softmax", [False, True])

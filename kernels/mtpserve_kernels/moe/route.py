@@ -1,8 +1,8 @@
 """The router: scores of all experts and the choice among them in one launch.
 
-A program multiplies 16 rows with some experts over a part of the hidden numbers. The one that arrives last (arrivals.py) adds the parts in
-their order and chooses for 16 rows at once, or for 8 among many experts. How the sum is cut depends on the matrix alone: a row's
-scores do not depend on who shares the launch.
+A program multiplies 16 rows with some experts over a part of the hidden numbers: a split, or several among many rows, where the others'
+programs keep the processors busy. The one that arrives last (arrivals.py) adds the splits' parts in their order and chooses for 16 rows
+at once, or for 8 among many experts. How the sum is cut depends on the matrix alone: a row's scores do not depend on who shares the launch.
 
     scores    | E 0-31, H 0-127 | E 0-31, H 128-255 | …        each [16 rows, 32 experts] float32
     choice    [rows, experts]: the groups by their two best, then TOP times the best of what is left
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from mtpserve_kernels import tuned
 from mtpserve_kernels.arrivals import arrival_counters
-from mtpserve_kernels.tiling import type_name
+from mtpserve_kernels.tiling import processors_of, type_name
 
 ROWS = 16
 NO_KEY = tl.constexpr(-(1 << 63))
+RESIDENT_WARPS = 16  # of a processor: a thread has up to 128 registers
 MAX_SPLITS = 8  # of the sum over H: the last program reads so many parts
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # the interpreter multiplies bfloat16 wrongly
 
@@ -39,7 +40,8 @@ def _high_bits(b_w):
 
 @triton.jit
 def _product(b_w, b_x, b_acc, THIRDS: tl.constexpr):
-    """b_acc + b_w [E, H] float32 times b_x [H, T], as precise as float32."""
+    """b_acc + b_x [T, H] times b_w [H, E] float32, as precise as float32. Rows first: each warp has experts of its own, and cuts their
+    weights alone."""
     if THIRDS:
         b_high, b_exact = _high_bits(b_w)
         b_rest = b_w - b_exact
@@ -47,11 +49,11 @@ def _product(b_w, b_x, b_acc, THIRDS: tl.constexpr):
         b_low, b_exact = _high_bits(b_rest - b_exact)
         if INTERPRETED:
             b_x, b_high, b_middle, b_low = b_x.to(tl.float32), b_high.to(tl.float32), b_middle.to(tl.float32), b_low.to(tl.float32)
-        b_acc = tl.dot(b_low, b_x, b_acc, input_precision="ieee")
-        b_acc = tl.dot(b_middle, b_x, b_acc, input_precision="ieee")
-        b_acc = tl.dot(b_high, b_x, b_acc, input_precision="ieee")
+        b_acc = tl.dot(b_x, b_low, b_acc, input_precision="ieee")
+        b_acc = tl.dot(b_x, b_middle, b_acc, input_precision="ieee")
+        b_acc = tl.dot(b_x, b_high, b_acc, input_precision="ieee")
     else:
-        b_acc = tl.dot(b_w, b_x.to(tl.float32), b_acc, input_precision="ieee")
+        b_acc = tl.dot(b_x.to(tl.float32), b_w, b_acc, input_precision="ieee")
     return b_acc
 
 
@@ -145,24 +147,31 @@ def _choose(
 @triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     p_x, p_w, p_bias, p_logit_bias, p_parts, p_arrivals, p_weights, p_experts, rows, stride_x, scale,
-    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, SPLITS: tl.constexpr, CHOICE_ROWS: tl.constexpr,
-    TOP: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, SOFTMAX: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, SPLITS: tl.constexpr,
+    PROGRAM_SPLITS: tl.constexpr, CHOICE_ROWS: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, RENORMALISE: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    i_t, i_e, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_t, i_e, first_split = tl.program_id(0), tl.program_id(1), tl.program_id(2) * PROGRAM_SPLITS
     o_t, o_e, o_h = i_t * BT + tl.arange(0, BT), i_e * BE + tl.arange(0, BE), tl.arange(0, BH)
     m_t, m_e = o_t < rows, o_e < E
-    b_acc = tl.zeros([BE, BT], tl.float32)
+    b_acc = tl.zeros([BT, BE], tl.float32)
+    stride_split = tl.num_programs(0) * BT * E
+    p_own, m_own = p_parts + o_t[:, None] * E + o_e[None, :], m_t[:, None] & m_e[None, :]
     PER: tl.constexpr = (H + BH * SPLITS - 1) // (BH * SPLITS)  # blocks of a split; the last splits may have less
-    for i in range(PER):
-        o = (i_split * PER + i) * BH + o_h
+    for i in range(PER * PROGRAM_SPLITS):
+        o = (first_split * PER + i) * BH + o_h
         b_x = tl.load(p_x + o_t[:, None] * stride_x + o[None, :], mask=m_t[:, None] & (o < H)[None, :], other=0.0)
         b_w = tl.load(p_w + o_e[:, None] * H + o[None, :], mask=m_e[:, None] & (o < H)[None, :], other=0.0)
-        b_acc = _product(b_w.to(tl.float32), tl.trans(b_x), b_acc, p_x.dtype.element_ty == tl.bfloat16)
-    stride_split = tl.num_programs(0) * BT * E
-    tl.store(p_parts + i_split * stride_split + o_t[None, :] * E + o_e[:, None], b_acc, mask=m_e[:, None] & m_t[None, :])
+        b_acc = _product(tl.trans(b_w.to(tl.float32)), b_x, b_acc, p_x.dtype.element_ty == tl.bfloat16)
+        if PROGRAM_SPLITS > 1:  # no branch, so that the loop is pipelined
+            split, is_last = first_split + i // PER, i % PER == PER - 1
+            tl.store(p_own + split * stride_split, b_acc, mask=m_own & (is_last & (split < SPLITS)))
+            b_acc = tl.where(is_last, 0.0, b_acc)
+    if PROGRAM_SPLITS == 1:
+        tl.store(p_own + first_split * stride_split, b_acc, mask=m_own)
     tl.debug_barrier()  # all of this program's scores are written before it is counted
     arrived = tl.atomic_add(p_arrivals + i_t, 1, sem="acq_rel")
-    if arrived == tl.num_programs(1) * SPLITS - 1:
+    if arrived == tl.num_programs(1) * tl.num_programs(2) - 1:
         tl.store(p_arrivals + i_t, 0)
         for row in range(i_t * BT, tl.minimum(i_t * BT + BT, rows), CHOICE_ROWS):
             _choose(
@@ -175,11 +184,25 @@ def tiling(number: int, hidden: int, x_type: torch.dtype, device: torch.device) 
     """BE experts and BH hidden numbers at a time, SPLITS of the latter, CHOICE_ROWS rows whose experts are chosen together, warps.
     float32 has no matrix unit of its own precision: small tiles."""
     BE, BH = (32, 128) if x_type == torch.bfloat16 else (16, 64)
-    CHOICE_ROWS, warps = (16, 4) if number <= 64 else (8, 8)
+    CHOICE_ROWS, warps = (16, 4) if number <= 64 else (16 if number <= 128 else 8, 8)
     rule = {"BE": BE, "BH": BH, "SPLITS": min(MAX_SPLITS, triton.cdiv(hidden, BH)), "CHOICE_ROWS": CHOICE_ROWS, "warps": warps}
     # One tiling for all numbers of rows: see above.
     shape = f"{type_name(x_type)} E{number} H{hidden}"
     return tuned.tiling("route", shape, 1, device, invariant=True) or rule
+
+
+def launch_cut(cut: Mapping[str, int], rows: int, number: int, device: torch.device) -> tuple[int, int, int]:
+    """BE, splits of one program and rows that choose together, for so many rows. No score and no choice depends on them.
+
+    Few splits of many rows fill the processors: a program has as many as let all programs run at once, and twice as many experts where
+    half of its warps would multiply what the others do.
+    """
+    BE, splits = cut["BE"], cut["SPLITS"]
+    tiles, resident = triton.cdiv(rows, ROWS), processors_of(device) * max(RESIDENT_WARPS // cut["warps"], 1)
+    if cut["warps"] == 8 and BE == 32 < number and tiles * triton.cdiv(number, BE) * splits > resident:
+        BE = 64
+    together = int(triton.next_power_of_2(triton.cdiv(tiles * triton.cdiv(number, BE) * splits, resident)))
+    return BE, min(splits, together), min(cut["CHOICE_ROWS"], 8 if rows <= 8 else ROWS)
 
 
 def route(
@@ -195,13 +218,15 @@ def route(
     assert number % groups == 0 and top_groups <= groups and top_k <= number // groups * top_groups, (number, top_k, groups, top_groups)
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
     experts = torch.empty(rows, top_k, dtype=torch.int64, device=x.device)
+    if not rows:
+        return weights, experts
     tiles, cut = triton.cdiv(rows, ROWS), tiling(number, hidden, x.dtype, x.device)
+    BE, program_splits, choice_rows = launch_cut(cut, rows, number, x.device)
     parts = torch.empty(cut["SPLITS"], tiles * ROWS, number, dtype=torch.float32, device=x.device)
-    if rows:
-        route_kernel[(tiles, triton.cdiv(number, cut["BE"]), cut["SPLITS"])](
-            x, weight, bias, logit_bias, parts, arrival_counters("route", tiles, x.device), weights, experts, rows, x.stride(0), scale,
-            H=hidden, E=number, BE=cut["BE"], BT=ROWS, BH=cut["BH"], SPLITS=cut["SPLITS"], CHOICE_ROWS=cut["CHOICE_ROWS"],
-            TOP=top_k, GROUPS=groups, TOP_GROUPS=top_groups, RENORMALISE=renormalise, SOFTMAX=softmax, num_warps=cut["warps"],
-            num_stages=3 if torch.version.hip is None else 1,
-        )  # fmt: skip
+    route_kernel[(tiles, triton.cdiv(number, BE), triton.cdiv(cut["SPLITS"], program_splits))](
+        x, weight, bias, logit_bias, parts, arrival_counters("route", tiles, x.device), weights, experts, rows, x.stride(0), scale,
+        H=hidden, E=number, BE=BE, BT=ROWS, BH=cut["BH"], SPLITS=cut["SPLITS"], PROGRAM_SPLITS=program_splits, CHOICE_ROWS=choice_rows,
+        TOP=top_k, GROUPS=groups, TOP_GROUPS=top_groups, RENORMALISE=renormalise, SOFTMAX=softmax, num_warps=cut["warps"],
+        num_stages=3 if torch.version.hip is None else 1,
+    )  # fmt: skip
     return weights, experts
