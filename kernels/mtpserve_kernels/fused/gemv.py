@@ -3,6 +3,8 @@
 A program has BN outputs. Its warps lie side by side along K, so that each reads 512 bytes of a row of W at a time, and the products of the
 numbers of one load are summed in the thread that loaded them: a register per output and row of x. Threads are summed once, at the end.
 
+Weights do not depend on the launch before: their first tiles are on their way into the L2 cache before this one waits for it.
+
 A sum over K that is split leaves float32 parts [blocks of outputs, splits, BT, outputs of a block]. The program that arrives last adds
 them in the order of the splits (arrivals.py), so that the bits do not depend on which one that is.
 """
@@ -11,6 +13,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from mtpserve_kernels.dependent_launch import grid_dependency_wait
+
+
+@triton.jit
+def prefetch_tiles(p_w, o_w, first, last_row, K, BK: tl.constexpr, TILES: tl.constexpr, launch_pdl: tl.constexpr):
+    """The first TILES steps of the rows o_w [BM] of W, from column `first` on, into the L2 cache while the launch before ends: an
+    instruction for each 64 bytes, as much as memory gives at once. Rows and columns that do not exist become the last ones."""
+    if launch_pdl:
+        LINE: tl.constexpr = 512 // p_w.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = max(BK // LINE, 1)
+        p_rows = p_w + tl.minimum(o_w, last_row).to(tl.int64)[:, None] * K
+        for tile in tl.static_range(TILES):
+            o_line = tl.minimum(first + tile * BK + tl.arange(0, LINES) * LINE, K - 1)
+            address = (p_rows + o_line[None, :]).to(tl.int64)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -60,7 +78,7 @@ def thread_sums(b_w, b_x):
 @triton.jit
 def gemv_kernel(
     p_x, p_w, p_bias, p_out, p_parts, p_arrivals, stride_x, N, K, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, GATED: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """The grid is [blocks of outputs, splits]; there are BT rows, 1 or 2. p_parts is None for a single split. With 1 STAGES loads go to
     registers, with more they are copied ahead into shared memory."""
@@ -76,6 +94,8 @@ def gemv_kernel(
     blocks = tl.cdiv(K, BK)
     per = tl.cdiv(blocks, tl.num_programs(1))
     start = i_split * per
+    prefetch_tiles(p_w, o_w, start * BK, (2 * N if GATED else N) - 1, K, BK, max(STAGES - 1, 1), launch_pdl)
+    grid_dependency_wait(launch_pdl)
     for i in tl.range(0, tl.maximum(tl.minimum(per, blocks - start), 0), num_stages=STAGES):
         k = (start + i) * BK
         m_k = (k + o_k < K)[None, :]

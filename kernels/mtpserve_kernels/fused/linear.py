@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels import tuned
+from mtpserve_kernels import dependent_launch, tuned
 from mtpserve_kernels.arrivals import arrival_counters
-from mtpserve_kernels.fused.gemv import gemv_kernel, store_or_add
+from mtpserve_kernels.dependent_launch import grid_dependency_wait
+from mtpserve_kernels.fused.gemv import gemv_kernel, prefetch_tiles, store_or_add
 from mtpserve_kernels.tiling import Tiling, processors_of, type_name, with_table
 
 MAX_ROWS, GEMV_ROWS = 64, 2
@@ -30,7 +31,7 @@ BLOCK = 128  # of float8 scales
 @triton.jit(do_not_specialize=["rows"])
 def skinny_kernel(
     p_x, p_w, p_scale, p_bias, p_out, p_parts, p_arrivals, rows, stride_x, N, K, stride_scale, BT: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GATED: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """The grid is [blocks of outputs, splits]. p_scale is None but for float8, p_parts for a single split."""
     i_n, i_split = tl.program_id(0), tl.program_id(1)
@@ -45,6 +46,8 @@ def skinny_kernel(
     blocks = tl.cdiv(K, BK)
     per = tl.cdiv(blocks, tl.num_programs(1))
     start = i_split * per
+    prefetch_tiles(p_w, o_w, start * BK, (2 * N if GATED else N) - 1, K, BK, max(STAGES - 1, 1), launch_pdl)
+    grid_dependency_wait(launch_pdl)
     for i in range(tl.maximum(tl.minimum(per, blocks - start), 0)):
         k = (start + i) * BK
         m_k = k + o_k < K
@@ -133,13 +136,14 @@ def few_rows(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Ten
     if splits > 1:
         parts = torch.empty(blocks * splits * cut.BT * cut.BN * (2 if gated else 1), dtype=torch.float32, device=x.device)
         arrivals = arrival_counters(op, blocks, x.device)
-    constants = {"N": outputs, "K": inputs, "BN": cut.BN, "BK": cut.BK, "BT": cut.BT, "GATED": gated, "num_warps": cut.warps}
+    constants = {"N": outputs, "K": inputs, "BN": cut.BN, "BK": cut.BK, "BT": cut.BT, "STAGES": cut.stages, "GATED": gated}
+    options = {"num_warps": cut.warps, "launch_pdl": dependent_launch.enabled(x.device)}
     if cut.BT <= GEMV_ROWS:
         assert rows == cut.BT and scale is None, (rows, cut)
-        gemv_kernel[(blocks, splits)](x, weight, bias, out, parts, arrivals, x.stride(0), STAGES=cut.stages, **constants)
+        gemv_kernel[(blocks, splits)](x, weight, bias, out, parts, arrivals, x.stride(0), **constants, **options)
     else:
-        stride_scale = 0 if scale is None else scale.stride(0)
         skinny_kernel[(blocks, splits)](
-            x, weight, scale, bias, out, parts, arrivals, rows, x.stride(0), stride_scale=stride_scale, num_stages=cut.stages, **constants
-        )
+            x, weight, scale, bias, out, parts, arrivals, rows, x.stride(0), stride_scale=0 if scale is None else scale.stride(0),
+            num_stages=cut.stages, **constants, **options,
+        )  # fmt: skip
     return out
