@@ -56,6 +56,34 @@ def test_each_cut_alone(device: torch.device, given: dict[str, Any]) -> None:
     compare(device, case(4, 3, 300, 3, tree=False, drawn=True, **off))
 
 
+WIDE_CUTS = [
+    ({"top_k": 9, "top_p": 0.8, "min_p": 0.05}, 3.0),  # among the candidates of the chunks
+    ({"top_k": 500}, 1.0),  # below their bounds, as the next ones
+    ({"top_p": 0.9}, 0.2),
+    ({"top_k": 40, "top_p": 0.999}, 1.0),
+    ({"min_p": 0.5}, 0.1),
+]
+
+
+@pytest.mark.parametrize(("given", "spread"), WIDE_CUTS)
+def test_cuts_of_several_chunks(device: torch.device, given: dict[str, Any], spread: float) -> None:
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "coupled": 1} | given
+    arguments = case(2, 2, 9001, 4, tree=False, drawn=False, **off)
+    arguments[0].mul_(spread)
+    compare(device, arguments)
+
+
+def test_cuts_through_more_equal_logits_than_candidates(device: torch.device) -> None:
+    """All are kept, or none; a chunk of one number alone has none that its bound is below."""
+    off = {"top_k": 3, "top_p": 0.9, "min_p": 0.0, "temperature": 1.0, "coupled": 1}
+    logits = torch.full((1, 1, 9000), -2.0)
+    logits[0, 0, 4100:4200] = 1.0
+    for seed in range(4):
+        arguments = list(case(1, 1, 9000, seed, tree=False, drawn=False, **off))
+        arguments[0] = logits
+        assert 4100 <= int(compare(device, tuple(arguments))[0][0, 0]) < 4200
+
+
 def test_ties_stay_together(device: torch.device) -> None:
     """As many equal logits as you like: all of them are kept, or none."""
     logits = torch.zeros(1, 1, 50)

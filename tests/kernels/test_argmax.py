@@ -6,7 +6,7 @@ import pytest
 import torch
 from mtpserve_kernels.arrivals import arrival_counters
 from mtpserve_kernels.spec import reference
-from mtpserve_kernels.spec.argmax import CHUNK, argmax, chunk_keys
+from mtpserve_kernels.spec.argmax import CANDIDATES, CHUNK, argmax, chunks
 from torch import Tensor
 
 VOCABS = [1, 7, 1000, 4099, 9001]
@@ -73,10 +73,36 @@ def test_masses_of_chunks(device: torch.device, vocab: int) -> None:
     logits = torch.randn(2, 2, vocab, generator=torch.Generator().manual_seed(vocab)) * 5
     logits[1, 1], logits[0, 1, : vocab // 2] = -torch.inf, -torch.inf
     temperature = torch.tensor([0.5, 2.0])
-    _, masses = chunk_keys(logits.to(device), torch.tensor([1, 0], device=device), temperature.to(device))
+    masses = chunks(logits.to(device), torch.tensor([1, 0], device=device), temperature.to(device), has_cuts=False).masses
     assert masses is not None
     for row in range(4):
-        chunks = logits.view(4, vocab)[row].double().split(CHUNK)
-        scaled = [(chunk - chunk.max().clamp(min=-1e30)) / temperature[1 - row // 2].double() for chunk in chunks]
+        parts = logits.view(4, vocab)[row].double().split(CHUNK)
+        scaled = [(part - part.max().clamp(min=-1e30)) / temperature[1 - row // 2].double() for part in parts]
         exact = torch.stack([chunk.exp().sum() for chunk in scaled])
         torch.testing.assert_close(masses[row].cpu().double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", ["normal", "one far away", "few numbers", "equal", "mostly forbidden"])
+def test_candidates_of_chunks(device: torch.device, shape: str) -> None:
+    """Just the numbers above the bound, no more than there is room for, and few only where many are equal."""
+    logits = torch.randn(1, 2, 2 * CHUNK + 70, generator=torch.Generator().manual_seed(5)) * 4
+    match shape:
+        case "one far away":
+            logits[..., 5] = 1e4
+        case "few numbers":
+            logits = logits.round()
+        case "equal":
+            logits[:] = 0.5
+        case "mostly forbidden":
+            logits[..., 40:-10] = -torch.inf
+    seats = torch.zeros(1, dtype=torch.int64, device=device)
+    parts = chunks(logits.to(device), seats, torch.ones(1, device=device), has_cuts=True)
+    assert parts.candidates is not None and parts.bounds is not None
+    for row, bounds, candidates in zip(logits[0], parts.bounds.cpu(), parts.candidates.cpu(), strict=True):
+        for chunk, bound, some in zip(row.split(CHUNK), bounds, candidates, strict=True):
+            above = chunk[chunk > bound]
+            assert len(above) <= CANDIDATES and some[: len(above)].equal(above) and (some[len(above) :] == -torch.inf).all()
+            if shape == "normal":
+                assert len(above) >= min(CANDIDATES // 4, len(chunk))
+            if shape == "mostly forbidden":
+                assert bound == -torch.inf

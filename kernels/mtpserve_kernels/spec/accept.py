@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpserve_kernels.spec.argmax import LEAST_KEY, WARPS, chunk_keys, chunks_of, is_finite, place_of
+from mtpserve_kernels.spec.argmax import LEAST_KEY, WARPS, Chunks, chunks, chunks_of, is_finite, place_of
 from mtpserve_kernels.spec.race import NO_SPEED, PARTS, cut_kernel, race_kernel
 
 KEYS_PER_WARP = 256  # of a walk
@@ -116,45 +116,47 @@ def accept(
     tokens = torch.empty(requests, depth + 1, dtype=torch.int64, device=device)
     path, accepted = torch.empty_like(tokens), torch.empty(requests, dtype=torch.int64, device=device)
     failed = torch.empty(requests, dtype=torch.bool, device=device)
-    keys, masses = chunk_keys(logits, seats, None if all_greedy else temperature)
-    chunks = keys.shape[1]
+    cuts = top_k if any_top_k else None, top_p if any_top_p else None, min_p if any_min_p else None
+    parts = chunks(logits, seats, None if all_greedy else temperature, any(cut is not None for cut in cuts))
     winners, coins = None, None
-    if masses is not None:
-        cuts = top_k if any_top_k else None, top_p if any_top_p else None, min_p if any_min_p else None
-        winners, coins = race(logits, drafts, sample_rows, depths, seats, length, temperature, cuts, seed, coupled, q, keys, masses)
-    warps = min(8, max(1, triton.next_power_of_2(nodes) * triton.next_power_of_2(chunks) // KEYS_PER_WARP))
+    if not all_greedy:
+        winners, coins = race(logits, drafts, sample_rows, depths, seats, length, temperature, cuts, seed, coupled, q, parts)
+    warps = min(8, max(1, triton.next_power_of_2(nodes) * triton.next_power_of_2(parts.number) // KEYS_PER_WARP))
     walk_kernel[(requests,)](
-        drafts, sample_rows, draft_count, parents, seats, temperature, coupled, keys, winners, coins, tokens, accepted, path, failed,
-        0 if parents is None else parents.stride(0), NODES=nodes, DEPTH=depth, CHUNKS=chunks, num_warps=warps,
+        drafts, sample_rows, draft_count, parents, seats, temperature, coupled, parts.keys, winners, coins, tokens, accepted, path, failed,
+        0 if parents is None else parents.stride(0), NODES=nodes, DEPTH=depth, CHUNKS=parts.number, num_warps=warps,
     )  # fmt: skip
     return tokens, accepted, path, failed
 
 
 def race(
     logits: Tensor, drafts: Tensor, sample_rows: Tensor | None, depths: Tensor | None, seats: Tensor, length: Tensor, temperature: Tensor,
-    cuts: tuple[Tensor | None, Tensor | None, Tensor | None], seed: Tensor, coupled: Tensor, q: Tensor | None, keys: Tensor,
-    masses: Tensor,
+    cuts: tuple[Tensor | None, Tensor | None, Tensor | None], seed: Tensor, coupled: Tensor, q: Tensor | None, parts: Chunks,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`cuts`: top_k, top_p and min_p, None where no request uses it; keys and masses [R * (K+1), chunks] of argmax_kernel. The others are
-    those of `accept`.
-
+    """`cuts`: top_k, top_p and min_p, None where no request uses it; the others are those of `accept`.
     → winners [R * (K+1), PARTS, chunks] and coins [R * (K+1)], as race_kernel has them."""
-    (_, nodes, vocab), (rows, chunks), device = logits.shape, keys.shape, logits.device
+    (_, nodes, vocab), (rows, number), device = logits.shape, parts.keys.shape, logits.device
     assert q is None or (q.shape[2] == vocab and q.stride(1) == vocab and q.stride(2) == 1), (q.shape, q.stride())
     block, _ = chunks_of(vocab)
     row_cuts, totals = None, None
-    if any(cut is not None for cut in cuts):
+    if parts.candidates is not None:
         row_cuts, totals = torch.empty(rows, dtype=torch.int32, device=device), torch.empty(rows, device=device)
-        cut_block = block if torch.version.hip is None else min(block, 1024)
+        candidates = parts.candidates[0].numel()
         cut_kernel[(rows,)](
-            logits, keys, masses, seats, temperature, *cuts, row_cuts, totals, NODES=nodes, V=vocab, BV=cut_block, CHUNKS=chunks,
-            num_warps=WARPS,
+            logits, parts.keys, parts.masses, parts.candidates, parts.bounds, seats, temperature, *cuts, row_cuts, totals, NODES=nodes,
+            V=vocab, BV=cut_block(block), CHUNKS=number, N=candidates, BN=cut_block(triton.next_power_of_2(candidates)), num_warps=WARPS,
         )  # fmt: skip
-    winners = torch.empty(rows, PARTS.value, chunks, dtype=torch.int64, device=device)
+    winners = torch.empty(rows, PARTS.value, number, dtype=torch.int64, device=device)
     coins = None if q is None else torch.empty(rows, dtype=torch.int32, device=device)
     q_stride, q_nodes = (0, 0) if q is None else (q.stride(0), min(q.shape[1], nodes - 1))
-    race_kernel[(rows * chunks,)](
-        logits, drafts, sample_rows, depths, seats, length, temperature, seed, coupled, q, keys, masses, row_cuts, totals, winners, coins,
-        0 if depths is None else depths.stride(0), q_stride, q_nodes, NODES=nodes, V=vocab, BV=block, CHUNKS=chunks, num_warps=WARPS,
+    race_kernel[(rows * number,)](
+        logits, drafts, sample_rows, depths, seats, length, temperature, seed, coupled, q, parts.keys, parts.masses, row_cuts, totals,
+        winners, coins, 0 if depths is None else depths.stride(0), q_stride, q_nodes, NODES=nodes, V=vocab, BV=block, CHUNKS=number,
+        num_warps=WARPS,
     )  # fmt: skip
     return winners, coins
+
+
+def cut_block(numbers: int) -> int:
+    """Of so many numbers, those that a pass of cut_kernel takes at a time."""
+    return min(numbers, 2048 if torch.version.hip is None else 1024)

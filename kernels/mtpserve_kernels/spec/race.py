@@ -3,7 +3,9 @@
 `race_kernel`, a program per chunk of a row, draws by a race: the largest of weight / exponential noise, the noise being a function of
 (seed, index of the token, token) alone. Where drafts were drawn from a distribution q it also draws whether the draft is accepted, and a
 token from max(p - q, 0) (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192). `cut_kernel`, a program per row, runs where some
-request has a cut: by bisection over the order of floats, three bits a pass, 11 passes over a row that stays in the processor's cache.
+request has a cut: by bisection over the order of floats, three bits a pass, 11 passes over the largest numbers of each chunk (argmax.py).
+No number besides these exceeds the bound of its chunk, so that a cut above all bounds is the row's. Another cut, of a flat distribution,
+is looked for among all numbers of the row.
 
 A row's mass is the sum over its chunks in their order, or, with a cut, the cut's own: it depends on nothing but the row.
 """
@@ -93,7 +95,19 @@ def _cut(p_row, top, inverse, least, limit, BY_MASS: tl.constexpr, V: tl.constex
 
 
 @triton.jit
-def _mass_above(p_row, top, inverse, cut, V: tl.constexpr, BV: tl.constexpr):
+def _cut_of_row(
+    p_candidates, p_row, bound, top, inverse, least, limit, BY_MASS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """As _cut of the row: of its N candidates where that is above the bound of the others."""
+    cut = _cut(p_candidates, top, inverse, least, limit, BY_MASS, N, BN)
+    if cut <= bound:
+        cut = _cut(p_row, top, inverse, least, limit, BY_MASS, V, BV)
+    return cut
+
+
+@triton.jit
+def _sum_above(p_row, top, inverse, cut, V: tl.constexpr, BV: tl.constexpr):
     b_mass = tl.zeros([BV], tl.float32)
     for i in range(tl.cdiv(V, BV)):
         b_s = _scaled(p_row, i * BV + tl.arange(0, BV), V, top, inverse)
@@ -101,38 +115,52 @@ def _mass_above(p_row, top, inverse, cut, V: tl.constexpr, BV: tl.constexpr):
     return tl.sum(b_mass)
 
 
+@triton.jit
+def _mass_above(
+    p_candidates, p_row, bound, top, inverse, cut, N: tl.constexpr, BN: tl.constexpr, V: tl.constexpr, BV: tl.constexpr
+):  # fmt: skip
+    """The row's sum of exp at or above the cut."""
+    mass = _sum_above(p_candidates, top, inverse, cut, N, BN)
+    if cut <= bound:
+        mass = _sum_above(p_row, top, inverse, cut, V, BV)
+    return mass
+
+
 @triton.jit(do_not_specialize=["p_seats"])
 def cut_kernel(
-    p_logits, p_keys, p_masses, p_seats, p_temperature, p_top_k, p_top_p, p_min_p, p_cuts, p_totals, NODES: tl.constexpr, V: tl.constexpr,
-    BV: tl.constexpr, CHUNKS: tl.constexpr,
+    p_logits, p_keys, p_masses, p_candidates, p_bounds, p_seats, p_temperature, p_top_k, p_top_p, p_min_p, p_cuts, p_totals,
+    NODES: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CHUNKS: tl.constexpr, N: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A row's cut, as an ordered int, and the mass at or above it; of a greedy row neither is written. A cut's parameter is None where no
-    request uses it."""
+    """A row's cut, as an ordered int, and the mass at or above it; of a greedy row neither is written. N candidates of a row. A cut's
+    parameter is None where no request uses it."""
     i_row = tl.program_id(0)
     seat = tl.load(p_seats + i_row // NODES)
     temperature = tl.load(p_temperature + seat)
     key = largest_key(p_keys, i_row, CHUNKS)
     if is_finite(key) & (temperature > 0):
-        p_row = p_logits + i_row.to(tl.int64) * V
+        p_row, p_some = p_logits + i_row.to(tl.int64) * V, p_candidates + i_row.to(tl.int64) * N
         top, inverse, cut = number_of(key), 1.0 / temperature, tl.full([], NO_CUT, tl.int32)
+        o = tl.arange(0, triton.next_power_of_2(CHUNKS))
+        b_bound = tl.load(p_bounds + i_row.to(tl.int64) * CHUNKS + o, mask=o < CHUNKS, other=float("-inf"))
+        bound = ordered((tl.max(b_bound) - top) * inverse)
         mass = _row_mass(p_keys, p_masses, i_row, top, inverse, CHUNKS)
         if p_top_k is not None:
             top_k = tl.load(p_top_k + seat)
             if (top_k > 0) & (top_k < V):
-                cut = _cut(p_row, top, inverse, cut, top_k.to(tl.float32), False, V, BV)
+                cut = _cut_of_row(p_some, p_row, bound, top, inverse, cut, top_k.to(tl.float32), False, N, BN, V, BV)
         if p_top_p is not None:
             top_p = tl.load(p_top_p + seat)
             if top_p < 1:
                 above = mass
                 if cut > NO_CUT:
-                    above = _mass_above(p_row, top, inverse, cut, V, BV)
-                cut = _cut(p_row, top, inverse, cut, top_p * above, True, V, BV)
+                    above = _mass_above(p_some, p_row, bound, top, inverse, cut, N, BN, V, BV)
+                cut = _cut_of_row(p_some, p_row, bound, top, inverse, cut, top_p * above, True, N, BN, V, BV)
         if p_min_p is not None:
             min_p = tl.load(p_min_p + seat)
             if min_p > 0:
                 cut = tl.maximum(cut, ordered(tl.log(min_p)))
         if cut > NO_CUT:
-            mass = _mass_above(p_row, top, inverse, cut, V, BV)
+            mass = _mass_above(p_some, p_row, bound, top, inverse, cut, N, BN, V, BV)
         tl.store(p_cuts + i_row, cut)
         tl.store(p_totals + i_row, mass)
 
