@@ -59,7 +59,7 @@ class Engine:
     a step does not depend on `overlap`; with 0 its events come with the call that launched it. While more requests run than `plain_above`
     no drafts are proposed: then a seed's text may depend on the load, though its law does not. `fingerprint`: of all that KV depends on
     besides tokens; None: no prefix cache. `long_rows`: of a long prompt in one step, beside other requests. `drafter`: the draft
-    model's name in traces and metrics.
+    model's name in traces and metrics. `captured`: depths of captured steps; `apart`: beside which prompts have passes of their own.
     """
 
     def __init__(
@@ -102,8 +102,7 @@ class Engine:
             name, vocab, self.context_length, eos_ids, want, lossy, page_size=pages.page_size, capacity=capacity, kernels=kernels
         )
         self._grammars = grammars
-        self._runner = runner
-        self._want = want
+        self._runner, self._want = runner, want
         self.policy = DepthPolicy(sizes, want, captured, apart) if adaptive and want > 0 else None
         self._seeded = config.random_seed is not None
         self._clock = StepClock()

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from mtpserve.core.batch import Keep, Want
-from mtpserve.runtime.inputs import RowLayout, Rows, row_layout
-from mtpserve.runtime.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts, mixed_layout, padded_prompts, prompt_layout
+from mtpserve.runtime.inputs import RowLayout, Rows, mixed_layout, prompt_layout, row_layout
+from mtpserve.runtime.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts, padded_prompts
 from mtpserve.runtime.publish import Columns
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.step import Step

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mtpserve.attention.contexts import slots_of
 from mtpserve.cache.states import States
@@ -69,6 +70,36 @@ def row_layout(layout: Layout, device: torch.device, depth: int | None = None) -
     )
     short = None if depth is None else row_layout(tuple((n, min(d, depth), s) for n, d, s in layout), device)
     return RowLayout(spans, offsets, nodes, cu_q, whole, count, lasts, sampled.view(-1, widest + 1), sampling, widest, max(lengths), short)
+
+
+def prompt_layout(lengths: Tensor, real: Tensor, rows: int) -> RowLayout:
+    """lengths [P], `rows` in all, of prompts that end with this step; real [P]: 0 for a span that pads. Its rows are all its first one,
+    so that nothing is longer than its seat."""
+    ends, row = lengths.cumsum(0), torch.arange(rows, device=lengths.device)
+    cu_q = pad(ends, (1, 0))
+    span = torch.searchsorted(ends, row, right=True)
+    none, last = torch.zeros_like(lengths), ends - 1
+    offset = (row - cu_q[span]) * real[span]
+    return RowLayout(span, offset, torch.zeros_like(row), cu_q, lengths, none, last, last.unsqueeze(1), real, 0, rows, None)
+
+
+def mixed_layout(decoding: RowLayout, prompts: RowLayout) -> RowLayout:
+    """One after the other. Drafts are chains. Logits of a prompt's last row are computed as often as those of a request that decodes."""
+    spans, rows = decoding.length.shape[0], decoding.row_span.shape[0]
+    return RowLayout(
+        row_span=torch.cat([decoding.row_span, prompts.row_span + spans]),
+        offset=torch.cat([decoding.offset, prompts.offset]),
+        node=torch.cat([decoding.node, prompts.node]),
+        cu_q=torch.cat([decoding.cu_q, prompts.cu_q[1:] + rows]),
+        length=torch.cat([decoding.length, prompts.length]),
+        draft_count=torch.cat([decoding.draft_count, prompts.draft_count]),
+        last_row=torch.cat([decoding.last_row, prompts.last_row + rows]),
+        sample_rows=torch.cat([decoding.sample_rows, (prompts.sample_rows + rows).expand(-1, decoding.widest + 1)]),
+        samples=torch.cat([decoding.samples, prompts.samples]),
+        widest=decoding.widest,
+        longest=prompts.longest,
+        compacted=None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
