@@ -1,8 +1,8 @@
 """Rows of prompts in a captured step: as many as the graph has, whatever the prompts' lengths, alone or after those that decode.
 
-3 requests that decode, a token and one draft each     2 prompts of 3 and 2 rows, padded to 3 spans and 8 rows
-rows     x d | x d | x d                               a a a | b b | - - -
-spans     0     1     2                                  3      4      5
+    3 requests that decode, two rows each     2 prompts of 3 and 2 rows, padded to 3 spans and 8 rows
+    rows     x x | x x | x x                  a a a | b b | - - -
+    spans     0     1     2                     3      4      5
 """
 
 from __future__ import annotations
