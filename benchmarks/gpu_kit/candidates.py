@@ -13,7 +13,7 @@ SHARED_BYTES, PROCESSORS, MAX_TILES = 220 << 10, 132, 10
 MAX_PRODUCT_TILES, SPLITS = 8, (1, 2, 4, 8)
 READ_BYTES_PER_US, BYTES_ON_THE_WAY = 4.5e6, 40 << 10  # of an H200, and those for each of its processors that keep its memory busy
 WAIT_US, SPLIT_US = 0.7, 1.0  # for bytes from memory; for the program that adds the parts
-MAX_BLOCK_ROWS = 64  # of a block of the experts' kernels
+MAX_BLOCK_ROWS = 64  # of a block of the experts' kernels, without groups
 
 
 def spread(tiles: list[Tile]) -> list[Tile]:
@@ -83,8 +83,19 @@ def products(workload: Workload) -> list[Tile]:
     return [*ordered[0][: MAX_PRODUCT_TILES - 2], *ordered[1][: 2 if gemv else MAX_PRODUCT_TILES]]
 
 
+# BT of the rule where it is 0, BN, BK, stages, warps
+GROUPED_TILES = {
+    "gate_up": ((0, 64, 64, 3, 4), (0, 64, 128, 3, 4), (0, 64, 64, 4, 4), (0, 128, 64, 3, 8), (32, 64, 64, 3, 4), (64, 64, 64, 3, 4)),
+    "down": ((0, 64, 64, 3, 4), (0, 128, 64, 3, 4), (0, 64, 128, 3, 4), (0, 128, 64, 4, 8), (0, 128, 128, 3, 8)),
+}
+
+
 def experts(workload: Workload) -> list[Tile]:
-    """Of gate_up, whose tile has two halves, or of down. The same for all numbers of rows, so that they can be compared."""
+    """Of gate_up, whose tile has two halves, or of down. The same for all numbers of rows, so that they can be compared; others for rows
+    that are grouped by expert, where gate_up's decides for both how many rows of an expert a program has."""
+    if workload.kind == "grouped":
+        fields = "BT", "BN", "BK", "stages", "warps"
+        return [{name: number for name, number in zip(fields, form, strict=True) if number} for form in GROUPED_TILES[workload.op]]
     gate_up = workload.op == "gate_up"
     depth, halves = workload.sizes[2 if gate_up else 3], 2 if gate_up else 1
     tiles = [
@@ -95,14 +106,20 @@ def experts(workload: Workload) -> list[Tile]:
     return spread(tiles)
 
 
+# BE, BH, SPLITS, CHOICE_ROWS, warps; the last ones for few hidden numbers
+ROUTER_TILES = (
+    (32, 128, 8, 16, 8), (32, 128, 8, 16, 4), (32, 128, 8, 8, 8), (32, 64, 8, 16, 8), (32, 128, 4, 16, 8), (32, 64, 1, 16, 4),
+    (16, 64, 1, 8, 4),
+)  # fmt: skip
+
+
 def router(workload: Workload) -> list[Tile]:
     num_experts, hidden = workload.sizes[:2]
-    tiles = [
-        {"BE": BE, "BH": BH, "SPLITS": splits, "CHOICE_ROWS": at_once, "warps": warps}
-        for BE, BH, splits, at_once, warps in product((16, 32), (64, 128), (1, 4, 8, 16), (8, 16), (4, 8))
-        if max(num_experts, 16) >= BE and ceil(hidden / BH) >= splits and (splits > 1 or hidden < 256) and at_once * num_experts <= 16 * 64
+    return [
+        {"BE": BE, "BH": BH, "SPLITS": splits, "CHOICE_ROWS": choice_rows, "warps": warps}
+        for BE, BH, splits, choice_rows, warps in ROUTER_TILES
+        if (hidden >= BH * splits if splits > 1 else hidden < 256) and choice_rows * num_experts <= 16 * 16 * warps
     ]
-    return spread(tiles)
 
 
 def span(workload: Workload) -> list[Tile]:

@@ -34,6 +34,7 @@ GATHERS = {"embedding", "index_select", "index", "gather"}
 SCATTERS = {"index_put_", "_index_put_impl_", "index_copy_", "scatter_", "index_fill_"}
 ATTENDS = ("span", "select")  # parts of the names of kernels that read the whole context
 PARTS = ("span", "combine")  # parts of the names of kernels whose fourth dimension, or third of three, is that of splits
+TILE_TABLES = ("p_tiles",)  # of rows that are grouped by expert: as long as there may be tiles
 KEY_BLOCK = 64  # keys in a block of a split
 
 TRITON, PRODUCT, TORCH = "triton", "product", "torch"
@@ -146,7 +147,11 @@ class LaunchRecorder(TorchDispatchMode):
         values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         name = str(kernel.__name__)
-        body_tensors = [tensor for tensor in tensors.values() if storage_of(tensor) in self.body_storages and tensor.dim() > 1]
+        body_tensors = [
+            tensor
+            for key, tensor in tensors.items()
+            if key not in TILE_TABLES and storage_of(tensor) in self.body_storages and tensor.dim() > 1
+        ]
         rows = max((tensor.shape[0] for tensor in body_tensors), default=self.traffic.rows)
         routed = any(self.is_routed(tensor) for tensor in tensors.values())
         unique = {(storage_of(tensor), tensor.storage_offset(), tensor.shape): tensor for tensor in tensors.values()}

@@ -189,9 +189,14 @@ def compile_cell(cell: Cell) -> CompileCounts:
 
 
 def kernel_class(workload: Workload) -> tuple[Any, ...]:
-    """Equal for workloads with the same kernels; those of attention differ in whether there are splits, and who adds them up."""
+    """Equal for workloads with the same kernels; those of attention differ in whether there are splits, and who adds them up, and those of
+    mixtures among many rows in what a program has of them."""
+    if workload.kind == "grouped" or (workload.kind == "router" and workload.rows > 16):
+        return workload.op, workload.kind, workload.rows, workload.sizes
     rows = min(max(16, 1 << (workload.rows - 1).bit_length()), 64)
-    if workload.kind in ("router", "norm", "rope"):
+    if workload.kind == "router":  # eight rows are chosen together, or sixteen
+        return workload.op, workload.kind, workload.rows <= 8, workload.sizes
+    if workload.kind in ("norm", "rope"):
         return workload.op, workload.kind, workload.sizes
     if workload.kind in PRODUCTS:  # for any numbers of outputs and inputs
         return workload.op, workload.kind, rows if workload.rows > 2 else workload.rows

@@ -90,14 +90,21 @@ def norm_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     return 1.35 + 0.1 * constant(launch, "H") / 1000
 
 
-CHOICE_US = {32: 1.0, 64: 1.3, 128: 2.2, 256: 10.3}  # of some rows at once among so many experts
+CHOICE_US = {32: 1.0, 64: 1.3, 128: 2.2, 256: 10.3}  # of some rows at once among so many experts; half as long again for 16 among 128
 
 
 def route_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    """Scores of a split of the hidden numbers, then the choice for the rows of a block, some at once."""
-    experts = next((number for number in CHOICE_US if number >= constant(launch, "E")), 256)
+    """Scores of a program's splits of the hidden numbers, then the choice for the rows of a block, some at once."""
+    experts, at_once = next((number for number in CHOICE_US if number >= constant(launch, "E")), 256), constant(launch, "CHOICE_ROWS")
     blocks = ceil(constant(launch, "H") / (constant(launch, "BH", default=64) * constant(launch, "SPLITS")))
-    return 2.0 + 0.25 * blocks + CHOICE_US[experts] * ceil(min(launch.rows, 16) / constant(launch, "CHOICE_ROWS"))
+    choice_us = CHOICE_US[experts] * (1.5 if experts >= 128 and at_once > 8 else 1.0) * ceil(min(launch.rows, 16) / at_once)
+    resident = 16 // constant(launch, "num_warps", default=4)
+    return (2.0 + 0.25 * blocks * constant(launch, "PROGRAM_SPLITS")) * waves(launch, 1.0, ceilings, resident) + choice_us
+
+
+def align_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
+    """All choices are read twice, some thousand at a time, by a program for each expert."""
+    return 2.0 + 1.2 * ceil(launch.rows * constant(launch, "K") / constant(launch, "CHUNK"))
 
 
 def gate_up_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
@@ -153,10 +160,12 @@ def rows_us(us: float) -> Chain:
 CHAINS: dict[str, Chain] = {
     "add_rms_norm_kernel": norm_chain,
     "route_kernel": route_chain,
+    "align_kernel": align_chain,
     "gemv_kernel": own_product_chain,
     "skinny_kernel": own_product_chain,
     "gate_up_kernel": gate_up_chain,
     "down_kernel": down_chain,
+    "sum_kernel": rows_us(1.2),
     "span_kernel": span_chain,
     "combine_kernel": constant_us(1.8),
     "latent_store_kernel": rows_us(1.8),

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from mtpserve_kernels import tuned
 
+from gpu_kit.calls import CALLS, Call
 from gpu_kit.candidates import TILES, Tile, tiles_of
 from gpu_kit.launches import launch_hook
 from gpu_kit.models import DeviceConfig
 from gpu_kit.steps import first_line, free
 from gpu_kit.timing import SAMPLES, Alarm, call_us
 from gpu_kit.untuned_workloads import untuned_workloads
-from gpu_kit.workloads import CALLS, PRODUCTS, Call, Workload, prompt_workloads, workloads_of
+from gpu_kit.workloads import PRODUCTS, Workload, prompt_workloads, workloads_of
 
 PROMPT_CALLS, TOY_CALLS = 3, 1
 FINALISTS = 6  # tilings that are measured with every number of rows, after all were with two

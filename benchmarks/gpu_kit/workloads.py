@@ -6,7 +6,7 @@ Inputs that a step reads from memory rotate, so that no call finds them in the L
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -15,28 +15,14 @@ import torch.nn.functional as F
 from common.shapes import SHAPES, TOYS
 from torch import Tensor
 
+from gpu_kit.calls import Call, Run
+from gpu_kit.mixtures import mixture, router
 from gpu_kit.models import PAGE, DeviceConfig, arch_of
 from gpu_kit.timing import rotation
 from mtpserve.core.arch import ModelArch
 
-Run = Callable[[int], Any]
-CALLS = 20
 PRODUCTS = ("linear", "gated")  # kinds
 PRODUCT_MODELS = ("7b", "0.5b", "30b-a3b", "475m")  # the order in which their products are tuned; others follow
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    run: Callable[[int], Tensor]  # the number of the call → its output
-    exact: Callable[[int], Tensor]  # the same in float64
-    num_bytes: float  # that one call moves
-    library: dict[str, Run] = field(default_factory=dict)
-    copies: int = 1  # of what calls take one after the other
-
-    @property
-    def calls(self) -> int:
-        """That are timed together: fewer than the copies would find theirs in the cache."""
-        return max(CALLS, self.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,81 +109,6 @@ def rope(device_config: DeviceConfig, rows: int, heads: int, kv_heads: int, dim:
         return torch.cat([first * c - second * s, second * c + first * s], -1)
 
     return Call(lambda i: rope_store(qkv, places, cos, sin, places, keys, values, heads), exact, 2 * qkv.nbytes)
-
-
-def router(device_config: DeviceConfig, rows: int, experts: int, hidden: int, top: int, groups: int, top_groups: int, softmax: int) -> Call:
-    from mtpserve_kernels.moe.route import route
-
-    copies = 1 if device_config.toy else rotation(experts * hidden * 4)
-    weights = torch.randn(copies, experts, hidden, device=device_config.device) * hidden**-0.5
-    x = torch.randn(rows, hidden, device=device_config.device, dtype=device_config.dtype)
-    bias = None if softmax else torch.zeros(experts, device=device_config.device)
-
-    def dense(expert_ids: Tensor, numbers: Tensor) -> Tensor:
-        return torch.zeros(rows, experts, dtype=torch.float64, device=device_config.device).scatter_(1, expert_ids, numbers.double())
-
-    def exact(i: int) -> Tensor:
-        logits = x.double() @ weights[i % copies].double().T
-        scores = logits.softmax(-1) if softmax else logits.sigmoid()
-        choice = scores
-        if top_groups < groups:
-            group_scores = scores.unflatten(-1, (groups, -1))
-            best = group_scores.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
-            mask = torch.ones_like(scores[:, :groups], dtype=torch.bool).scatter_(1, best, False)
-            choice = group_scores.masked_fill(mask.unsqueeze(-1), -torch.inf).flatten(1)
-        expert_ids = choice.topk(top, -1).indices
-        top_scores = scores.gather(1, expert_ids)
-        return dense(expert_ids, top_scores / top_scores.sum(-1, keepdim=True))
-
-    def launch(i: int) -> tuple[Tensor, Tensor]:
-        return route(x, weights[i % copies], bias, top, groups, top_groups, True, 1.0, bool(softmax))
-
-    def run(i: int) -> Tensor:
-        numbers, expert_ids = launch(i)
-        return dense(expert_ids, numbers)
-
-    return Call(run, exact, experts * hidden * 4 + x.nbytes, {"launch": launch})
-
-
-def mixture(device_config: DeviceConfig, rows: int, experts: int, top: int, hidden: int, size: int, shared: int) -> Call:
-    from mtpserve_kernels.moe.experts import experts as kernel
-
-    device, dtype = device_config.device, device_config.dtype
-    copies = 1 if device_config.toy else rotation(experts * 3 * size * hidden * 2, most=16)
-    gate_up = torch.randn(copies, experts, 2 * size, hidden, device=device, dtype=dtype) * hidden**-0.5
-    down = torch.randn(copies, experts, hidden, size, device=device, dtype=dtype) * size**-0.5
-    shared_expert: tuple[Tensor | None, Tensor | None] = (None, None)
-    if shared:
-        shared_expert = (
-            torch.randn(2 * size * shared, hidden, device=device, dtype=dtype) * hidden**-0.5,
-            torch.randn(hidden, size * shared, device=device, dtype=dtype) * (size * shared) ** -0.5,
-        )
-    x = torch.randn(rows, hidden, device=device, dtype=dtype)
-    expert_ids = torch.rand(8, rows, experts, device=device).topk(top, -1).indices
-    weights = torch.rand(rows, top, device=device)
-
-    def block(rows_in: Tensor, both: Any, back: Any) -> Tensor:
-        gate, up = (rows_in @ both.double().T).chunk(2, -1)
-        out: Tensor = (F.silu(gate) * up) @ back.double().T
-        return out
-
-    def exact(i: int) -> Tensor:
-        total = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
-        if shared:
-            total += block(x.double(), *shared_expert)
-        for expert in range(experts):
-            row_ids, positions = (expert_ids[i % 8] == expert).nonzero(as_tuple=True)
-            if len(row_ids):
-                out = block(x[row_ids].double(), gate_up[i % copies, expert], down[i % copies, expert])
-                total.index_add_(0, row_ids, out * weights[row_ids, positions].double().unsqueeze(1))
-        return total
-
-    share = 1 - (1 - top / experts) ** rows
-    return Call(
-        lambda i: kernel(x, weights, expert_ids[i % 8], gate_up[i % copies], down[i % copies], *shared_expert),
-        exact,
-        (experts * share + shared) * 3 * size * hidden * dtype.itemsize,
-    )
 
 
 def span(device_config: DeviceConfig, rows: int, width: int, context: int, heads: int, kv_heads: int, dim: int, value: int) -> Call:
@@ -296,8 +207,8 @@ def sampler(device_config: DeviceConfig, rows: int, nodes: int, vocab: int) -> C
 
 
 KINDS: dict[str, Callable[..., Call]] = {
-    "linear": linear, "gated": gated, "norm": norm, "router": router, "mixture": mixture, "span": span, "sampler": sampler,
-    "rope": rope,
+    "linear": linear, "gated": gated, "norm": norm, "router": router, "mixture": mixture, "grouped": mixture, "span": span,
+    "sampler": sampler, "rope": rope,
 }  # fmt: skip
 
 
@@ -339,12 +250,24 @@ def span_workloads(model: str, arch: ModelArch, sizes: Iterable[tuple[int, int, 
     ]
 
 
-def moe_workloads(model: str, arch: ModelArch, rows: tuple[int, ...]) -> list[Workload]:
+def moe_rows(toy: bool) -> tuple[int, ...]:
+    """Numbers of rows above decode_rows. From 65 on rows are grouped by expert."""
+    return (70,) if toy else (64, 128, 256, 512, 2048)
+
+
+def moe_workloads(model: str, arch: ModelArch, toy: bool) -> list[Workload]:
     if (moe := arch.moe) is None:
         return []
+    from mtpserve_kernels.moe.align import MAX_ROWS
+
+    rows = *decode_rows(toy), *moe_rows(toy)
     sizes = moe.experts, moe.top_k, arch.hidden, moe.size, moe.shared // moe.size
     router_sizes = moe.experts, arch.hidden, moe.top_k, moe.groups, moe.top_groups, int(moe.scores == "softmax")
-    mixtures = [Workload(op, "mixture", f"{model} {op}", number, sizes) for op in ("gate_up", "down") for number in rows]
+    mixtures = [
+        Workload(op, "mixture" if number <= MAX_ROWS else "grouped", f"{model} {op}", number, sizes)
+        for op in ("gate_up", "down")
+        for number in rows
+    ]
     return [*mixtures, *(Workload("route", "router", f"{model} router", number, router_sizes) for number in rows)]
 
 
@@ -375,13 +298,12 @@ def is_prompt(workload: Workload) -> bool:
 
 def workloads_of(models: list[str], toy: bool) -> list[Workload]:
     """What is tuned, the most promising first; each shape once."""
-    rows, many_rows = decode_rows(toy), () if toy else (64, 128, 256)
     over_rows, attention, mixtures, small = list[Workload](), list[Workload](), list[Workload](), list[Workload]()
     for model in models:
         config = (TOYS if toy else SHAPES)[model]
         arch = arch_of(config)
         attention += span_workloads(model, arch, span_sizes(toy))
-        mixtures += moe_workloads(model, arch, (*rows, *many_rows))
+        mixtures += moe_workloads(model, arch, toy)
         over_rows += row_workloads(model, arch, toy)
         requests = (1,) if toy else (1, 64, 128)
         small += [Workload("accept", "sampler", f"{model} sampler", nodes * n, (nodes, arch.vocab)) for nodes in (1, 4) for n in requests]

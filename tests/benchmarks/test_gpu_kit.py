@@ -164,9 +164,10 @@ def test_what_must_be_whole_is_cut_after_it(tmp_path: Path) -> None:
 
 def test_candidates_that_do_not_fit_the_chip_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_kit import tune
+    from gpu_kit.calls import Call
     from gpu_kit.models import DeviceConfig
     from gpu_kit.timing import Alarm
-    from gpu_kit.workloads import Call, Workload
+    from gpu_kit.workloads import Workload
     from triton.runtime.errors import OutOfResources
 
     chosen: list[Any] = []
