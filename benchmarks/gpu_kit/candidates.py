@@ -12,6 +12,7 @@ Tile = dict[str, int]
 SHARED_BYTES, PROCESSORS, MAX_TILES = 220 << 10, 132, 10
 MAX_PRODUCT_TILES, SPLITS = 8, (1, 2, 4, 8)
 READ_BYTES_PER_US, BYTES_ON_THE_WAY = 4.5e6, 40 << 10  # of an H200, and those for each of its processors that keep its memory busy
+CACHE_BYTES_PER_US = 5.5e6  # of its L2 cache: an assumption
 WAIT_US, SPLIT_US = 0.7, 1.0  # for bytes from memory; for the program that adds the parts
 MAX_BLOCK_ROWS = 64  # of a block of the experts' kernels, without groups
 
@@ -42,14 +43,15 @@ class ProductTile:
         thread_registers = 56 if self.BT == 16 else 40 + 5 * self.BM * max(1, self.BK // (256 * self.warps))
         return min(SHARED_BYTES // (self.shared_bytes + 1024), 65536 // (32 * self.warps * thread_registers), 64 // self.warps, 32)
 
-    def microseconds(self, outputs: int, inputs: int, splits: int) -> float:
-        """A rough order of candidates: the bytes at the read bandwidth, less where too few are on their way, or a program's waits one after
-        the other."""
+    def microseconds(self, outputs: int, inputs: int, rows: int, splits: int) -> float:
+        """A rough order of candidates: the bytes at the read bandwidth, less where too few are on their way; with the rows of x, which each
+        program reads, at the cache's; or a program's waits one after the other."""
         blocks, depth, ahead = ceil(outputs / self.BM), ceil(ceil(inputs / self.BK) / splits), max(self.stages - 1, 1)
         waves = max(blocks * splits / (self.resident * PROCESSORS), 1.0)
         on_the_way = blocks * splits / waves / PROCESSORS * min(ahead, depth) * self.BM * self.BK * 2
         memory_us = outputs * inputs * 2 / READ_BYTES_PER_US / min(1.0, on_the_way / BYTES_ON_THE_WAY)
-        return max(memory_us, WAIT_US * waves * ceil(depth / ahead)) + (SPLIT_US if splits > 1 else 0.0)
+        cache_us = outputs * inputs * 2 * (1 + rows / self.BM) / CACHE_BYTES_PER_US
+        return max(memory_us, cache_us, WAIT_US * waves * ceil(depth / ahead)) + (SPLIT_US if splits > 1 else 0.0)
 
     def tiling(self, op: str, splits: int) -> Tile:
         """As the table has it: BN of outputs, two rows of W for each where they are gated; BT only without the matrix unit."""
@@ -60,10 +62,13 @@ class ProductTile:
 
 # BM, BK, stages, warps
 GEMV_TILES = (
-    (4, 1024, 4, 4), (8, 1024, 3, 4), (8, 1024, 1, 4), (4, 2048, 3, 8), (8, 2048, 1, 8), (2, 2048, 4, 8), (4, 512, 4, 2), (8, 512, 3, 2),
-    (4, 256, 4, 1), (16, 128, 1, 1),
+    (4, 1024, 4, 4), (8, 1024, 3, 4), (8, 1024, 1, 4), (16, 1024, 2, 4), (16, 512, 3, 2), (4, 2048, 3, 8), (8, 2048, 1, 8),
+    (2, 2048, 4, 8), (4, 512, 4, 2), (8, 512, 3, 2), (4, 256, 4, 1), (16, 128, 1, 1),
 )  # fmt: skip
-DOT_TILES = ((16, 256, 4, 4), (16, 128, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 128, 4, 4), (64, 64, 5, 4), (16, 512, 3, 4))
+DOT_TILES = (
+    (16, 256, 4, 4), (16, 128, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 128, 4, 4), (64, 64, 5, 4), (16, 512, 3, 4),
+    (128, 64, 4, 4),
+)  # fmt: skip
 
 
 def products(workload: Workload) -> list[Tile]:
@@ -77,7 +82,9 @@ def products(workload: Workload) -> list[Tile]:
         if inputs * 3 < tile.BK * 2 > 512 or (gated and tile.BM < 4):
             continue
         depth = ceil(inputs / tile.BK)
-        times = sorted((tile.microseconds(outputs, inputs, splits), splits) for splits in ((1,) if gated else SPLITS) if splits <= depth)
+        times = sorted(
+            (tile.microseconds(outputs, inputs, workload.rows, splits), splits) for splits in ((1,) if gated else SPLITS) if splits <= depth
+        )
         tiles += [(rank, us, tile.tiling(workload.op, splits)) for rank, (us, splits) in enumerate(times[:2])]
     ordered = [[tile for _, _, tile in sorted(tiles, key=lambda entry: entry[:2])] for tiles in (gemv, unit)]
     return [*ordered[0][: MAX_PRODUCT_TILES - 2], *ordered[1][: 2 if gemv else MAX_PRODUCT_TILES]]

@@ -76,7 +76,7 @@ def gated(device_config: DeviceConfig, rows: int, outputs: int, inputs: int) -> 
 
 def product_operands(device_config: DeviceConfig, rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     """Weights [copies, outputs, inputs] and x [rows, inputs]."""
-    copies = 1 if device_config.toy else rotation(outputs * inputs * device_config.dtype.itemsize)
+    copies = 1 if device_config.toy else rotation(outputs * inputs * device_config.dtype.itemsize, least=3, rotated=300e6)
     options: dict[str, Any] = {"device": device_config.device, "dtype": device_config.dtype}
     return torch.randn(copies, outputs, inputs, **options) * inputs**-0.5, torch.randn(rows, inputs, **options)
 
