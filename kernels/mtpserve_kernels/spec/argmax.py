@@ -72,6 +72,11 @@ def largest_key(p_keys, i_row, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _bound(b_x, largest, CANDIDATES: tl.constexpr):
     """A number that at most CANDIDATES of b_x exceed, and, but for many equal ones, a quarter of that at least. The search is over numbers,
     not over their bits: those of a row lie so that two or three steps suffice."""
@@ -105,17 +110,23 @@ def argmax_kernel(
     i_row, chunk = i // CHUNKS, i % CHUNKS
     o = chunk * BV + tl.arange(0, BV)
     b_x = tl.load(p_logits + i_row.to(tl.int64) * stride + o, mask=o < V, other=float("-inf")).to(tl.float32)
-    b_order = tl.where(b_x == b_x, ordered(tl.where(b_x == 0, 0.0, b_x)), NAN_ORDER)  # -0 equals 0
-    key = tl.max((b_order.to(tl.int64) << 32) | (o ^ LAST_PLACE).to(tl.int64))
+    # The number first, then its place: a key for each number would take three times the instructions.
+    top = tl.reduce(b_x, 0, _larger)
+    order = tl.where(top == top, ordered(tl.where(top == 0, 0.0, top)), NAN_ORDER)  # -0 equals 0
+    if top == top:
+        place = tl.min(tl.where(b_x == top, o, LAST_PLACE))
+    else:
+        place = tl.min(tl.where(b_x != b_x, o, LAST_PLACE))
+    key = (order.to(tl.int64) << 32) | (place ^ LAST_PLACE).to(tl.int64)
     tl.store(p_keys + i, key)
     if p_masses is not None:
         temperature = tl.load(p_temperature + tl.load(p_seats + i_row // NODES))
         if temperature > 0:
             inverse = 1.0 / temperature
-            b_weight = tl.where(b_x > float("-inf"), tl.exp((b_x - number_of(key)) * inverse), 0.0)
+            b_weight = tl.where(b_x > float("-inf"), tl.exp((b_x - top) * inverse), 0.0)
             tl.store(p_masses + i, tl.sum(b_weight))
             if p_candidates is not None:
-                bound = _bound(b_x, number_of(key), CANDIDATES)
+                bound = _bound(b_x, top, CANDIDATES)
                 b_is_above = (b_x > bound).to(tl.int32)
                 o_slot, p_slots = tl.arange(0, CANDIDATES), p_candidates + i.to(tl.int64) * CANDIDATES
                 tl.store(p_slots + tl.cumsum(b_is_above, 0) - 1, b_x, mask=b_is_above > 0)
