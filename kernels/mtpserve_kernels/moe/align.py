@@ -97,23 +97,25 @@ def _hits(p_chosen, o_t, expert, rows, E: tl.constexpr, FIRST: tl.constexpr, K: 
 def tile_rows(
     p_chosen, p_tiles, rows, E: tl.constexpr, SHARED: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """A program's work: the expert, the number of its tile of columns, rows [BT], their places among K + SHARED, and which of them there
-    are. Without p_tiles they are rows that follow one another, and those that chose the expert: grid (row tiles, experts, columns). With
-    them it is (columns, tiles)."""
+    """A program's work: the expert, the number of its tile of columns, rows [BT], their places among K + SHARED, which of them there are,
+    and whether there is one. Without p_tiles rows follow one another, and those count that chose the expert: the grid is (row tiles,
+    experts, columns). With them it is (columns, tiles)."""
     o_b = tl.arange(0, BT)
     if p_tiles is None:
         expert, i_n = tl.program_id(1), tl.program_id(2)
         o_t = tl.program_id(0) * BT + o_b
         b_hit, b_place = _hits(p_chosen, o_t, expert, rows, E, FIRST, K)
+        is_hit = tl.sum(b_hit.to(tl.int32)) > 0
     else:
         i_n = tl.program_id(0)
         p_tile = p_tiles + tl.program_id(1) * (BT + 1)
         expert = tl.load(p_tile)
-        b_part = tl.load(p_tile + 1 + o_b, mask=o_b < tl.where(expert >= 0, BT, 0), other=-1)
-        b_hit = b_part >= 0
+        b_part = tl.load(p_tile + 1 + o_b)  # both loads at once: without an expert these numbers mean nothing
+        is_hit = expert >= 0
+        b_hit = tl.where(is_hit, b_part, -1) >= 0
         b_part = tl.maximum(b_part, 0)
         o_t, b_place = b_part // (K + SHARED), b_part % (K + SHARED)
-    return expert, i_n, o_t, b_place, b_hit
+    return expert, i_n, o_t, b_place, b_hit, is_hit
 
 
 @triton.jit
@@ -142,7 +144,7 @@ def tile_size(rows: int, top: int, number: int, largest: int) -> int:
 def align(chosen: Tensor, number: int, shared: int, first: int | None, BT: int) -> Tensor:
     """See reference.align."""
     rows, top = chosen.shape
-    assert chosen.is_contiguous() and chosen.dtype == torch.int64 and triton.next_power_of_2(BT) == BT, (chosen.dtype, BT)
+    assert chosen.is_contiguous() and triton.next_power_of_2(BT) == BT, (chosen.stride(), BT)
     number_of_tiles = rows * top // BT + number + shared * triton.cdiv(rows, BT)
     tiles = torch.empty(number_of_tiles, 1 + BT, dtype=torch.int32, device=chosen.device)
     align_kernel[(number + shared,)](

@@ -97,9 +97,9 @@ def gate_up_kernel(
     FIRST: tl.constexpr,
 ):  # fmt: skip
     """HALVES: see `activated`."""
-    expert, i_n, o_t, b_place, b_hit = tile_rows(p_chosen, p_tiles, rows, E, SHARED, FIRST, K, BT)
+    expert, i_n, o_t, b_place, b_hit, is_hit = tile_rows(p_chosen, p_tiles, rows, E, SHARED, FIRST, K, BT)
     o_n, o_h = i_n * BN + tl.arange(0, BN), tl.arange(0, BH)
-    if tl.sum(b_hit.to(tl.int32)) > 0:
+    if is_hit:
         m_n = o_n < S
         p_gate, p_up = p_w + expert.to(tl.int64) * HALVES * S * H, p_w + (expert.to(tl.int64) * HALVES + 1) * S * H
         if SHARED > 0:
@@ -150,9 +150,8 @@ def down_kernel(
     BS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Without p_tiles the parts are summed, too: see `add_parts`."""
-    expert, i_n, o_t, b_place, b_hit = tile_rows(p_chosen, p_tiles, rows, E, SHARED, FIRST, K, BT)
+    expert, i_n, o_t, b_place, b_hit, is_hit = tile_rows(p_chosen, p_tiles, rows, E, SHARED, FIRST, K, BT)
     o_n, o_s = i_n * BN + tl.arange(0, BN), tl.arange(0, BS)
-    is_hit = tl.sum(b_hit.to(tl.int32)) > 0
     if is_hit:
         m_n = o_n < H
         p_down = p_w + expert.to(tl.int64) * H * S
@@ -181,7 +180,7 @@ def down_kernel(
         if p_bias is not None:
             b_acc += tl.load(p_bias + expert * H + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
         b_weight = tl.load(p_weights + o_t * K + b_place, mask=b_hit & (b_place < K), other=1.0)
-        tl.store(p_parts + o_row[None, :] * H + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
+        tl.store((p_parts + o_row * H)[None, :] + o_n[:, None], b_acc * b_weight[None, :], mask=m_n[:, None] & b_hit[None, :])
     if p_tiles is None:
         if is_hit | (expert == 0):
             i_arrival = i_n * tl.num_programs(0) + tl.program_id(0)
@@ -212,7 +211,7 @@ def grouped_tilings(BT: int, x_bytes: int, weight_bytes: int, hip: bool) -> tupl
         return rule, rule
     if BT <= 32:
         return Tiling(BT, 64, BLOCK if weight_bytes > 1 else 64, 3), Tiling(BT, 64, BLOCK, 3)
-    return Tiling(BT, 64, 64, 3), Tiling(BT, BLOCK if weight_bytes > 1 else 64, 64, 3)
+    return Tiling(BT, 64, 64, 3), Tiling(BT, 64, 64, 3) if weight_bytes == 1 else Tiling(BT, BLOCK, 64, 3, warps=8)
 
 
 def tilings_of(x: Tensor, gate_up: Tensor, down: Tensor, top: int) -> tuple[Tiling, Tiling]:

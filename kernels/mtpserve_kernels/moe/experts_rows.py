@@ -24,9 +24,9 @@ def gate_up_rows_kernel(
     FIRST: tl.constexpr,
 ):  # fmt: skip
     """HALVES: see `activated`."""
-    expert, i_n, o_t, b_place, b_hit = tile_rows(p_chosen, p_tiles, rows, E, 0, FIRST, K, BT)
+    expert, i_n, o_t, b_place, b_hit, is_hit = tile_rows(p_chosen, p_tiles, rows, E, 0, FIRST, K, BT)
     o_n = i_n * BN + tl.arange(0, BN)
-    if tl.sum(b_hit.to(tl.int32)) > 0:
+    if is_hit:
         m_n = o_n < S
         o_gate = expert * HALVES * S + o_n
         b_gate, b_up = tl.zeros([BN, BT], tl.float32), tl.zeros([BN, BT], tl.float32)
@@ -55,9 +55,8 @@ def down_rows_kernel(
     S: tl.constexpr, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
     FORM: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    expert, i_n, o_t, b_place, b_hit = tile_rows(p_chosen, p_tiles, rows, E, 0, FIRST, K, BT)
+    expert, i_n, o_t, b_place, b_hit, is_hit = tile_rows(p_chosen, p_tiles, rows, E, 0, FIRST, K, BT)
     o_n = i_n * BN + tl.arange(0, BN)
-    is_hit = tl.sum(b_hit.to(tl.int32)) > 0
     if is_hit:
         m_n = o_n < H
         o_row = (o_t * K + b_place).to(tl.int64)
@@ -102,6 +101,7 @@ def experts_rows(
         return out
     cut = tiling(rows, x.element_size(), torch.version.hip is not None)
     BT = tile_size(rows, top, number, cut.BT) if rows > MAX_ROWS else cut.BT
+    warps = 8 if rows > MAX_ROWS and BT == 64 else 4  # with fewer MXFP4's tiles of one expert's rows spill on sm_80
     tiles = expert_tiles(chosen, number, 0, first, BT)
     form, down_form = form_of(gate_up, gate_up_scale), form_of(down, down_scale)
     gate_up_scale, down_scale = as_bytes(gate_up_scale), as_bytes(down_scale)
@@ -109,12 +109,12 @@ def experts_rows(
     gate_up_rows_kernel[tiles.grid(size, BN)](
         x, chosen, tiles.table, gate_up, gate_up_scale, gate_up_zeros, gate_up_bias, inner, rows, x.stride(0), H=hidden, S=size, E=number,
         K=top, GROUPS=groups, BT=BT, BN=BN, BH=step_of(cut.BK, hidden, groups), FORM=form,
-        ALPHA=alpha, MOST=most, LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=4, num_stages=cut.stages,
+        ALPHA=alpha, MOST=most, LIMIT=limit, PLUS=plus, HALVES=halves, FIRST=first, num_warps=warps, num_stages=cut.stages,
     )  # fmt: skip
     down_rows_kernel[tiles.grid(hidden, cut.BN)](
         inner, chosen, tiles.table, weights, down, down_scale, down_zeros, down_bias, parts, out, tiles.counters(hidden, cut.BN), rows,
         H=hidden, S=size, E=number, K=top, GROUPS=down_groups, BT=BT, BN=cut.BN, BS=step_of(cut.BK, size, down_groups), FORM=down_form,
-        FIRST=first, num_warps=4, num_stages=cut.stages,
+        FIRST=first, num_warps=warps, num_stages=cut.stages,
     )  # fmt: skip
     tiles.sum_parts(parts, out)
     return out

@@ -195,11 +195,11 @@ def launch_cut(cut: Mapping[str, int], rows: int, number: int, device: torch.dev
     """BE, splits of one program and rows that choose together, for so many rows. No score and no choice depends on them.
 
     Few splits of many rows fill the processors: a program has as many as let all programs run at once, and twice as many experts where
-    half of its warps would multiply what the others do.
+    half of its warps would multiply what the others do. AMD's registers have no room for those.
     """
     BE, splits = cut["BE"], cut["SPLITS"]
     tiles, resident = triton.cdiv(rows, ROWS), processors_of(device) * max(RESIDENT_WARPS // cut["warps"], 1)
-    if cut["warps"] == 8 and BE == 32 < number and tiles * triton.cdiv(number, BE) * splits > resident:
+    if cut["warps"] == 8 and torch.version.hip is None and BE == 32 < number and tiles * triton.cdiv(number, BE) * splits > resident:
         BE = 64
     together = int(triton.next_power_of_2(triton.cdiv(tiles * triton.cdiv(number, BE) * splits, resident)))
     return BE, min(splits, together), min(cut["CHOICE_ROWS"], 8 if rows <= 8 else ROWS)
