@@ -22,7 +22,7 @@ from tests.kernels.test_span import Case
 
 FIELDS = {
     "route": {"BE", "BH", "SPLITS", "CHOICE_ROWS", "warps"},
-    "gate_up": {"BN", "BK", "stages", "warps"},
+    "gate_up": {"BT", "BN", "BK", "stages", "warps"},
     "down": {"BN", "BK", "stages", "warps"},
     "span_gqa": {"BM", "BN", "warps", "stages", "splits"},
     "span_mla": {"BM", "BN", "warps", "stages", "splits"},
