@@ -80,8 +80,8 @@ def gemv_kernel(
     p_x, p_w, p_bias, p_out, p_parts, p_arrivals, stride_x, N, K, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, GATED: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """The grid is [blocks of outputs, splits]; there are BT rows, 1 or 2. p_parts is None for a single split. With 1 STAGES loads go to
-    registers, with more they are copied ahead into shared memory."""
+    """The grid is [blocks of outputs, splits]; there are BT rows, 1 or 2. p_parts is None for a single split. With 1 STAGES a tile is
+    loaded into registers while the one before is multiplied, with more they are copied ahead into shared memory."""
     i_n, i_split = tl.program_id(0), tl.program_id(1)
     BM: tl.constexpr = 2 * BN if GATED else BN
     o_m, o_t, o_k = tl.arange(0, BM), tl.arange(0, BT), tl.arange(0, BK)
@@ -94,15 +94,25 @@ def gemv_kernel(
     blocks = tl.cdiv(K, BK)
     per = tl.cdiv(blocks, tl.num_programs(1))
     start = i_split * per
-    prefetch_tiles(p_w, o_w, start * BK, (2 * N if GATED else N) - 1, K, BK, max(STAGES - 1, 1), launch_pdl)
+    steps = tl.maximum(tl.minimum(per, blocks - start), 0)
+    end = tl.minimum((start + steps) * BK, K)
+    if STAGES == 1:
+        b_w = tl.load(p_rows + start * BK, mask=m_w & (start * BK + o_k < end)[None, :], other=0.0, eviction_policy="evict_first")
+    else:
+        prefetch_tiles(p_w, o_w, start * BK, (2 * N if GATED else N) - 1, K, BK, STAGES - 1, launch_pdl)
     grid_dependency_wait(launch_pdl)
-    for i in tl.range(0, tl.maximum(tl.minimum(per, blocks - start), 0), num_stages=STAGES):
+    for i in tl.range(0, steps, num_stages=STAGES):
         k = (start + i) * BK
-        m_k = (k + o_k < K)[None, :]
-        b_w = tl.load(p_rows + k, mask=m_w & m_k, other=0.0, eviction_policy="evict_first")
+        m_k, m_next = (k + o_k < K)[None, :], (k + BK + o_k < end)[None, :]
+        if STAGES == 1:
+            b_next = tl.load(p_rows + k + BK, mask=m_w & m_next, other=0.0, eviction_policy="evict_first")
+        else:
+            b_w = tl.load(p_rows + k, mask=m_w & m_k, other=0.0, eviction_policy="evict_first")
         b_first += thread_sums(b_w, tl.load(p_x + k + o_k[None, :], mask=m_k, other=0.0))
         if BT == 2:
             b_second += thread_sums(b_w, tl.load(p_x + stride_x + k + o_k[None, :], mask=m_k, other=0.0))
+        if STAGES == 1:
+            b_w = b_next
     b_acc = tl.sum(b_first, 1)[:, None]
     if BT == 2:
         b_acc = tl.join(tl.sum(b_first, 1), tl.sum(b_second, 1))
