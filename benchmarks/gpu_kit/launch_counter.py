@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from mtpserve.runtime.transfer import staged
 
 PROCESSORS = 132  # of an H100 and an H200
 CPU = torch.device("cpu")
+# Their kernels ask for the device's processors. A module that is imported later would ask for the real ones.
+KERNEL_MODULES = "mtpserve.layers.triton_kernels", "mtpserve_kernels.attention.span", "mtpserve_kernels.attention.select"
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
@@ -50,6 +53,8 @@ def fake_mode() -> FakeTensorMode:
 def fake() -> Iterator[None]:
     """Tensors have no memory, and kernels think that they are on an H100."""
     mode = fake_mode()
+    for name in KERNEL_MODULES:
+        import_module(name)
 
     def staged_fake(lists: Any, device: torch.device) -> list[Tensor]:
         with unset_fake_temporarily():  # it writes numbers by way of numpy

@@ -90,16 +90,17 @@ def norm_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     return 1.35 + 0.1 * constant(launch, "H") / 1000
 
 
-CHOICE_US = {32: 1.0, 64: 1.3, 128: 2.2, 256: 10.3}  # of some rows at once among so many experts; half as long again for 16 among 128
+CHOICE_US = {32: 1.4, 64: 2.5, 128: 3.4, 256: 12.0}  # of some rows at once among so many experts; half as long again for 16 among 128
 
 
 def route_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    """Scores of a program's splits of the hidden numbers, then the choice for the rows of a block, some at once."""
+    """Scores of a program's splits of the hidden numbers, then the choice for the rows of a block, some at once. Blocks of the first split
+    take what an H200 took for one row with 4 splits and with 8."""
     experts, at_once = next((number for number in CHOICE_US if number >= constant(launch, "E")), 256), constant(launch, "CHOICE_ROWS")
     blocks = ceil(constant(launch, "H") / (constant(launch, "BH", default=64) * constant(launch, "SPLITS")))
     choice_us = CHOICE_US[experts] * (1.5 if experts >= 128 and at_once > 8 else 1.0) * ceil(min(launch.rows, 16) / at_once)
-    resident = 16 // constant(launch, "num_warps", default=4)
-    return (2.0 + 0.25 * blocks * constant(launch, "PROGRAM_SPLITS")) * waves(launch, 1.0, ceilings, resident) + choice_us
+    scores_us = 2.7 + 0.8 * blocks + 0.5 * blocks * (constant(launch, "PROGRAM_SPLITS") - 1)
+    return scores_us * waves(launch, 1.0, ceilings, 16 // constant(launch, "num_warps", default=4)) + choice_us
 
 
 def align_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
