@@ -130,6 +130,18 @@ def sampled_verdict(device_config: DeviceConfig, rows: int, vocab: int, cuts: in
     return lambda i: accept(logits, drafts, none, None, None, seats, none, *numbers, None, 0, **options), logits.nbytes
 
 
+def sampled_drafts(device_config: DeviceConfig, rows: int, vocab: int, cuts: int) -> RunBytes:
+    """With what they were drawn from; of a temperature alone, and with top-p."""
+    from mtpserve_kernels.spec.draw import draw
+
+    device = device_config.device
+    logits, seats, one = torch.randn(rows, vocab, device=device) * 3, torch.arange(rows, device=device), torch.ones(rows, device=device)
+    none, q = torch.zeros_like(seats), torch.empty_like(logits)
+    numbers = one, none, 0.9 * one, 0 * one, none, none.bool(), q
+    options = {"any_top_k": False, "any_top_p": bool(cuts), "any_min_p": False}
+    return lambda i: draw(logits, seats, none, *numbers, **options), logits.nbytes + q.nbytes
+
+
 def head(device_config: DeviceConfig, rows: int, vocab: int, hidden: int, wide: int) -> RunBytes:
     """Float32 logits: as the layers multiply them, and rounded and widened. On a CPU both are."""
     from mtpserve.layers.linear import Linear
@@ -146,7 +158,8 @@ def head(device_config: DeviceConfig, rows: int, vocab: int, hidden: int, wide: 
 
 OPS: dict[str, Callable[..., RunBytes]] = {
     "linear_fp8": float8, "linear_rows": four_bits, "experts_rows": four_bit_experts, "silu_mul": silu, "latent_store": latent,
-    "norm_chain": norm_chain, "compact": compaction, "argmax": argmax, "accept_sampled": sampled_verdict, "head": head,
+    "norm_chain": norm_chain, "compact": compaction, "argmax": argmax, "accept_sampled": sampled_verdict, "draw": sampled_drafts,
+    "head": head,
 }  # fmt: skip
 
 
@@ -159,6 +172,7 @@ def untuned_workloads(toy: bool) -> list[UntunedWorkload]:
         "norm_chain": [(64, 1), (64, 0)] if toy else [(4096, 1), (4096, 0)],
         "argmax": [(9000, 1), (9000, 0)] if toy else [(151936, 1), (151936, 0)],
         "accept_sampled": [(9000, 0), (9000, 1)] if toy else [(151936, 0), (151936, 1)],
+        "draw": [(9000, 0), (9000, 1)] if toy else [(151936, 0), (151936, 1)],
         "head": [(300, 64, 1), (300, 64, 0)] if toy else [(151936, 896, 1), (151936, 896, 0)],
     }
     others = {

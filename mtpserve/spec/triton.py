@@ -1,14 +1,14 @@
-"""Verification and greedy proposals by the Triton kernels, without synchronisation with the host."""
+"""Verification and proposals by the Triton kernels, without synchronisation with the host."""
 
 from __future__ import annotations
 
 from mtpserve_kernels.spec.accept import accept
 from mtpserve_kernels.spec.argmax import argmax
+from mtpserve_kernels.spec.draw import draw
 from torch import Tensor
 
 from mtpserve.core.batch import Batch
 from mtpserve.core.protocols import Sampler
-from mtpserve.spec import propose as plain
 from mtpserve.spec.accept import Decision, kernel_inputs
 from mtpserve.spec.thresholds import Thresholds
 
@@ -25,4 +25,10 @@ def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> 
 
 def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
     """See propose.propose."""
-    return argmax(logits) if sampler.all_greedy else plain.propose(logits, seat_ids, index, sampler, q)
+    if sampler.all_greedy:
+        return argmax(logits)
+    cuts = sampler.parameters
+    return draw(
+        logits, seat_ids, index, cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.seed,
+        None if sampler.all_coupled else cuts.coupled, q, any_top_k=cuts.any_top_k, any_top_p=cuts.any_top_p, any_min_p=cuts.any_min_p,
+    )  # fmt: skip

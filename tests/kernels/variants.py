@@ -42,6 +42,7 @@ def step(count: int) -> None:
     from mtpserve_kernels.seats import reference, step as seats
     from mtpserve_kernels.spec.accept import accept
     from mtpserve_kernels.spec.argmax import argmax
+    from mtpserve_kernels.spec.draw import draw
 
     where = ints(50, 16), ints(count), ints(count + 1), ints(count), ints(count), None, None, 16, 0.1
     for splits in (1, 4, 64):  # the parts of 64 are added by a kernel of its own
@@ -106,6 +107,7 @@ def step(count: int) -> None:
             verdict = torch.zeros(count, 4, 9000), *step_rows, *sampling, q, 3
             accept(*verdict, sample_rows=ints(count, 4), all_greedy=all_greedy)
     argmax(torch.zeros(count, 9000))
+    draw(torch.zeros(count, 9000), ints(count), ints(count), *sampling, torch.zeros(count, 9000))
 
 
 def variant(launch: Launch) -> tuple[str, str]:

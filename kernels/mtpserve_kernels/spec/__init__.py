@@ -1,1 +1,1 @@
-"""The verdict over drafts, two launches for a step of greedy requests, three or four for others; and the argmax of each row of logits."""
+"""The verdict over drafts, two launches for greedy requests, three or four for others; drafts from logits, the largest or drawn."""

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpserve_kernels.spec.argmax import LEAST_KEY, WARPS, Chunks, chunks, chunks_of, is_finite, place_of
-from mtpserve_kernels.spec.race import NO_SPEED, PARTS, cut_kernel, race_kernel
+from mtpserve_kernels.spec.race import NO_SPEED, PARTS, race_kernel, row_cuts
 
 KEYS_PER_WARP = 256  # of a walk
 
@@ -138,25 +138,13 @@ def race(
     (_, nodes, vocab), (rows, number), device = logits.shape, parts.keys.shape, logits.device
     assert q is None or (q.shape[2] == vocab and q.stride(1) == vocab and q.stride(2) == 1), (q.shape, q.stride())
     block, _ = chunks_of(vocab)
-    row_cuts, totals = None, None
-    if parts.candidates is not None:
-        row_cuts, totals = torch.empty(rows, dtype=torch.int32, device=device), torch.empty(rows, device=device)
-        candidates = parts.candidates[0].numel()
-        cut_kernel[(rows,)](
-            logits, parts.keys, parts.masses, parts.candidates, parts.bounds, seats, temperature, *cuts, row_cuts, totals, NODES=nodes,
-            V=vocab, BV=cut_block(block), CHUNKS=number, N=candidates, BN=cut_block(triton.next_power_of_2(candidates)), num_warps=WARPS,
-        )  # fmt: skip
+    found, totals = row_cuts(logits, parts, seats, temperature, cuts)
     winners = torch.empty(rows, PARTS.value, number, dtype=torch.int64, device=device)
     coins = None if q is None else torch.empty(rows, dtype=torch.int32, device=device)
     q_stride, q_nodes = (0, 0) if q is None else (q.stride(0), min(q.shape[1], nodes - 1))
     race_kernel[(rows * number,)](
-        logits, drafts, sample_rows, depths, seats, length, temperature, seed, coupled, q, parts.keys, parts.masses, row_cuts, totals,
+        logits, drafts, sample_rows, depths, seats, length, temperature, seed, coupled, q, parts.keys, parts.masses, found, totals,
         winners, coins, 0 if depths is None else depths.stride(0), q_stride, q_nodes, NODES=nodes, V=vocab, BV=block, CHUNKS=number,
         num_warps=WARPS,
     )  # fmt: skip
     return winners, coins
-
-
-def cut_block(numbers: int) -> int:
-    """Of so many numbers, those that a pass of cut_kernel takes at a time."""
-    return min(numbers, 2048 if torch.version.hip is None else 1024)

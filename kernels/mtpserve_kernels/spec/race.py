@@ -12,14 +12,17 @@ A row's mass is the sum over its chunks in their order, or, with a cut, the cut'
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from mtpserve_kernels.spec.argmax import is_finite, largest_key, number_of, ordered
+from mtpserve_kernels.spec.argmax import WARPS, Chunks, chunks_of, is_finite, largest_key, number_of, ordered
 
 STREAMS: tl.constexpr = tl.constexpr(3)
-DRAW: tl.constexpr = tl.constexpr(2)
+DRAFT: tl.constexpr = tl.constexpr(0)
 COIN: tl.constexpr = tl.constexpr(1)
+DRAW: tl.constexpr = tl.constexpr(2)
 GOLDEN: tl.constexpr = tl.constexpr(-7046029254386353131)
 FIRST: tl.constexpr = tl.constexpr(-4658895280553007687)
 SECOND: tl.constexpr = tl.constexpr(-7723592293110705685)
@@ -47,7 +50,7 @@ def _uniform(bits):
 
 
 @triton.jit
-def _random_key(seed, index, stream: tl.constexpr):
+def random_key(seed, index, stream):
     return _finalise(_finalise((index * STREAMS + stream) * GOLDEN) ^ seed)
 
 
@@ -166,7 +169,29 @@ def cut_kernel(
 
 
 @triton.jit
-def _winner(b_weight, b_noise, o, p_part, CHUNKS: tl.constexpr):
+def cut_and_mass(p_cuts, p_totals, p_keys, p_masses, i_row, top, inverse, CHUNKS: tl.constexpr):
+    """Of a sampled row: those of cut_kernel, or all of it where no request has a cut."""
+    if p_cuts is not None:
+        cut, mass = tl.load(p_cuts + i_row), tl.load(p_totals + i_row)
+    else:
+        cut, mass = tl.full([], NO_CUT, tl.int32), _row_mass(p_keys, p_masses, i_row, top, inverse, CHUNKS)
+    return cut, mass
+
+
+@triton.jit
+def probabilities(p_row, o, top, inverse, cut, mass, V: tl.constexpr):
+    b_s = _scaled(p_row, o, V, top, inverse)
+    return tl.where((ordered(b_s) >= cut) & (o < V), tl.exp(b_s), 0.0) / mass
+
+
+@triton.jit
+def exponential_noise(base, o):
+    """float64, of each token of the random_key `base`."""
+    return -tl.log(1.0 - _uniform(_finalise(base + (o.to(tl.int64) + 1) * GOLDEN)))
+
+
+@triton.jit
+def store_winner(b_weight, b_noise, o, p_part, CHUNKS: tl.constexpr):
     """Stores the bits of the largest speed, and the first token that has it."""
     b_speed = tl.where(b_weight > 0, b_weight.to(tl.float64) / b_noise, -0.5)
     best = tl.max(b_speed)
@@ -188,10 +213,7 @@ def race_kernel(
     temperature, key = tl.load(p_temperature + seat), largest_key(p_keys, i_row, CHUNKS)
     if is_finite(key) & (temperature > 0):
         p_row, top, inverse = p_logits + i_row.to(tl.int64) * V, number_of(key), 1.0 / temperature
-        if p_cuts is not None:
-            cut, mass = tl.load(p_cuts + i_row), tl.load(p_totals + i_row)
-        else:
-            cut, mass = tl.full([], NO_CUT, tl.int32), _row_mass(p_keys, p_masses, i_row, top, inverse, CHUNKS)
+        cut, mass = cut_and_mass(p_cuts, p_totals, p_keys, p_masses, i_row, top, inverse, CHUNKS)
         at = node.to(tl.int64)
         if p_depths is not None:
             at = tl.load(p_depths + r * stride_depths + node)
@@ -206,21 +228,18 @@ def race_kernel(
                 if draft // BV == chunk:
                     s = (tl.load(p_row + draft) - top) * inverse
                     p = tl.where(ordered(s) >= cut, tl.exp(s), 0.0) / mass
-                    coin = _uniform(_random_key(seed, index, COIN)) * tl.load(p_node_q + draft).to(tl.float64) < p.to(tl.float64)
+                    coin = _uniform(random_key(seed, index, COIN)) * tl.load(p_node_q + draft).to(tl.float64) < p.to(tl.float64)
                     tl.store(p_coins + i_row, coin.to(tl.int32))
             elif chunk == 0:
                 tl.store(p_coins + i_row, 0)
         chunk_top = number_of(tl.load(p_keys + i))
         if ordered((chunk_top - top) * inverse) >= cut:
             o = chunk * BV + tl.arange(0, BV)
-            b_s = _scaled(p_row, o, V, top, inverse)
-            b_p = tl.where((ordered(b_s) >= cut) & (o < V), tl.exp(b_s), 0.0) / mass
-            base = _random_key(seed, index, DRAW)
-            b_noise = -tl.log(1.0 - _uniform(_finalise(base + (o.to(tl.int64) + 1) * GOLDEN)))
-            _winner(b_p, b_noise, o, p_part, CHUNKS)
+            b_p, b_noise = probabilities(p_row, o, top, inverse, cut, mass, V), exponential_noise(random_key(seed, index, DRAW), o)
+            store_winner(b_p, b_noise, o, p_part, CHUNKS)
             if p_q is not None:
                 b_q = tl.load(p_node_q + o, mask=(o < V) & (o < tl.where(has_q, V, 0)), other=0.0)
-                _winner(b_p - b_q, b_noise, o, p_part + 2 * CHUNKS, CHUNKS)
+                store_winner(b_p - b_q, b_noise, o, p_part + 2 * CHUNKS, CHUNKS)
         else:
             tl.store(p_part, NO_SPEED)
             if p_q is not None:
@@ -235,3 +254,25 @@ def _draft(p_drafts, p_rows, r, node, NODES: tl.constexpr):
     else:
         token = tl.load(p_drafts + r * (NODES - 1) + node)
     return token
+
+
+def row_cuts(
+    logits: Tensor, parts: Chunks, seats: Tensor, temperature: Tensor, cuts: tuple[Tensor | None, Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """logits [R, nodes, V], `cuts`: top_k, top_p and min_p of each seat, None where no request uses it.
+    → cuts and totals [R * nodes], as cut_kernel has them; None where no request has a cut."""
+    (_, nodes, vocab), rows, device = logits.shape, len(parts.keys), logits.device
+    if parts.candidates is None:
+        return None, None
+    found, totals = torch.empty(rows, dtype=torch.int32, device=device), torch.empty(rows, device=device)
+    (block, number), candidates = chunks_of(vocab), parts.candidates[0].numel()
+    cut_kernel[(rows,)](
+        logits, parts.keys, parts.masses, parts.candidates, parts.bounds, seats, temperature, *cuts, found, totals, NODES=nodes, V=vocab,
+        BV=cut_block(block), CHUNKS=number, N=candidates, BN=cut_block(triton.next_power_of_2(candidates)), num_warps=WARPS,
+    )  # fmt: skip
+    return found, totals
+
+
+def cut_block(numbers: int) -> int:
+    """Of so many numbers, those that a pass of cut_kernel takes at a time."""
+    return min(numbers, 2048 if torch.version.hip is None else 1024)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mtpserve_kernels.noise import finalise, keyed, noise, unit
 
-COIN, DRAW = 1, 2  # streams
+DRAFT, COIN, DRAW = 0, 1, 2  # streams
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -80,3 +80,22 @@ def accept(
         accepted[r] = at
         path[r, at:] = node
     return tokens, accepted, path, failed
+
+
+def draw(
+    logits: Tensor, seats: Tensor, index: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
+    coupled: Tensor | None, q: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See draw.draw."""
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    for r, seat in enumerate(seats.tolist()):
+        row = logits[r]
+        p = torch.zeros_like(row).index_fill_(0, row.argmax(), 1.0)
+        tokens[r] = row.argmax()
+        if float(temperature[seat]) > 0 and bool(row.max().isfinite()):
+            p = law(row, float(temperature[seat]), int(top_k[seat]), float(top_p[seat]), float(min_p[seat]))
+            stream = DRAW if coupled is None or bool(coupled[seat]) else DRAFT
+            tokens[r] = race(p, keyed(seed[seat], index[r], stream))
+        if q is not None:
+            q[r] = p
+    return tokens
