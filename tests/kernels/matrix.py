@@ -46,12 +46,12 @@ def ints(*shape: int) -> torch.Tensor:
 
 def spans(
     heads: int, kv_heads: int, dim: int, width: int, dtype: torch.dtype, tree: bool, splits: int, page: int, latent: bool = False,
-    stored: torch.dtype | None = None, window: int = 0, shift: int = 0, sinks: bool = False,
+    stored: torch.dtype | None = None, window: int = 0, shift: int = 0, sinks: bool = False, requests: int = 2,
 ) -> None:  # fmt: skip
     """`stored`: what the cache holds, where it is not `dtype`."""
     from mtpserve_kernels.attention.span import span_gqa, span_mla
 
-    rows, requests = 2 * width, 2
+    rows = requests * width
     q = torch.zeros(rows, heads, dim, dtype=dtype)
     cache = torch.zeros(page, kv_heads, dim, dtype=stored or dtype)
     where = (ints(4, 16), ints(requests), ints(requests + 1), ints(requests), ints(rows), ints(rows) if tree else None,
@@ -64,6 +64,8 @@ def spans(
 
 
 def attention(target: str) -> None:
+    from mtpserve_kernels.attention.span import FEW
+
     fp8, bf16, e4m3 = target in FLOAT8, torch.bfloat16, torch.float8_e4m3fn
     spans(32, 8, 128, 1, bf16, False, 8, 64)
     spans(32, 8, 128, 4, bf16, False, 8, 16)
@@ -79,10 +81,11 @@ def attention(target: str) -> None:
     for dtype, stored in ((bf16, bf16), (torch.float32, torch.float32), (bf16, e4m3), (torch.float32, e4m3)):
         if stored == e4m3 and not fp8:
             continue
-        for width in range(1, 130):
+        for requests, width in product((2, FEW), range(1, 130)):
             for tree, window in ((True, 1000), (True, 0), (False, 0)):
                 for dim in (128, 256, 576):
-                    spans(1, 1, dim, width, dtype, tree, 8, 64, latent=dim == 576, stored=stored, window=window, shift=int(window > 0))
+                    more: dict[str, Any] = {"window": window, "shift": int(window > 0), "requests": requests}
+                    spans(1, 1, dim, width, dtype, tree, 8, 64, latent=dim == 576, stored=stored, **more)
 
 
 def selection(target: str) -> None:
