@@ -45,10 +45,12 @@ def without_folders(argument: str) -> str:
 
 
 def commit() -> str:
-    """Of the checkout. Without git or its folder: the environment variable GIT_COMMIT, or nothing."""
+    """The environment variable GIT_COMMIT, for copies that are not the checkout, or the checkout's. Empty without git."""
     root = Path(__file__).parents[2]
+    if (name := os.environ.get("GIT_COMMIT")) is not None:
+        return name
     if not (root / ".git").exists() or shutil.which("git") is None:
-        return os.environ.get("GIT_COMMIT", "")
+        return ""
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True, cwd=root).stdout.strip()
 
 
