@@ -92,7 +92,9 @@ def test_latent_store(device: torch.device, heads: int, rank: int, rope: int, no
     torch.testing.assert_close(*caches, equal_nan=True, atol=2e-5, rtol=2e-5)
     query = torch.full((rows, heads, rank + rope), torch.nan, device=device)
     latent_store(q, down, positions, cos, sin, slots, caches[0], norm, 1e-6, nope, interleaved, query[..., rank:])
-    assert torch.equal(query[..., rank:], both[0]) and query[..., :rank].isnan().all()
+    # Not bitwise: for another alignment of the rows another kernel is compiled.
+    torch.testing.assert_close(query[..., rank:], both[0], atol=2e-6, rtol=2e-6)
+    assert query[..., :rank].isnan().all()
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])
