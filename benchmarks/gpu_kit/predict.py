@@ -2,10 +2,8 @@
 
     bytes / what the memory gives        operations / what the matrix units give        the chain of waits in one block
 
-The chains are of kernels compiled for sm_90 whose instructions were simulated, with 300 cycles for a load from L2, 800 from memory and
-1.98 GHz; those of kernels over rows follow what an H200 took for their first versions. Those of a library's products and of torch's own
-kernels are assumptions. With them and the gap the sum of all launches was within 10 % of what an H100 took for 1 to 32 requests of the
-model of 475 M parameters.
+The chains were simulated from the instructions of kernels compiled for sm_90, and then corrected by what an H200 took, kernel by kernel
+(benchmarks/results/gpu_profile_h200_49d3a13.json).
 """
 
 from __future__ import annotations
@@ -17,19 +15,19 @@ from typing import Any
 
 from gpu_kit.launches import KEY_BLOCK, PRODUCT, TRITON, Launch
 
-LIBRARY_SHARE, TRITON_SHARE = 0.88, 0.85  # of the read bandwidth that products and Triton kernels reach: assumptions
+LIBRARY_SHARE, TRITON_SHARE, SPAN_SHARE = 0.88, 0.85, 0.65  # of the read bandwidth that products, Triton kernels and attention reach
 PROGRAMS_PER_US = 1600.0  # that an H200 starts, of one or two warps: measured
-MATRIX_SHARE = 0.82  # of the products per second of a large square one
+MATRIX_SHARE = 0.9  # of the products per second of a large square one
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Stated, where nothing was measured: the bandwidth is that of a copy on an H100, and the gap was fitted to whole steps there."""
+    """Stated, where nothing was measured: the bandwidth is that of a copy on an H100, and the gaps are an H200's."""
 
     read_gb_s: float = 3000.0
     mm_tflops: float = 790.0
-    gap_us: float = 2.1
-    torch_gap_us: float = 2.1
+    gap_us: float = 0.5
+    torch_gap_us: float = 0.85
     processors: int = 132
     source: str = "stated"  # or "measured"
 
@@ -83,7 +81,7 @@ def constant(launch: Launch, *names: str, default: int = 1) -> int:
 
 def product_chain(launch: Launch) -> float:
     rows, depth = launch.product[3], launch.product[2]
-    return 1.6 + 0.0009 * depth + 0.6 * (rows > 16) + 0.6 * (rows > 64)
+    return 2.3 + 0.002 * min(depth, 1536) + 0.3 * (rows > 64)  # of a deeper one the library splits the sum
 
 
 def norm_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
@@ -105,17 +103,17 @@ def route_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
 
 def align_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     """All choices are read twice, some thousand at a time, by a program for each expert."""
-    return 2.0 + 1.2 * ceil(launch.rows * constant(launch, "K") / constant(launch, "CHUNK"))
+    return 3.4 + 1.2 * ceil(launch.rows * constant(launch, "K") / constant(launch, "CHUNK"))
 
 
 def gate_up_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
-    return (1.5 + 0.28 * ceil(constant(launch, "H") / constant(launch, "BH", default=64))) * waves(launch, launch.busy_share, ceilings, 3)
+    return (3.4 + 0.28 * ceil(constant(launch, "H") / constant(launch, "BH", default=64))) * waves(launch, launch.busy_share, ceilings, 3)
 
 
 def down_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     """With the sum of a row's parts by the last program: for one tile of 16 rows, or for four."""
     blocks = ceil(constant(launch, "S") / constant(launch, "BS", default=64))
-    return (1.5 + 0.3 * blocks + 1.6 * (constant(launch, "BT") > 16)) * waves(launch, launch.busy_share, ceilings, 4)
+    return (4.0 + 0.3 * blocks + 1.6 * (constant(launch, "BT") > 16)) * waves(launch, launch.busy_share, ceilings, 4)
 
 
 def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
@@ -125,9 +123,10 @@ def span_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
     blocks = ceil(context / width)
     split_blocks = max(ceil(blocks / splits), 1 if latent else 2)
     filled = ceil(blocks / split_blocks)
-    block_us = (1.25 * width / KEY_BLOCK if constant(launch, "BM") <= 16 else 1.07) if latent else 0.69 * width / KEY_BLOCK
+    kilobytes = width * constant(launch, "D") * (2 if latent else 4) / 1024  # of a block's keys and values, in 16 bits
+    block_us = 0.06 * kilobytes * (1.0 if constant(launch, "BM") <= 16 else 1.3)
     sum_us = 0.6 + 0.15 * filled * (1.8 if latent else 1.0) if splits > 1 and "p_arrivals" in launch.shapes else 0.0
-    return (2.2 + block_us * split_blocks) * waves(launch, min(1.0, filled / splits), ceilings, 2) + sum_us
+    return (3.6 + block_us * split_blocks) * waves(launch, min(1.0, filled / splits), ceilings, 2) + sum_us
 
 
 def race_chain(launch: Launch, context: int, ceilings: Ceilings) -> float:
@@ -168,7 +167,7 @@ CHAINS: dict[str, Chain] = {
     "down_kernel": down_chain,
     "sum_kernel": rows_us(1.2),
     "span_kernel": span_chain,
-    "combine_kernel": constant_us(1.8),
+    "combine_kernel": constant_us(2.7),
     "latent_store_kernel": rows_us(1.8),
     "rope_store_kernel": rows_us(1.45),
     "silu_mul_kernel": rows_us(1.15),
@@ -176,7 +175,7 @@ CHAINS: dict[str, Chain] = {
     "race_kernel": race_chain,
     "walk_kernel": walk_chain,
 }
-TRITON_US, TORCH_US = 0.7, 0.6  # of other kernels
+TRITON_US, TORCH_US = 1.4, 0.9  # of other kernels
 
 
 def body_us(launch: Launch, context: int, ceilings: Ceilings) -> float:
@@ -185,7 +184,8 @@ def body_us(launch: Launch, context: int, ceilings: Ceilings) -> float:
     if launch.kind == PRODUCT:
         memory_us = launch.num_bytes / (LIBRARY_SHARE * ceilings.read_gb_s) / 1e3 + 1.0
         return max(product_chain(launch), memory_us, operations + 1.5)
-    memory_us = launch.num_bytes / (TRITON_SHARE * ceilings.read_gb_s) / 1e3 + 0.5
+    share = SPAN_SHARE if launch.name == "span_kernel" else TRITON_SHARE
+    memory_us = launch.num_bytes / (share * ceilings.read_gb_s) / 1e3 + 0.5
     if launch.kind == TRITON:
         return max(CHAINS.get(launch.name, constant_us(TRITON_US))(launch, context, ceilings), memory_us, operations)
     return max(TORCH_US, memory_us)

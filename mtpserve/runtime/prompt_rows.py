@@ -3,6 +3,8 @@
     3 requests that decode, two rows each     2 prompts of 3 and 2 rows, padded to 3 spans and 8 rows
     rows     x x | x x | x x                  a a a | b b | - - -
     spans     0     1     2                     3      4      5
+
+Spans that pad belong to no request.
 """
 
 from __future__ import annotations
