@@ -32,10 +32,7 @@ class TritonAttention:
         return kind.kv.key_dim <= (576 if kind.kv.kind == "mla" else 256)
 
     def plan(self, batch: Batch) -> Contexts[PlannedSpans | SelectedSpans]:
-        rows, spans = len(batch.ids), len(batch.seat_ids)
-        # It only chooses tiles. Without prompt chunks all spans are this wide; otherwise one of them may have all that is left.
-        uniform = batch.sample_rows.shape[1]
-        width = uniform if rows <= spans * uniform else rows - spans + 1
+        width = typical_width(len(batch.ids), len(batch.seat_ids), batch.sample_rows.shape[1])
         slots = {group: slots_of(batch, group) for group in self.stores.groups}
         seen = RowsSeen.of(batch) if any(store.kind.selected for store in self.stores.stores) else None
         choice = ChosenSlots()
@@ -50,6 +47,12 @@ class TritonAttention:
         return Contexts(self.stores, [planned(store) for store in self.stores.stores])
 
 
+def typical_width(rows: int, spans: int, drafted: int) -> int:
+    """Rows of a span, by which tiles are chosen: without prompts a token and its drafts, `drafted` rows. Of spans with prompts among them the
+    mean: tiles that are as wide as a prompt would be nearly empty for each request that decodes."""
+    return drafted if rows <= spans * drafted else -(-rows // spans)
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedSpans:
     pool: KVPool
@@ -58,7 +61,7 @@ class PlannedSpans:
     page_table: Tensor  # [seats, columns]
     scale: float
     window: int  # 0: none
-    width: int  # of the widest span, about
+    width: int  # rows of a span, about
 
     def attend(self, q: Tensor, layer: int, sinks: Tensor | None) -> Tensor:
         batch, pool = self.batch, self.pool

@@ -12,6 +12,7 @@ from mtpserve_kernels.attention import reference, span
 from mtpserve_kernels.attention.span import SpanTiling, span_gqa, span_mla
 from torch import Tensor
 
+from mtpserve.attention.triton import typical_width
 from tests.kernels.spans import RAGGED, SpanCase, check
 
 
@@ -23,6 +24,11 @@ class Case(SpanCase):
         seen = {"window": self.window, "shift": self.shift, "sinks": made["sinks"]}
         kernel, plain = (span_mla, reference.span_mla) if self.latent else (span_gqa, reference.span_gqa)
         return kernel(*arguments, **seen, width=made["width"], **options), plain(*arguments, **seen)
+
+
+def test_tiles_follow_the_spans_that_are_most() -> None:
+    assert typical_width(128 * 4, 128, 4) == 4 and typical_width(3, 2, 4) == 4, "without prompts"
+    assert typical_width(500, 1, 1) == 500 and typical_width(128 + 192, 128 + 8, 1) == 3, "of prompts alone, and beside requests that decode"
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
