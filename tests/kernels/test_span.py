@@ -28,7 +28,8 @@ class Case(SpanCase):
 
 def test_tiles_follow_the_spans_that_are_most() -> None:
     assert typical_width(128 * 4, 128, 4) == 4 and typical_width(3, 2, 4) == 4, "without prompts"
-    assert typical_width(500, 1, 1) == 500 and typical_width(128 + 192, 128 + 8, 1) == 3, "of prompts alone, and beside requests that decode"
+    assert typical_width(500, 1, 1) == 500, "a prompt alone"
+    assert typical_width(128 + 192, 128 + 8, 1) == 3, "prompts beside requests that decode"
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
