@@ -48,8 +48,8 @@ class TritonAttention:
 
 
 def typical_width(rows: int, spans: int, drafted: int) -> int:
-    """Rows of a span, by which tiles are chosen: without prompts a token and its drafts, `drafted` rows. With prompts the mean: tiles as wide
-    as a prompt would be nearly empty for each request that decodes."""
+    """Rows of a span, by which tiles are chosen: without prompts a token and its drafts, `drafted` rows. With prompts the mean: tiles as
+    wide as a prompt would be nearly empty for each request that decodes."""
     return drafted if rows <= spans * drafted else -(-rows // spans)
 
 
