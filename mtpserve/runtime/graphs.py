@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -216,12 +217,25 @@ class StepGraphs:
         """Of prompts beside so many requests that decode. None: there are too many rows, or requests."""
         if (bucket := prompts.bucket(MIXED_PROMPTS)) is None:
             return None
-        sizes = [size for size in tiers(self.most) if size in MIXED_ROWS or size == self.most]
-        key = self.key(next(size for size in sizes if size >= requests), drafts, deepest, asked, False, deferred)
+        key = self.key(next(size for size in self.mixed_tiers if size >= requests), drafts, deepest, asked, False, deferred)
         sampling = asked.rounded() if asked.all_greedy else asked.general
         # Whatever the prompts follow: a pass of the draft model over one row of each costs less than twice as many captures.
         resumed = self.step.drafter.lag is not None
         return replace(key, asked=sampling, rows=bucket[0], spans=bucket[1], resumed=resumed)
+
+    @property
+    def mixed_tiers(self) -> list[int]:
+        return [size for size in tiers(self.most) if size in MIXED_ROWS or size == self.most]
+
+    def mixed_keys(self, asked: Asked, depth: int, budget: int, above: int, deferred: bool) -> Iterator[Key]:
+        """Of steps of `budget` rows, at most, with prompts beside more than `above` requests that draft so deep; the largest first."""
+        for before, size in reversed([*pairwise([0, *self.mixed_tiers])]):
+            decoding = (before + 1) * self.key(size, depth, depth, asked, False).width
+            for rows, spans in reversed(MIXED_PROMPTS) if size > above else ():
+                prompts = Prompts([min(rows - spans, budget - decoding)], [])
+                key = self.mixed_key(size, depth, depth, asked, prompts, deferred) if budget > decoding else None
+                if key is not None:
+                    yield key
 
     @property
     def used_depths(self) -> list[int]:
@@ -258,14 +272,9 @@ class StepGraphs:
         if plain_above is not None:
             keys += [self.key(size, 0, 0, each, False, deferred) for size in sizes if size > plain_above for each in asked]
             depths = [*depths, 0]
-        some = [Prompts([fitting], []) for fitting in sorted({min(rows - spans, prompts) for rows, spans in MIXED_PROMPTS}, reverse=True)]
-        mixed = [(size, depth, each, one) for size in sizes for one in some for depth in depths for each in asked] if self.mixes else []
-        keys += [
-            key
-            for size, depth, each, one in mixed
-            if (depth or plain_above is None or size > plain_above)
-            and (key := self.mixed_key(size, depth, depth, each, one, deferred and not depth))
-        ]
+        for depth in depths if self.mixes else []:
+            above = 0 if depth or plain_above is None else plain_above
+            keys += [key for each in asked for key in self.mixed_keys(each, depth, prompts, above, deferred and not depth)]
         both = ([], [0])[: 1 + (shared or self.step.drafter.lag == 0)]
         for rows in sorted({min(rows - spans, prompts) for rows, spans in PROMPTS}, reverse=True):
             alone = [Prompts([rows], resumed) for resumed in both]

@@ -187,7 +187,9 @@ def test_chains_that_are_less_deep_have_a_few_widths_of_their_own() -> None:
     decoding = {(key.requests, key.deepest) for key in graphs.recorded if not key.rows}
     assert decoding == {(size, depth) for size in tiers(16) for depth in (0, 1, 3, 7)}
     others = {(key.requests, key.rows, key.deepest) for key in graphs.recorded if key.rows}
-    assert others == {(size, rows, depth) for size, rows in ((0, 64), (0, 128), (16, 64), (16, 192)) for depth in (0, 1, 3, 7)}
+    # Beside a request with eight rows a prompt has 56 of 64, at most.
+    kinds = {(size, rows, depth) for size, rows in ((0, 64), (0, 128), (16, 64), (16, 192)) for depth in (0, 1, 3, 7)}
+    assert others == kinds - {(16, 192, 7)}
 
 
 def test_a_tree_is_as_wide_as_its_nodes() -> None:

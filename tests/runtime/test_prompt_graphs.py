@@ -70,6 +70,17 @@ def test_prompts_and_others_in_one_pass(spec: SpecConfig, family: str, monkeypat
     assert engine.stats.accepted_tokens_total == plain.stats.accepted_tokens_total
 
 
+def test_what_fits_into_a_step_is_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of requests that decode, and prompts in all the rows that these leave."""
+    graphs = graphs_of(tiny_engine(tiny_model(), CHAIN, recorder=Again(), seats=40))
+    monkeypatch.setattr(graphs, "record", lambda key: graphs.recorded.setdefault(key, None))
+    graphs.record_all([GREEDY], False, prompts=150)
+    for requests in range(1, 150 // 4):
+        for rows in (1, (150 - 4 * requests) // 2, 150 - 4 * requests):
+            key = graphs.mixed_key(requests, 3, 3, GREEDY, Prompts([max(rows, 1)], []), False)
+            assert key is None or key in graphs.recorded, (requests, rows)
+
+
 def test_prompts_that_a_graph_does_not_hold_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many rows, too many requests, chunks that do not end their prompt, and scored ones."""
     monkeypatch.setattr(graphs_module, "PROMPTS", ((32, 4), (64, 8)))
