@@ -47,10 +47,10 @@ class TritonAttention:
         return Contexts(self.stores, [planned(store) for store in self.stores.stores])
 
 
-def typical_width(rows: int, spans: int, drafted: int) -> int:
-    """Rows of a span, by which tiles are chosen: without prompts a token and its drafts, `drafted` rows. With prompts the mean: tiles as
+def typical_width(rows: int, spans: int, sampled: int) -> int:
+    """Rows of a span, by which tiles are chosen: without prompts those whose logits are computed, `sampled`. With prompts the mean: tiles as
     wide as a prompt would be nearly empty for each request that decodes."""
-    return drafted if rows <= spans * drafted else -(-rows // spans)
+    return sampled if rows <= spans * sampled else -(-rows // spans)
 
 
 @dataclass(frozen=True, slots=True)
