@@ -71,7 +71,7 @@ def grouped_rows(fp8: bool, by_row: ByRow) -> None:
         stored = [torch.zeros(shape, dtype=torch.float8_e4m3fn) for shape in shapes]
         biases = torch.zeros(16, 2816, dtype=dtype), torch.zeros(16, 2048, dtype=dtype)
         up = torch.zeros(16, 1408, 2048, dtype=dtype)
-        for rows in GROUPED_ROWS:
+        for number, rows in enumerate(GROUPED_ROWS):
             routed = torch.zeros(rows, 2048, dtype=dtype), torch.zeros(rows, 2), ints(rows, 2)
             experts(*routed, *matrices)
             experts(*routed, *matrices[:2], None, None, first=2)
@@ -80,6 +80,6 @@ def grouped_rows(fp8: bool, by_row: ByRow) -> None:
             if fp8:
                 experts(*routed, *stored, *scales)
                 experts(*routed, *stored[:2], None, None, *scales[:2], None, None, None, None, (1.0, 7.0, 7.0, 0.0))
-            for gate_up, down in zip(by_row(shapes[0], fp8), by_row(shapes[1], fp8), strict=True):
-                experts_rows(*routed, *gate_up, *down)
-                experts_rows(*routed, *gate_up, *down, *biases, CLAMPED)
+            # With biases for every second form, others for the next number of rows.
+            for form, (gate_up, down) in enumerate(zip(by_row(shapes[0], fp8), by_row(shapes[1], fp8), strict=True)):
+                experts_rows(*routed, *gate_up, *down, *((*biases, CLAMPED) if (number + form) % 2 else ()))
