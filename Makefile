@@ -19,7 +19,7 @@ GPU_ARGS ?=
 help:
 	@echo "make serve     install, then serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
 	@echo "make test      install, then run the tests (PYTEST_ARGS adds options)"
-	@echo "make check     ruff, mypy, import-linter, clang-format, the house tests; compiles all kernels for all chips"
+	@echo "make check     ruff, mypy, import-linter, clang-format, the house tests; compiles the kernels for each kind of chip"
 	@echo "make docs      the documentation as a site, build/site/index.html"
 	@echo "make dist      wheel and sdist in dist/, checked, and the wheel tried in an empty environment"
 	@echo "make bench     the benchmarks (BENCH_ARGS adds options)"
