@@ -311,6 +311,6 @@ def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine
         watch=watch_of(options, model.arch.vocab) if made.drafts else None,
         drafter=source_name(spec.drafter, spec.checkpoint),
         captured=() if made.runner.graphs is None else made.runner.graphs.used_depths,
-        apart=made.runner.graphs is not None and not made.runner.graphs.mixes,
+        apart=made.runner.graphs is not None and not made.runner.graphs.has_mixed_steps,
         long_rows=options.scheduler.step_tokens // CPU_LONG if options.device.type == "cpu" else None,
     )

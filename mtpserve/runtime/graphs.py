@@ -134,7 +134,7 @@ class Key:
 @dataclass(frozen=True, slots=True)
 class Recorded:
     # [3 to 5, requests + spans]: seats, wanted depths, most drafts, and Keep's numbers where layers keep states
-    given: Tensor
+    request_numbers: Tensor
     prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
     layout: RowLayout | None  # of those that decode; its tensors are read by every replay
     outcome: GraphOutput
@@ -192,14 +192,14 @@ class StepGraphs:
         most = most or [self.drafts] * len(seats)
         depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, most))
         lists = (seats, self.step.seats.padding), (depths, 0), (most, 0), *((each, 0) for each in kept)
-        write(recorded.given, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
+        write(recorded.request_numbers, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
         if prompts is not None and recorded.prompt_numbers is not None:
             write(recorded.prompt_numbers, padded_prompts(prompts, key.rows, key.spans, key.requests))
         recorded.again()
         return recorded.outcome
 
     @property
-    def mixes(self) -> bool:
+    def has_mixed_steps(self) -> bool:
         """Whether prompts are computed in the same pass as requests that decode, whose drafts are chains."""
         return not self.step.drafter.sizes.trees
 
@@ -272,7 +272,7 @@ class StepGraphs:
         if plain_above is not None:
             keys += [self.key(size, 0, 0, each, False, deferred) for size in sizes if size > plain_above for each in asked]
             depths = [*depths, 0]
-        for depth in depths if self.mixes else []:
+        for depth in depths if self.has_mixed_steps else []:
             above = 0 if depth or plain_above is None else plain_above
             keys += [key for each in asked for key in self.mixed_keys(each, depth, prompts, above, deferred and not depth)]
         both = ([], [0])[: 1 + (shared or self.step.drafter.lag == 0)]
@@ -289,8 +289,8 @@ class StepGraphs:
     def record(self, key: Key) -> Recorded | None:
         step, device = self.step, self.step.seats.device
         fillers = [step.seats.padding, 0, 0, *([0, 0] if step.states is not None else [])]
-        given = torch.empty(len(fillers), key.requests + key.spans, dtype=torch.int64, device=device)
-        write(given, [padded([], 0, filler, key) for filler in fillers])
+        request_numbers = torch.empty(len(fillers), key.requests + key.spans, dtype=torch.int64, device=device)
+        write(request_numbers, [padded([], 0, filler, key) for filler in fillers])
         prompt_numbers = None
         if key.rows:
             prompt_numbers = torch.empty(3, key.spans, dtype=torch.int64, device=device)
@@ -298,7 +298,7 @@ class StepGraphs:
         layout = self.layout(key) if key.requests else None
 
         def body() -> GraphOutput:
-            rows = self.rows(key, given, prompt_numbers, layout)
+            rows = self.rows(key, request_numbers, prompt_numbers, layout)
             computed = step.forward(rows)
             drafts = step.propose(rows, computed)
             if drafts is None:
@@ -306,7 +306,7 @@ class StepGraphs:
             return GraphOutput(computed.columns, computed.table, drafts.count, drafts.tree is not None, key.requests)
 
         try:
-            self.recorded[key] = Recorded(given, prompt_numbers, layout, *self.recorder.record(body))
+            self.recorded[key] = Recorded(request_numbers, prompt_numbers, layout, *self.recorder.record(body))
             log.debug("captured a step: %s", key)
         except CaptureFailed as failure:
             self.recorded[key] = None
@@ -321,9 +321,9 @@ class StepGraphs:
         spans = ((1, key.width - 1, True),) * key.requests
         return row_layout.__wrapped__(spans, self.step.seats.device, sizes.depth if sizes.branching else None)
 
-    def rows(self, key: Key, given: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None) -> Rows:
-        """`given`, `prompt_numbers`, `layout`: see Recorded."""
-        parts, resumed = list(given.unbind(0)), None
+    def rows(self, key: Key, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None) -> Rows:
+        """`request_numbers`, `prompt_numbers`, `layout`: see Recorded."""
+        parts, resumed = list(request_numbers.unbind(0)), None
         seat_ids, each, most = parts[:3]
         keep = None if self.step.states is None else Keep(*parts[3:5])
         if prompt_numbers is not None:

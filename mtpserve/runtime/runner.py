@@ -162,7 +162,7 @@ class Runner:
         others = [span for span in spans if span[0] not in places]
         prompts = others if all(map(self.ends_prompt, others)) else []
         chains = self.seats.branching.isdisjoint(plan.seat for _, plan, _ in spans)
-        if prompts and decoding and graphs.mixes and chains:
+        if prompts and decoding and graphs.has_mixed_steps and chains:
             return self.replay(decoding, want, graphs, prompts)
         if decoding and len({plan.deferred for _, plan, _ in decoding}) > 1:
             return [self.run(spans, want)]  # a graph of requests that decode keeps all their rows for later, or none

@@ -138,12 +138,12 @@ def race(
     (_, nodes, vocab), (rows, number), device = logits.shape, parts.keys.shape, logits.device
     assert q is None or (q.shape[2] == vocab and q.stride(1) == vocab and q.stride(2) == 1), (q.shape, q.stride())
     block, _ = chunks_of(vocab)
-    found, totals = row_cuts(logits, parts, seats, temperature, cuts)
+    cut_orders, totals = row_cuts(logits, parts, seats, temperature, cuts)
     winners = torch.empty(rows, PARTS.value, number, dtype=torch.int64, device=device)
     coins = None if q is None else torch.empty(rows, dtype=torch.int32, device=device)
     q_stride, q_nodes = (0, 0) if q is None else (q.stride(0), min(q.shape[1], nodes - 1))
     race_kernel[(rows * number,)](
-        logits, drafts, sample_rows, depths, seats, length, temperature, seed, coupled, q, parts.keys, parts.masses, found, totals,
+        logits, drafts, sample_rows, depths, seats, length, temperature, seed, coupled, q, parts.keys, parts.masses, cut_orders, totals,
         winners, coins, 0 if depths is None else depths.stride(0), q_stride, q_nodes, NODES=nodes, V=vocab, BV=block, CHUNKS=number,
         num_warps=WARPS,
     )  # fmt: skip

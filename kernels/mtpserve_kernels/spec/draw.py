@@ -95,11 +95,11 @@ def draw(
     nodes, seats, index = logits.contiguous().unsqueeze(1), seats.contiguous(), index.contiguous()
     cuts = top_k if any_top_k else None, top_p if any_top_p else None, min_p if any_min_p else None
     parts = chunks(nodes, seats, temperature, any(cut is not None for cut in cuts))
-    found, totals = row_cuts(nodes, parts, seats, temperature, cuts)
+    cut_orders, totals = row_cuts(nodes, parts, seats, temperature, cuts)
     (block, number), q_stride = chunks_of(vocab), 0 if q is None else q.stride(0)
     winners = torch.empty(rows, 2, number, dtype=torch.int64, device=device)
     draw_kernel[(rows * number,)](
-        nodes, seats, index, temperature, seed, coupled, parts.keys, parts.masses, found, totals, q, winners,
+        nodes, seats, index, temperature, seed, coupled, parts.keys, parts.masses, cut_orders, totals, q, winners,
         arrival_counters("draw", rows, device), tokens, q_stride, V=vocab, BV=block, CHUNKS=number,
         num_warps=2 * WARPS,  # the noise of 16 numbers a thread does not fit its registers
     )  # fmt: skip

@@ -264,13 +264,13 @@ def row_cuts(
     (_, nodes, vocab), rows, device = logits.shape, len(parts.keys), logits.device
     if parts.candidates is None:
         return None, None
-    found, totals = torch.empty(rows, dtype=torch.int32, device=device), torch.empty(rows, device=device)
+    cut_orders, totals = torch.empty(rows, dtype=torch.int32, device=device), torch.empty(rows, device=device)
     (block, number), candidates = chunks_of(vocab), parts.candidates[0].numel()
     cut_kernel[(rows,)](
-        logits, parts.keys, parts.masses, parts.candidates, parts.bounds, seats, temperature, *cuts, found, totals, NODES=nodes, V=vocab,
-        BV=cut_block(block), CHUNKS=number, N=candidates, BN=cut_block(triton.next_power_of_2(candidates)), num_warps=WARPS,
+        logits, parts.keys, parts.masses, parts.candidates, parts.bounds, seats, temperature, *cuts, cut_orders, totals, NODES=nodes,
+        V=vocab, BV=cut_block(block), CHUNKS=number, N=candidates, BN=cut_block(triton.next_power_of_2(candidates)), num_warps=WARPS,
     )  # fmt: skip
-    return found, totals
+    return cut_orders, totals
 
 
 def cut_block(numbers: int) -> int:
