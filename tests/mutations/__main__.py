@@ -107,25 +107,27 @@ class Trial:
         for copy in copies:
             self._copies.put(copy)
         self._whole = whole
-        self._unchanged: dict[tuple[str, ...], Run] = {}
+        self._unchanged: dict[str, Run] = {}
 
-    def check(self, tests: tuple[str, ...]) -> None:
-        """Run these tests without a mutation."""
+    def check(self, tests: str) -> None:
+        """Run these tests, an argument of pytest, without a mutation."""
         copy = self._copies.get()
         try:
-            self._unchanged[tests] = copy.run(tests, WHOLE_S)
+            self._unchanged[tests] = run = copy.run([tests], WHOLE_S)
         finally:
             self._copies.put(copy)
+        print(f"{'passed' if run.code == EVERY_TEST_PASSED else 'error':8} {run.seconds:5.0f} s  {tests}", flush=True)
 
     def result(self, mutation: Mutation) -> Result:
-        unchanged = self._unchanged[mutation.tests]
-        if unchanged.code != EVERY_TEST_PASSED:
-            return Result(mutation.room, mutation.name, "error", unchanged.seconds, f"without the mutation: {unchanged.reason}")
+        unchanged = [self._unchanged[tests] for tests in mutation.tests]
+        seconds = sum(run.seconds for run in unchanged)
+        if failed := [run for run in unchanged if run.code != EVERY_TEST_PASSED]:
+            return Result(mutation.room, mutation.name, "error", seconds, f"without the mutation: {failed[0].reason}")
         copy = self._copies.get()
         original = (copy.folder / mutation.file).read_text(encoding="utf-8")
         try:
             copy.write(mutation.file, mutation.applied(original))
-            result = judged(mutation, copy.run(mutation.tests, max(LEAST_S, TIMES * unchanged.seconds)))
+            result = judged(mutation, copy.run(mutation.tests, max(LEAST_S, TIMES * seconds)))
             if result.outcome == "survived" and self._whole:
                 result = judged(mutation, copy.run(WHOLE, WHOLE_S))
         except MutationError as error:
@@ -165,7 +167,7 @@ def main() -> int:
     with TemporaryDirectory() as directory, ThreadPoolExecutor(options.jobs) as pool:
         copies = [Copy(Path(directory) / str(number), options.all) for number in range(options.jobs)]
         trial = Trial(copies, options.whole)
-        list(pool.map(trial.check, {one.tests for one in chosen}))
+        list(pool.map(trial.check, sorted({tests for one in chosen for tests in one.tests})))
         results = list(pool.map(trial.result, chosen))
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")

@@ -1,15 +1,15 @@
 """The mutations: small changes to the product, each of which brings a bug in. One TOML file for each room, in `rooms/`.
 
-    tests = ["tests/engine/test_scheduler.py"]      arguments of pytest for the room's mutations
+tests = ["tests/engine/test_scheduler.py"]      arguments of pytest for the room's mutations
 
-    [[mutation]]
-    name = "stop_token_dropped"                     unique
-    file = "mtpserve/engine/stopping.py"
-    old = '''tokens[:count], Finish.STOP'''         occurs exactly once in the file
-    new = '''tokens[: count - 1], Finish.STOP'''
-    bug = "The stop token is missing in usage."     what a user sees
-    changelog = "…"                                 optional: words of CHANGELOG.md that tell of this bug
-    tests = ["…"]                                   optional: instead of the room's
+[[mutation]]
+name = "stop_token_dropped"                     unique
+file = "mtpserve/engine/stopping.py"
+old = '''tokens[:count], Finish.STOP'''         occurs exactly once in the file
+new = '''tokens[: count - 1], Finish.STOP'''
+bug = "The stop token is missing in usage."     what a user sees
+changelog = "…"                                 optional: words of CHANGELOG.md that tell of this bug
+tests = ["…"]                                   optional: instead of the room's
 """
 
 from __future__ import annotations

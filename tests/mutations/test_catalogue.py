@@ -1,4 +1,4 @@
-"""The mutations fit the sources and the changelog, so that the list does not rot. What they show is shown by `python -m tests.mutations`."""
+"""The mutations fit the sources and the changelog, so that the list does not rot. `python -m tests.mutations` tries them."""
 
 from __future__ import annotations
 
