@@ -1,0 +1,71 @@
+"""Which tests run: `make test` takes a selection that covers, `make test-all` (`pytest --all`) takes all.
+
+The selection has three rules:
+
+- Of a test function's cases it takes those that cover each pair of parameter values: a pairwise covering array (Cohen, Dalal, Fredman and
+  Patton, "The AETG system", 1997). `@pytest.mark.covering(1)`, on a function or a module, asks for each value once.
+- It leaves out what has the mark `thorough`: cases that another one implies, and laws over many seeds.
+- hypothesis draws few examples, the same ones in each run: see `examples`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+VARIABLE = "MTPSERVE_TEST_ALL"  # --all sets it: modules read it while they are imported, and processes that a test starts
+ALL = os.environ.get(VARIABLE) == "1"
+FEWER_EXAMPLES = 8
+
+Case = tuple[tuple[str, int], ...]  # parameter and index of its value
+
+
+def examples(count: int) -> settings:
+    """For `@given`: `count` examples at random with --all, else an eighth of them and at least five, the same in each run."""
+    return settings(
+        max_examples=count if ALL else max(count // FEWER_EXAMPLES, 5),
+        derandomize=not ALL,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+def covering(cases: Sequence[Case], strength: int) -> list[int]:
+    """The positions of cases that cover each combination of `strength` values which occurs: the greedy algorithm, ascending."""
+    sets = [frozenset(combinations(case, min(strength, len(case)))) for case in cases]
+    uncovered = set[tuple[tuple[str, int], ...]]().union(*sets)
+    # A case never covers more than when it was looked at last: the first one whose number is still true is the best.
+    queue = [(-len(combined), i) for i, combined in enumerate(sets)]
+    heapq.heapify(queue)
+    chosen = list[int]()
+    while uncovered:
+        gain, i = heapq.heappop(queue)
+        if (now := -len(sets[i] & uncovered)) != gain:
+            heapq.heappush(queue, (now, i))
+            continue
+        chosen.append(i)
+        uncovered -= sets[i]
+    return sorted(chosen)
+
+
+def selected(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Of `items` those that `make test` runs, in their order."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thorough") is None:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set[int]()
+    for cases in functions.values():
+        marker = cases[0].get_closest_marker("covering")
+        chosen |= {id(cases[i]) for i in covering([parameters(case) for case in cases], marker.args[0] if marker else 2)}
+    return [item for item in items if id(item) in chosen]
+
+
+def parameters(item: pytest.Item) -> Case:
+    callspec = getattr(item, "callspec", None)
+    return () if callspec is None else tuple(sorted(callspec.indices.items()))
