@@ -1,15 +1,37 @@
-"""For every test: few threads, since several processes share the machine; no look at the network; kernels interpreted without a GPU."""
+"""For every test: few threads, since several processes share the machine; no look at the network; kernels interpreted without a GPU.
+
+pytest --all        all tests, as `make test-all` runs them: see tests/selection.py
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a process for each core: two threads of each would wait for each other
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "--all" in sys.argv:
+    os.environ["MTPSERVE_TEST_ALL"] = "1"  # before tests/selection.py is imported; processes that a test starts inherit it
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     # Before triton is imported, which transformers does too: its own functions are interpreted, or never.
     os.environ["TRITON_INTERPRET"] = "1"
+
+from tests import selection
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run all tests, not the selection of tests/selection.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if selection.ALL or any("[" in argument for argument in config.args):  # a case that is named runs
+        return
+    chosen = selection.selected(items)
+    kept = set(map(id, chosen))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = chosen

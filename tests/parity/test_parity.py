@@ -7,7 +7,6 @@ chains             (drawn from q) the joint law of the first three tokens, by ch
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -23,6 +22,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.runtime.rules import BatchRules
 from mtpserve.runtime.sampling import BatchSampler
+from tests import selection
 from tests.parity import table
 from tests.parity.table import Alternatings, Halving, greedy_text, joint, run, table_engine
 
@@ -142,8 +142,7 @@ def p_value(shape: SpecConfig, fields: dict[str, Any], words: Seq[list[int]], dr
 
 
 # Each of these takes seconds. Chains of three are held to every feature, several at once; the others to those that look hardest at the
-# path. With MTPSERVE_ALL_LAWS=1 all are held to each, alone too.
-ALL = os.environ.get("MTPSERVE_ALL_LAWS") == "1"
+# path. With --all all are held to each, alone too.
 HARDEST = {"penalties, top_p, bias"}
 COMBINED = [feature for feature in FEATURES if "," in feature]
 
@@ -156,8 +155,8 @@ def test_every_feature_is_among_the_combined() -> None:
 @pytest.mark.parametrize("shape", ["plain", *CHAINS])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_law_is_the_models(shape: str, feature: str) -> None:
-    if not ALL and feature not in HARDEST and not (shape == "chain 3" and feature in COMBINED):
-        pytest.skip("MTPSERVE_ALL_LAWS=1 runs it")
+    if not selection.ALL and feature not in HARDEST and not (shape == "chain 3" and feature in COMBINED):
+        pytest.skip("pytest --all runs it")
     assert p_value(CHAINS.get(shape, PLAIN), *FEATURES[feature]) > 1e-5
 
 

@@ -42,7 +42,7 @@ def test_the_proof_holds(tmp_path: Path, dtype: str, environment: dict[str, str]
     assert "verdict     holds" in done.stdout
 
 
-@pytest.mark.skipif(os.environ.get("MTPSERVE_ALL_LAWS") != "1", reason="MTPSERVE_ALL_LAWS=1 runs it")
+@pytest.mark.thorough
 @pytest.mark.parametrize("topk", ["1", "3"], ids=["chain", "tree"])
 @pytest.mark.parametrize("experts", [(), ("--enable-expert-parallel",)], ids=["experts in parts", "whole experts"])
 def test_the_proof_holds_over_ranks(topk: str, experts: tuple[str, ...]) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.llm import LLM
+from tests import selection
 from tests.recorded.record import BATCH, ENGINES, FILE, PLAIN, PROMPTS, Case, explained_by_rounding, kinds, texts
 
 RECORDED: dict[str, list[list[int]]] = json.loads(FILE.read_text(encoding="utf-8"))
-BATCHES = len(PROMPTS) // BATCH if os.environ.get("MTPSERVE_ALL_LAWS") == "1" else 1  # of each kind
+BATCHES = len(PROMPTS) // BATCH if selection.ALL else 1  # of each kind
 
 # What summing in another order (another instruction set, other shapes of a batch) may change in a logit, in float32. Measured on these
 # prompts: bfloat16 moves the gap between two likely tokens by at most 1.1 against float32. A rounding error grows with the unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -22,11 +21,11 @@ from mtpserve.layers.moe import MoE
 from mtpserve.proof import two_sample
 from mtpserve.runtime.placement import ExpertPlacement
 from mtpserve.runtime.rounds import Rounds
+from tests import selection
 from tests.engine.peers import Table, ThreadPeers, together
 from tests.tiny import CPU, built, filled, finished, prompts, run, tiny_arch, tiny_engine, tiny_model
 
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=6)
-ALL = os.environ.get("MTPSERVE_ALL_LAWS") == "1"
 GREEDY, SEEDED = SamplingParams(max_tokens=12, temperature=0), SamplingParams(max_tokens=12, temperature=1.0, seed=3)
 
 
@@ -113,9 +112,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_law_is_one_engines(feature: str, spec: int | SpecConfig) -> None:
     """Of three tokens, against plain decoding with other seeds."""
-    if not ALL and (feature != "penalties" or spec is TREE):
-        pytest.skip("MTPSERVE_ALL_LAWS=1 runs it")
-    draws = 3000 if ALL else 600
+    if not selection.ALL and (feature != "penalties" or spec is TREE):
+        pytest.skip("pytest --all runs it")
+    draws = 3000 if selection.ALL else 600
     whole, table, texts = filled(built("deepseek", KERNELS.get("torch")())), Table(2), [list[tuple[int, ...]]() for _ in range(2)]
 
     def drawn(engine: Engine, first: int, count: int) -> list[tuple[int, ...]]:

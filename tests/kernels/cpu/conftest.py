@@ -1,9 +1,8 @@
 """The kernels of a CPU, compiled where there is a compiler. Each test runs with every instruction set that this machine has: with the best
-one in all cases, with the others, which differ from it in their products alone, in every eighth (MTPSERVE_ALL_LAWS=1: in all)."""
+one in all cases, with the others, which differ from it in their products alone, in every eighth (--all: in all)."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +13,13 @@ import torch
 from mtpserve_kernels.cpu.build import available
 from mtpserve_kernels.cpu.library import Unavailable, library, using
 
+from tests import selection
+
 EVERY = 8
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("MTPSERVE_ALL_LAWS") == "1":
+    if selection.ALL:
         return
     left, seen = list[pytest.Item](), Counter[str]()
     for item in items:

@@ -1,5 +1,5 @@
 """The tests of this folder with the instruction sets that this machine lacks, emulated, and with gcc's sanitizers: one case of each test
-function; all cases with MTPSERVE_ALL_LAWS=1."""
+function; all cases with --all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from mtpserve_kernels.cpu import build
 
+from tests import selection
 from tests.kernels.cpu.objects import SANITIZED, emulated_sets, missing
 
 REPOSITORY = Path(__file__).parents[3]
-ALL = os.environ.get("MTPSERVE_ALL_LAWS") == "1"
 # The others differ from these in their products alone.
 BY_DEFAULT = ("avx512_bf16", "avx512_amx", "neon", SANITIZED)
 
@@ -27,13 +27,13 @@ def isa() -> None:
 
 @pytest.mark.parametrize("name", [*emulated_sets(), SANITIZED])
 def test_all_of_this_folder(name: str) -> None:
-    if not ALL and name not in BY_DEFAULT:
-        pytest.skip("MTPSERVE_ALL_LAWS=1 runs it")
-    if not ALL and name in {isa.name for isa in build.available()}:
+    if not selection.ALL and name not in BY_DEFAULT:
+        pytest.skip("pytest --all runs it")
+    if not selection.ALL and name in {isa.name for isa in build.available()}:
         pytest.skip("this machine has it: the tests of this folder run with it as it is")
     if (reason := missing(name)) is not None:
         pytest.skip(reason)
-    command = [sys.executable, "-m", "tests.kernels.cpu.objects", name, *([] if ALL else ["--sample"])]
+    command = [sys.executable, "-m", "tests.kernels.cpu.objects", name, *([] if selection.ALL else ["--sample"])]
     environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
