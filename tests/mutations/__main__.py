@@ -2,7 +2,7 @@
 
     python -m tests.mutations                     all mutations, with the selection of `make test`
     python -m tests.mutations --all               with the selection of `make test-all`
-    python -m tests.mutations scheduler pages     those whose names or rooms begin so
+    python -m tests.mutations paging stop_token   a room, and those whose names begin so
 
 Exit code 1: a mutation survived, or could not be tried.
 """
@@ -11,12 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +21,11 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from tests.mutations.catalogue import ROOT, Mutation, MutationError, mutations
+from tests.mutations.catalogue import Mutation, MutationError, mutations
+from tests.mutations.copies import Copy, Run
 
-SELECTION = "MTPSERVE_TEST_ALL"  # "1": the selection of `make test-all`
-LEAST_S, TIMES = 300.0, 10.0  # a run that takes so long, and so many times as long as without the mutation, hangs
-WHOLE_S = 4 * 3600.0
+LIMIT_S, WHOLE_S = 300.0, 4 * 3600.0  # a run that takes longer hangs
 WHOLE = ("tests", "--ignore=tests/mutations")
-EVERY_TEST_PASSED, SOME_FAILED, INTERRUPTED = 0, 1, 2  # pytest's exit codes
 
 Outcome = Literal["killed", "survived", "error"]
 
@@ -43,60 +36,11 @@ class Result:
     name: str
     outcome: Outcome
     seconds: float
-    reason: str = ""  # the test that failed, or why there is no result
+    test: str = ""  # that failed
+    reason: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    code: int | None  # pytest's exit code; None: it took too long
-    seconds: float
-    output: str
-
-    @property
-    def reason(self) -> str:
-        """The first failure in pytest's summary, or the last line."""
-        lines = self.output.strip().splitlines() or ["no output"]
-        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        return (failures or lines[-1:])[0][:200]
-
-
-class Copy:
-    """The tracked files in a folder of their own, as they are in the working tree."""
-
-    def __init__(self, folder: Path, every_test: bool) -> None:
-        self.folder, self._every_test, self._writes = folder, every_test, 0
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
-        for name in filter(None, listed.split("\0")):
-            if (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
-
-    def write(self, file: str, text: str) -> None:
-        """The time of the change differs from all earlier ones by seconds, which is how Python tells that compiled files are old."""
-        self._writes += 2
-        path = self.folder / file
-        path.write_text(text, encoding="utf-8")
-        changed = path.stat().st_mtime + self._writes
-        os.utime(path, (changed, changed))
-
-    def run(self, arguments: Sequence[str], limit: float) -> Run:
-        """The copy's packages come first on the path, in subprocesses of the tests, too."""
-        paths = os.pathsep.join([str(self.folder), str(self.folder / "kernels")])
-        environment = {name: value for name, value in os.environ.items() if name != SELECTION}
-        environment |= {"PYTHONPATH": paths} | ({SELECTION: "1"} if self._every_test else {})
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *arguments]
-        started = time.monotonic()
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-        try:
-            output, _ = process.communicate(timeout=limit)
-            code: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            code = None
-        return Run(code, time.monotonic() - started, output)
+    def __str__(self) -> str:
+        return f"{self.outcome:8} {self.seconds:5.0f} s  {self.room}/{self.name}  {self.test}  {self.reason}".rstrip()
 
 
 class Trial:
@@ -107,46 +51,42 @@ class Trial:
         for copy in copies:
             self._copies.put(copy)
         self._whole = whole
-        self._unchanged: dict[str, Run] = {}
-
-    def check(self, tests: str) -> None:
-        """Run these tests, an argument of pytest, without a mutation."""
-        copy = self._copies.get()
-        try:
-            self._unchanged[tests] = run = copy.run([tests], WHOLE_S)
-        finally:
-            self._copies.put(copy)
-        print(f"{'passed' if run.code == EVERY_TEST_PASSED else 'error':8} {run.seconds:5.0f} s  {tests}", flush=True)
+        self._passing = set[tuple[str, ...]]()  # tests that pass without a mutation
 
     def result(self, mutation: Mutation) -> Result:
-        unchanged = [self._unchanged[tests] for tests in mutation.tests]
-        seconds = sum(run.seconds for run in unchanged)
-        if failed := [run for run in unchanged if run.code != EVERY_TEST_PASSED]:
-            return Result(mutation.room, mutation.name, "error", seconds, f"without the mutation: {failed[0].reason}")
         copy = self._copies.get()
-        original = (copy.folder / mutation.file).read_text(encoding="utf-8")
         try:
-            copy.write(mutation.file, mutation.applied(original))
-            result = judged(mutation, copy.run(mutation.tests, max(LEAST_S, TIMES * seconds)))
-            if result.outcome == "survived" and self._whole:
-                result = judged(mutation, copy.run(WHOLE, WHOLE_S))
+            result = self._tried(copy, mutation)
         except MutationError as error:
-            result = Result(mutation.room, mutation.name, "error", 0.0, str(error))
+            result = Result(mutation.room, mutation.name, "error", 0.0, reason=str(error))
         finally:
-            copy.write(mutation.file, original)
             self._copies.put(copy)
-        print(f"{result.outcome:8} {result.seconds:5.0f} s  {result.room}/{result.name}  {result.reason}", flush=True)
+        print(result, flush=True)
         return result
 
+    def _tried(self, copy: Copy, mutation: Mutation) -> Result:
+        original = (copy.folder / mutation.file).read_text(encoding="utf-8")
+        copy.write(mutation.file, mutation.applied(original))
+        try:
+            run = copy.run(mutation.tests, LIMIT_S)
+            if run.passed and self._whole:
+                run = copy.run(WHOLE, WHOLE_S)
+        finally:
+            copy.write(mutation.file, original)
+        outcome: Outcome = "survived" if run.passed else "killed"
+        if not run.passed and not self._passes(copy, (run.failed,) if run.failed else mutation.tests):
+            outcome = "error"
+        return Result(mutation.room, mutation.name, outcome, run.seconds, run.failed, explained(run, outcome))
 
-def judged(mutation: Mutation, run: Run) -> Result:
-    if run.code is None:
-        return Result(mutation.room, mutation.name, "killed", run.seconds, "the tests hang")
-    if run.code == EVERY_TEST_PASSED:
-        return Result(mutation.room, mutation.name, "survived", run.seconds)
-    # A negative code is a signal: a crash of the process, or the end of a test that hangs.
-    outcome: Outcome = "killed" if run.code in (SOME_FAILED, INTERRUPTED) or run.code < 0 else "error"
-    return Result(mutation.room, mutation.name, outcome, run.seconds, run.reason)
+    def _passes(self, copy: Copy, tests: tuple[str, ...]) -> bool:
+        """Without a mutation."""
+        if tests not in self._passing and copy.run(tests, LIMIT_S).passed:
+            self._passing.add(tests)
+        return tests in self._passing
+
+
+def explained(run: Run, outcome: Outcome) -> str:
+    return f"without the mutation, too: {run.reason}" if outcome == "error" else run.reason
 
 
 def selected(names: Sequence[str]) -> list[Mutation]:
@@ -165,21 +105,21 @@ def main() -> int:
     if not chosen:
         parser.error(f"no mutation is named {', '.join(options.names)}")
     with TemporaryDirectory() as directory, ThreadPoolExecutor(options.jobs) as pool:
-        copies = [Copy(Path(directory) / str(number), options.all) for number in range(options.jobs)]
-        trial = Trial(copies, options.whole)
-        list(pool.map(trial.check, sorted({tests for one in chosen for tests in one.tests})))
+        trial = Trial([Copy(Path(directory) / str(number), options.all) for number in range(options.jobs)], options.whole)
         results = list(pool.map(trial.result, chosen))
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
+    print("\n".join(summary(results)))
+    return int(any(result.outcome != "killed" for result in results))
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """The rooms, and what was not killed."""
+    rooms = {room: Counter(result.outcome for result in results if result.room == room) for room in {result.room for result in results}}
+    lines = [f"{room:12} {rooms[room]['killed']:3} of {rooms[room].total():3} killed" for room in sorted(rooms)]
+    lines += [str(result) for result in results if result.outcome != "killed"]
     counts = Counter(result.outcome for result in results)
-    for room in sorted({result.room for result in results}):
-        of_room = Counter(result.outcome for result in results if result.room == room)
-        print(f"{room:16} {of_room['killed']:3} of {of_room.total()} killed")
-    for result in results:
-        if result.outcome != "killed":
-            print(f"{result.outcome}: {result.room}/{result.name} {result.reason}")
-    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    return int(counts["killed"] < len(results))
+    return [*lines, ", ".join(f"{count} {outcome}" for outcome, count in counts.items())]
 
 
 if __name__ == "__main__":
