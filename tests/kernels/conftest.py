@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    from tests.kernels.interpreter import quicken
+
+    quicken()
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

@@ -1,0 +1,115 @@
+"""Triton's interpreter in less time, with the same results.
+
+- It patches `triton.language` at each call of a device function: once in a launch is enough.
+- It reduces by a function of ours number by number: here neighbours are combined, half a block at once, as on a GPU.
+- It works out anew for each block what follows from its type and its shape: here that is kept.
+
+Where a release of Triton has other names inside, its interpreter stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from triton.language import core
+from triton.runtime import interpreter
+
+NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "ReduceOps")
+
+
+class Patches:
+    """In the place of interpreter._patch_lang: the modules of the language that the running launch has patched."""
+
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        self.patch = patch
+        self.patched = set[int]()
+        self.languages = cache(self._languages)
+
+    def _languages(self, function: Any) -> frozenset[int]:
+        known = {id(core), id(interpreter.tl)}
+        return frozenset(known & {id(value) for value in function.__globals__.values()})
+
+    def __call__(self, function: Any) -> Any:
+        languages = self.languages(function)
+        if languages and languages <= self.patched:
+            return interpreter._LangPatchScope()
+        outermost, scope = not self.patched, self.patch(function)
+        self.patched |= languages
+        if outermost:
+            restore = scope.restore
+
+            def restored() -> None:
+                restore()
+                self.patched.clear()
+
+            scope.restore = restored
+        return scope
+
+
+def reduce(self: Any, tensors: Any) -> list[Any]:
+    """In the place of ReduceOps.generic_reduce. Blocks have powers of two of numbers."""
+    given, axis = self.unravel(tensors, self.axis)
+    blocks = [np.moveaxis(tensor.handle.data, axis, 0) for tensor in given]
+    while len(blocks[0]) > 1:
+        operands = [self.to_tensor(block[side::2], tensor.dtype) for side in (0, 1) for block, tensor in zip(blocks, given, strict=True)]
+        combined = self.combine_fn.fn(*operands)
+        blocks = [part.handle.data for part in (combined if isinstance(combined, tuple) else (combined,))]
+    found = []
+    for block, tensor in zip(blocks, given, strict=True):
+        numbers = block[0]
+        if self.keep_dims:
+            numbers = numbers.reshape((1,) * tensors[0].handle.data.ndim) if self.axis is None else np.expand_dims(numbers, axis)
+        found.append(self.to_tensor(numbers, tensor.dtype))
+    return found
+
+
+def numpy_type(of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    known = dict[str, Any]()
+
+    def get(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = of(kind)
+        return known[name]
+
+    return get
+
+
+def tensor(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    known = dict[str, dict[str, Any]]()
+
+    def new(self: Any, handle: Any, type: Any) -> None:
+        if (same := known.get(type.name)) is None:
+            init(self, handle, type)
+            known[type.name] = dict(self.__dict__)
+        else:
+            self.__dict__.update(same, handle=handle, type=type, dtype=type.scalar)
+
+    return new
+
+
+def block_type(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    known = dict[Any, dict[str, Any]]()
+
+    def new(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if (same := known.get(key)) is None:
+            init(self, element_ty, shape)
+            known[key] = dict(self.__dict__)
+        else:
+            self.__dict__.update(same, element_ty=element_ty)
+
+    return new
+
+
+def quicken() -> None:
+    if any(not hasattr(interpreter, name) for name in NEEDED) or isinstance(interpreter._patch_lang, Patches):
+        return
+    interpreter._patch_lang = Patches(interpreter._patch_lang)
+    interpreter._get_np_dtype = numpy_type(interpreter._get_np_dtype)
+    interpreter.ReduceOps.generic_reduce = reduce
+    core.tensor.__init__ = tensor(core.tensor.__init__)
+    core.block_type.__init__ = block_type(core.block_type.__init__)
