@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 SOURCES = Path(__file__).parent / "src"
 PACKAGED = Path(__file__).parent / "objects"
 # -ffp-contract=off: what is fused into one rounding is written so, and is the same with every compiler.
@@ -33,6 +36,7 @@ FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-uninitialized",
     "-Wno-maybe-uninitialized", "-Wno-psabi",
 )  # fmt: skip
+USUAL_TIME = "about 10 s on two cores, up to a minute on a slow machine"  # for people who wait
 
 
 class BuildError(Exception):
@@ -124,8 +128,11 @@ def cache_directory() -> Path:
 
 
 def compile_to(target: Path, isa: InstructionSet, more: tuple[str, ...] = ()) -> None:
-    """Raises BuildError. Two processes may compile at once: the object appears whole."""
-    command = [*compiler(isa.machine), *FLAGS, *isa.flags, *more]
+    """Logs that it begins and how long it took. Raises BuildError. Two processes may compile at once: the object appears whole."""
+    program = compiler(isa.machine)
+    command = [*program, *FLAGS, *isa.flags, *more]
+    log.info("compiling the CPU kernels for %s with %s: %s", isa.name, shlex.join(program), USUAL_TIME)
+    start = time.perf_counter()
 
     def run(*arguments: str) -> None:
         try:
@@ -148,6 +155,7 @@ def compile_to(target: Path, isa: InstructionSet, more: tuple[str, ...] = ()) ->
             linked = Path(directory) / "linked.so"
             run("-shared", *parts, "-o", str(linked))
             linked.replace(target)
+        log.info("compiled the CPU kernels for %s in %.0f s: %s", isa.name, time.perf_counter() - start, target)
     except OSError as error:
         raise BuildError(
             f"the compiled kernels cannot be kept in {target.parent}: {error}; XDG_CACHE_HOME can name another folder"
@@ -169,17 +177,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the kernels of a CPU.")
     parser.add_argument("--all", type=Path, metavar="DIRECTORY", help="every instruction set of this machine's kind, for a wheel")
     directory = parser.parse_args().all
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     chosen = available()[:1] if directory is None else [isa for isa in INSTRUCTION_SETS if isa.machine == platform.machine()]
     if not chosen:
         print("No CPU kernels: they are not written for this machine. Everything runs on plain torch.")
     try:
         for isa in chosen:
-            start = time.perf_counter()
             if directory is None:
-                made = object_of(isa)
+                object_of(isa)
+                print(f"the CPU kernels for {isa.name} are ready", flush=True)
             else:
-                compile_to(made := directory / f"{isa.name}-{source_hash(isa)}.so", isa)
-            print(f"CPU kernels for {isa.name}, ready in {time.perf_counter() - start:.0f} s: {made}", flush=True)
+                compile_to(directory / f"{isa.name}-{source_hash(isa)}.so", isa)
     except BuildError as error:
         print(f"No CPU kernels: {error}. Everything runs on plain torch.")
         return 1

@@ -4,11 +4,9 @@ MTPSERVE_CPU_ISA names."""
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import platform
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +18,6 @@ import torch
 from torch import Tensor
 
 from mtpserve_kernels.cpu.build import BuildError, InstructionSet, available, object_of
-
-log = logging.getLogger(__name__)
 
 TENSORS = frozenset({Tensor, torch.nn.Parameter})  # isinstance() asks Tensor's metaclass, which takes as long as a small op
 NO_KERNELS = "none"  # the value of MTPSERVE_CPU_ISA with which everything runs on plain torch
@@ -87,10 +83,7 @@ def wanted() -> InstructionSet:
 @cache
 def load(isa: InstructionSet) -> Library:
     """Raises BuildError, or OSError where the object cannot be loaded."""
-    start = time.perf_counter()
     path = object_of(isa)
-    if (seconds := time.perf_counter() - start) > 1:
-        log.info("compiled the CPU kernels for %s in %.0f s: %s", isa.name, seconds, path)
     threads = openmp()
     try:
         return Library(isa, ctypes.CDLL(str(path), mode=os.RTLD_NOW))  # a function that is missing is seen here, not when it is called

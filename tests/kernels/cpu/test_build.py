@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -193,21 +194,49 @@ def test_tiles_need_the_systems_permission(monkeypatch: pytest.MonkeyPatch) -> N
         assert (build.available()[0].name == "avx512_amx") is permitted
 
 
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "kernels")}
+    return subprocess.run(
+        [sys.executable, "-m", "mtpserve_kernels.cpu.build", *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
 @pytest.mark.parametrize("compiles", [True, False])
-def test_the_command_says_in_one_line_what_there_is(compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_compiler(tmp_path, WRITES if compiles else "exit 1", monkeypatch)
+def test_the_command_says_what_it_compiles_and_how_long_it_took(compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = fake_compiler(tmp_path, WRITES if compiles else "exit 1", monkeypatch)
     kind = [isa for isa in build.INSTRUCTION_SETS if isa.machine == platform.machine()]
-    done = subprocess.run(
-        [sys.executable, "-m", "mtpserve_kernels.cpu.build", "--all", str(tmp_path / "objects")],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "kernels")}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = command("--all", str(tmp_path / "objects"))
     lines = done.stdout.splitlines()
+    begun = [f"compiling the CPU kernels for {isa.name} with {compiler}: {build.USUAL_TIME}" for isa in kind]
     if not kind:
         assert lines == ["No CPU kernels: they are not written for this machine. Everything runs on plain torch."]
     elif compiles:
-        assert done.returncode == 0 and len(lines) == len(kind) == len(list((tmp_path / "objects").iterdir()))
+        assert done.returncode == 0 and lines[::2] == begun and len(kind) == len(list((tmp_path / "objects").iterdir()))
+        assert all(
+            re.fullmatch(rf"compiled the CPU kernels for {isa.name} in \d+ s: .+\.so", line)
+            for isa, line in zip(kind, lines[1::2], strict=True)
+        )
     else:
-        assert done.returncode == 1 and "failed: exit status 1. Everything runs on plain torch." in lines[-1] and len(lines) == 1
+        assert done.returncode == 1 and lines[0] == begun[0] and len(lines) == 2
+        assert "failed: exit status 1. Everything runs on plain torch." in lines[1]
+
+
+def test_the_command_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (here := build.available()):
+        pytest.skip("the kernels are not written for this machine")
+    fake_compiler(tmp_path, WRITES, monkeypatch)
+    ready = f"the CPU kernels for {here[0].name} are ready"
+    first, second = command().stdout.splitlines(), command().stdout.splitlines()
+    assert first[-1] == ready and len(first) == 3 and second == [ready]
+
+
+def test_a_server_logs_that_it_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fake_compiler(tmp_path, WRITES, monkeypatch)
+    monkeypatch.setattr(library, "available", lambda: [ISA])
+    with caplog.at_level("INFO"):
+        unavailable()  # what is written is no object
+    said = [record.getMessage().split(" with ")[0].split(" in ")[0] for record in caplog.records]
+    assert said == ["compiling the CPU kernels for made-up", "compiled the CPU kernels for made-up"]
 
 
 def test_a_wheel_has_sources_and_objects(tmp_path: Path) -> None:
