@@ -1,24 +1,40 @@
-# The same targets on a desk and in CI. `make serve` and `make test` install first what is missing.
+# The same targets on a desk and in CI. Each first installs what it needs and what is missing: `make serve` the server alone.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+EXTRAS := test check docs dist bench
 
+# Where pip looks, as options: uv does not read pip's configuration.
+SOURCES = $(shell { $(BIN)/python -m pip config list || $(PYTHON) -m pip config list; } 2>/dev/null | awk -F\' '/\.(find-links|(extra-)?index-url)=/ \
+	{ sub(/.*\./, "--", $$1); sub(/=$$/, "", $$1); gsub(/\\n/, " ", $$2); if (!seen[$$1]++) for (i = split($$2, values, " "); i; i--) print $$1, values[i] }')
 # Without a GPU: the CPU build of torch, a tenth of the size. Its index is asked, for torch alone, unless pip has --find-links
 # configured: such a folder is how a machine that cannot reach the index gets the build. Of equal versions pip takes "+cpu".
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+GPU = $(shell command -v nvidia-smi 2>/dev/null)
+TORCH_SOURCE = $(if $(GPU)$(findstring --find-links,$(SOURCES)),,--extra-index-url $(TORCH_INDEX))
+
+UV = $(shell command -v uv 2>/dev/null)
+# unsafe-best-match: as pip does, the best version of all indexes and not of the first that has the package.
+UV_PIP = uv pip install --python $(BIN)/python --index-strategy unsafe-best-match $(SOURCES)
+# What is never imported is not compiled to bytecode, which takes as long as the rest.
+PIP = $(BIN)/pip install --disable-pip-version-check --no-compile
+# Bars are for terminals.
+pip = @quiet=; test -t 1 || quiet=--quiet; set -x; $(if $(UV),$(UV_PIP),$(PIP)) $$quiet --constraint $(VENV)/constraints.txt
 
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 GPU_ARGS ?=
 
-.PHONY: help install serve test check docs dist format sanitize bench gpu report snapshot clean
+.PHONY: help install serve test test-all check docs dist format sanitize bench gpu report snapshot clean
+.NOTPARALLEL: # two installations at once would meet in .venv
 
 help:
-	@echo "make serve     install, then serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
-	@echo "make test      install, then run the tests (PYTEST_ARGS adds options)"
+	@echo "make serve     serve the bundled model on http://127.0.0.1:30000 (SERVE_ARGS adds options)"
+	@echo "make test      the quick selection of the tests (PYTEST_ARGS adds options)"
+	@echo "make test-all  all tests"
+	@echo "make install   what all targets need, into .venv; each installs its own part where it is missing"
 	@echo "make check     ruff, mypy, import-linter, clang-format, the house tests; compiles the kernels for each kind of chip"
 	@echo "make docs      the documentation as a site, build/site/index.html"
 	@echo "make dist      wheel and sdist in dist/, checked, and the wheel tried in an empty environment"
@@ -30,27 +46,41 @@ help:
 	@echo "make snapshot  write the command line's and the package's surface into tests/house/cli_options.txt and docs/"
 	@echo "make clean     remove .venv and the tools' caches"
 
-install: $(STAMP)
+install: $(VENV)/.dev
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python:
+	$(if $(UV),uv venv --quiet --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	@# torch for a GPU brings the triton that it was built with; the pin is for the CPU build, which comes without.
-	@if command -v nvidia-smi >/dev/null; then grep -v '^triton==' constraints.txt; else cat constraints.txt; fi > $(VENV)/constraints.txt
-	@index=; command -v nvidia-smi >/dev/null || $(BIN)/pip config list | grep -q find-links || index="--extra-index-url $(TORCH_INDEX)"; \
-	set -x; $(BIN)/pip install --quiet --disable-pip-version-check $$index --no-deps --constraint $(VENV)/constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[dev]'
+	@$(if $(GPU),grep -v '^triton==',cat) constraints.txt > $(VENV)/constraints.txt
+	$(pip) $(TORCH_SOURCE) --no-deps $(if $(UV),pip) setuptools torch
+	$(pip) --no-build-isolation --editable .
 	@# Otherwise the first start compiles them. Without a compiler everything runs on plain torch.
 	@$(BIN)/python -m mtpserve_kernels.cpu.build || true
 	@touch $@
 
-serve: install
+$(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: $(VENV)/.serve
+	$(pip) --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(pip) --no-build-isolation --editable '.[dev]'
+	@touch $(EXTRAS:%=$(VENV)/.%) $@
+
+serve: $(VENV)/.serve
 	$(BIN)/mtpserve launch --model demo --speculative-algorithm NEXTN $(SERVE_ARGS)
 
 # A process for each core: most tests keep one busy and no more.
-test: install
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+PYTEST = $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-check: install
+test: $(VENV)/.test
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test
+	$(PYTEST) --all $(PYTEST_ARGS)
+
+check: $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -59,37 +89,38 @@ check: install
 	$(BIN)/python -m tests.kernels.matrix
 	$(BIN)/python -m tests.kernels.cpu.check
 
-docs: install
+docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Without build isolation, which would ask the package index for setuptools: the extra `dev` has it.
-dist: install
+# Without build isolation, which would ask the package index for setuptools: the extra `dist` has it.
+dist: $(VENV)/.dist
 	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/python -m tests.packaging.check dist
+	$(BIN)/python -m tests.packaging.check dist $(TORCH_SOURCE)
 
-format: install
+format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i kernels/mtpserve_kernels/cpu/src/* $$(find tests/kernels/cpu -name '*.h' -o -name '*.cpp')
 
 # The tests of the CPU's kernels with gcc's address and undefined-behaviour sanitizers.
-sanitize: install
+sanitize: $(VENV)/.test
 	$(BIN)/python -m tests.kernels.cpu.objects sanitized
 
-bench: install
-	@set -e; for script in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
+# Without those that have a target of their own.
+bench: $(VENV)/.bench
+	@set -e; for script in $(filter-out %/report.py %/gpu_profile.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
 
 # gpu_h100_1a2b3c4.json: device and commit. Without a GPU it says so and writes nothing.
-gpu: install
+gpu: $(VENV)/.test
 	@name=$$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sed -n '1s/NVIDIA //; 1s/[ -].*//; 1p' | tr A-Z a-z); set -x; \
 	$(BIN)/python benchmarks/gpu_profile.py --json benchmarks/results/gpu_$${name:-none}_$$(git rev-parse --short HEAD).json $(GPU_ARGS)
 
-report: install
+report: $(VENV)/.bench
 	$(BIN)/python benchmarks/report.py
 
-snapshot: install
+snapshot: $(VENV)/.test
 	$(BIN)/python -m tests.house.surface
 
 clean:
