@@ -2,7 +2,7 @@
 
 greedy             the text is the oracle's, whatever is drafted, in batches that mix all features and sampled requests
 trees, n-grams     a sampled request's text is that of plain decoding with the same seed, token for token
-chains             (drawn from q) the joint law of the first three tokens, by chi-square over 16,000 draws
+chains             (drawn from q) the joint law of the first three tokens, by chi-square: 16,000 draws with --all, else 3000
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from mtpserve.runtime.sampling import BatchSampler
 from tests import selection
 from tests.parity import table
 from tests.parity.table import Alternatings, Halving, greedy_text, joint, run, table_engine
+from tests.spec.diagonal import diagonal
 
-DRAWS, BATCH = 16_000, 1000
+DRAWS = 16_000 if selection.ALL else 3000
+BATCH = 250  # admission looks at all that run: a large batch takes more than many steps
 PLAIN = SpecConfig(speculative_algorithm="none")
 
 
@@ -141,10 +143,15 @@ def p_value(shape: SpecConfig, fields: dict[str, Any], words: Seq[list[int]], dr
     return 1.0 if len(observed) == 1 else float(chisquare(observed, wanted, sum_check=False).pvalue)
 
 
-# Each of these takes seconds. Chains of three are held to every feature, several at once; the others to those that look hardest at the
-# path. With --all all are held to each, alone too.
+# Chains of three are held to every feature, several at once; the others to those that look hardest at the path. With --all all are held
+# to each, alone too.
 HARDEST = {"penalties, top_p, bias"}
 COMBINED = [feature for feature in FEATURES if "," in feature]
+
+
+def law_of(feature: str, shape: str) -> Any:
+    quick = feature in HARDEST or (shape == "chain 3" and feature in COMBINED)
+    return pytest.param(feature, shape, id=f"{feature}-{shape}", marks=[] if quick else [pytest.mark.thorough])
 
 
 def test_every_feature_is_among_the_combined() -> None:
@@ -152,11 +159,8 @@ def test_every_feature_is_among_the_combined() -> None:
     assert fields[0] == fields[1]
 
 
-@pytest.mark.parametrize("shape", ["plain", *CHAINS])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_the_law_is_the_models(shape: str, feature: str) -> None:
-    if not selection.ALL and feature not in HARDEST and not (shape == "chain 3" and feature in COMBINED):
-        pytest.skip("pytest --all runs it")
+@pytest.mark.parametrize(("feature", "shape"), [law_of(feature, shape) for feature in FEATURES for shape in ("plain", *CHAINS)])
+def test_the_law_is_the_models(feature: str, shape: str) -> None:
     assert p_value(CHAINS.get(shape, PLAIN), *FEATURES[feature]) > 1e-5
 
 
@@ -199,11 +203,12 @@ def skipped(name: str) -> Any:
     return probs
 
 
-@pytest.mark.parametrize("mutation", [without_path, only_at_the_root])
-@pytest.mark.parametrize("shape", ["chain 3", "tree 4x16", "chain and n-gram"])
-@pytest.mark.parametrize(
-    "feature", ["repetition", "frequency", "presence", "bad words", "logit_bias", "allowed", "min_tokens", "processor"]
-)
+# In an order in which the quick selection pairs features that do not look at the path with the mutation that they show.
+ON_THE_PATH = ["frequency", "repetition", "presence", "allowed", "processor", "logit_bias", "min_tokens", "bad words"]
+LEFT_OUT = {"without_path": without_path, "only_at_the_root": only_at_the_root}
+
+
+@pytest.mark.parametrize(("feature", "shape", "mutation"), diagonal(ON_THE_PATH, ["chain 3", "tree 4x16", "chain and n-gram"], LEFT_OUT))
 def test_rules_left_out_on_the_path_are_seen(monkeypatch: pytest.MonkeyPatch, mutation: Apply, shape: str, feature: str) -> None:
     if mutation is without_path and feature in ("logit_bias", "allowed"):
         pytest.skip("does not look at the path")
@@ -212,21 +217,22 @@ def test_rules_left_out_on_the_path_are_seen(monkeypatch: pytest.MonkeyPatch, mu
         fields = {"repetition_penalty": 0.2}  # strong enough to show in three tokens
     if feature == "min_tokens" and mutation is only_at_the_root:
         fields = {"min_tokens": 3}  # a step begins with the second token: the third is the first one on a path
+    if shape in CHAINS:
+        monkeypatch.setattr(BatchRules, "apply", mutation)
+        assert p_value(SHAPES[shape], fields, words, draws=12_000 if selection.ALL else 2000) < 1e-5
+        return
     asked = [Request(str(i), PROMPTS[1], SamplingParams(max_tokens=20, seed=i, **fields), bad_words=words) for i in range(60)]
     plain = run(engine(PLAIN, 60), asked)
-    assert shape in CHAINS or run(engine(SHAPES[shape], 60), asked) == plain
+    assert run(engine(SHAPES[shape], 60), asked) == plain
     monkeypatch.setattr(BatchRules, "apply", mutation)
-    if shape in CHAINS:
-        assert p_value(SHAPES[shape], fields, words, draws=12_000) < 1e-5
-    else:
-        assert run(engine(SHAPES[shape], 60), asked) != plain
+    assert run(engine(SHAPES[shape], 60), asked) != plain
 
 
 @pytest.mark.parametrize(("name", "feature"), [("largest_k", "top_k"), ("any_top_p", "top_p"), ("any_min_p", "min_p")])
 def test_a_transform_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, feature: str) -> None:
     monkeypatch.setattr(table, "kernels", dict)  # plain torch, from which it can be left out
     monkeypatch.setattr(BatchSampler, "probs", skipped(name))
-    assert p_value(chain(3), *FEATURES[feature], draws=8000) < 1e-5
+    assert p_value(chain(3), *FEATURES[feature], draws=8000 if selection.ALL else 1000) < 1e-5
 
 
 def test_a_feature_does_not_leak_to_its_neighbours() -> None:
