@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -20,6 +21,7 @@ from tests.mutations.catalogue import ROOT
 
 SELECTION = "MTPSERVE_TEST_ALL"  # "1": the selection of `make test-all`
 HANGS = "the tests hang"
+PR_SET_PDEATHSIG = 1
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.mutations.preloaded"])
 
@@ -87,6 +89,8 @@ class Copy:
 def run_pytest(folder: Path, tests: Sequence[str], every_test: bool, sender: Connection) -> None:
     """In a process that was forked for it. The copy's packages come first on the path, in the subprocesses of tests, too."""
     os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody else would end it
     os.chdir(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder / "kernels")])
     os.environ[SELECTION] = "1" if every_test else "0"

@@ -282,3 +282,11 @@ def test_a_choice_follows_the_weights() -> None:
         assert chi_square(found, p[0]) > 1e-4
     broken = sampler.choose(torch.full((ROUNDS, VOCAB), torch.nan), torch.arange(ROUNDS), torch.arange(ROUNDS), DRAFT)
     assert broken.min() >= 0 and broken.max() < VOCAB
+
+
+def test_what_pads_fewer_drafts_is_not_accepted() -> None:
+    """Greedy requests, whose padding is just what the target chooses."""
+    logits = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(5))
+    count = torch.arange(8) % 4
+    verdict = accept(logits, batch_of(logits[:, :3].argmax(-1), 5, 0.0, count=count))
+    assert torch.equal(verdict.accepted, count)
