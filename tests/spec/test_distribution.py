@@ -12,9 +12,10 @@ from scipy.stats import chi2_contingency
 
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.layers.decoder import DecoderModel
+from tests import selection
 from tests.tiny import VOCAB, run, tiny_engine, tiny_model
 
-DRAWS, BATCH = 32_000, 500
+DRAWS, BATCH = 32_000 if selection.ALL else 6000, 500
 
 
 def first_two(
@@ -57,6 +58,7 @@ def test_drafting_without_the_likeliest_tokens_changes_nothing() -> None:
     assert p_value(plain, first_two(model, 3, DRAWS, 2 * 10**6, token_map, temperature=0.7)) > 1e-4
 
 
+@pytest.mark.thorough  # tests/spec/test_accept.py sees it without a model
 def test_a_lenient_acceptance_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: drafts accepted with 1.1 times their chance are found out."""
     from mtpserve.spec import reject as module

@@ -10,39 +10,54 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
+from tests import selection
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
+ASKED = prompts(12 if selection.ALL else 8)
 
 
 @cache
 def texts_alone(family: str) -> list[list[int]]:
     model = tiny_model(family)
-    return [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in prompts(12)]
+    return [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in ASKED]
 
 
-@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo", "glm", "qwen", "modules"])
-@pytest.mark.parametrize(("budget", "pages", "page_size"), [(64, 400, 4), (64, 44, 5), (9, 24, 16), (17, 90, 3)])
-def test_greedy_text_does_not_depend_on_drafts_chunks_or_pages(family: str, budget: int, pages: int, page_size: int) -> None:
-    model, asked, expected = tiny_model(family), prompts(12), texts_alone(family)
-    for drafts in (0, 1, 3, 7, tree(2, 2, 5)):
-        engine = tiny_engine(
-            model, drafts, budget=max(budget, 14) if isinstance(drafts, SpecConfig) else budget, pages=pages, page_size=page_size
-        )
-        assert run(engine, asked, GREEDY) == expected
-        assert pages != 44 or engine.stats.preemptions_total > 0
+FAMILIES = ["deepseek", "sparse", "mimo", "glm", "qwen", "modules"]
+PLACES = {"room": (64, 400, 4), "preemption": (64, 44, 5), "chunks": (9, 24, 16), "odd pages": (17, 90, 3)}  # budget, pages, their size
+DRAFTS: dict[str, int | SpecConfig] = {"0": 0, "1": 1, "3": 3, "7": 7, "tree": tree(2, 2, 5)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
+def test_greedy_text_does_not_depend_on_drafts_chunks_or_pages(family: str, place: str, drafts: int | SpecConfig) -> None:
+    budget, pages, page_size = PLACES[place]
+    budget = max(budget, 14) if isinstance(drafts, SpecConfig) else budget
+    engine = tiny_engine(tiny_model(family), drafts, budget=budget, pages=pages, page_size=page_size)
+    assert run(engine, ASKED, GREEDY) == texts_alone(family)
+    assert place != "preemption" or engine.stats.preemptions_total > 0
+
+
+WINDOWED = [*prompts(5), *prompts(2, seed=3, longest=90)]
+
+
+@cache
+def windowed_texts_alone(family: str) -> list[list[int]]:
+    model = tiny_model(family, layers=4, window=10)
+    expected = [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in WINDOWED]
+    assert expected != [run(tiny_engine(tiny_model(family, layers=4), 0), [prompt], GREEDY)[0] for prompt in WINDOWED], "it shows nothing"
+    return expected
 
 
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
-def test_greedy_text_of_layers_with_a_window(family: str) -> None:
+@pytest.mark.parametrize(("budget", "page_size"), [(64, 4), (14, 3)])
+@pytest.mark.parametrize("drafts", [0, 3, 7, tree(2, 2, 5), tree(3, 4, 12)], ids=["0", "3", "7", "tree 2x5", "tree 4x12"])
+def test_greedy_text_of_layers_with_a_window(family: str, budget: int, page_size: int, drafts: int | SpecConfig) -> None:
     """Drafts reach over the window's edge; prompts and texts are longer than several windows."""
-    model, asked = tiny_model(family, layers=4, window=10), [*prompts(5), *prompts(2, seed=3, longest=90)]
-    expected = [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in asked]
-    assert expected != [run(tiny_engine(tiny_model(family, layers=4), 0), [prompt], GREEDY)[0] for prompt in asked], "it would show nothing"
-    for drafts in (0, 3, 7, tree(2, 2, 5), tree(3, 4, 12)):
-        for budget, page_size in ((64, 4), (9, 3)):
-            assert run(tiny_engine(model, drafts, budget=max(budget, 14), page_size=page_size), asked, GREEDY) == expected
+    model = tiny_model(family, layers=4, window=10)
+    assert run(tiny_engine(model, drafts, budget=budget, page_size=page_size), WINDOWED, GREEDY) == windowed_texts_alone(family)
 
 
 def test_a_window_must_hold_the_deepest_path_of_a_tree() -> None:
@@ -74,9 +89,9 @@ def test_a_shorter_answer_is_the_beginning_of_a_longer_one() -> None:
 def test_stops_inside_an_accepted_run() -> None:
     model, asked = tiny_model(), prompts(6)
     whole = run(tiny_engine(model, 0), asked, GREEDY)
-    for stop in {tokens[7] for tokens in whole}:
+    for stop in sorted({tokens[7] for tokens in whole})[: None if selection.ALL else 2]:
         expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in whole]
-        for drafts in (0, 3, 7):
+        for drafts in (0, 3, 7) if selection.ALL else (3, 7):
             assert run(tiny_engine(model, drafts, eos=(stop,)), asked, GREEDY) == expected
             by_id = SamplingParams(max_tokens=24, temperature=0, stop_token_ids=(stop,))
             assert run(tiny_engine(model, drafts), asked, by_id) == expected
@@ -93,23 +108,26 @@ def test_greedy_and_sampled_requests_share_a_batch() -> None:
     assert alone[1::2] == plain[1::2]
 
 
-def test_the_demo_model_64_prompts_of_128_tokens_in_a_small_pool() -> None:
+def test_the_demo_model_in_a_small_pool() -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(ModelConfig().directory / "tokenizer.json"))
     starts = ["import os\n\ndef read_lines(path):\n", "class Node:\n    def __init__(self", "    try:\n        ", "# Return the", '"""A']
-    asked = [tokenizer.encode(starts[i % 5] + "\n" * (i % 3) + f"x{i} = {i}\n" * (i // 8)).ids for i in range(64)]
-    params, texts, preemptions = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), [], 0
-    for drafts in (0, 1, 3, 7):
+    asked = [tokenizer.encode(starts[i % 5] + "\n" * (i % 3) + f"x{i} = {i}\n" * (i // 8)).ids for i in range(64)][
+        :: 1 if selection.ALL else 3
+    ]
+    length = 128 if selection.ALL else 64
+    params, texts, preemptions = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True), [], 0
+    for drafts in (0, 1, 3, 7) if selection.ALL else (0, 3):
         config = EngineConfig(
             model=ModelConfig(dtype="float32"),
-            cache=CacheConfig(max_total_tokens=4096),
+            cache=CacheConfig(max_total_tokens=4096 if selection.ALL else 1024),
             spec=SpecConfig(speculative_algorithm="NEXTN", speculative_num_steps=drafts),
             scheduler=SchedulerConfig(max_running_requests=32, chunked_prefill_size=256),
         )
         engine = build_engine(config, poison=True)
         texts.append(run(engine, asked, params))
         preemptions += engine.stats.preemptions_total
-    assert preemptions > 10
-    assert all(len(tokens) == 128 for tokens in texts[0])
-    assert texts[1:] == texts[:1] * 3
+    assert preemptions > (10 if selection.ALL else 2)
+    assert all(len(tokens) == length for tokens in texts[0])
+    assert texts[1:] == texts[:1] * (len(texts) - 1)

@@ -26,11 +26,13 @@ from mtpserve.runtime.runner import CAUGHT_UP, Runner
 from mtpserve.spec import sizes
 from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import CombinedDrafter
+from tests import selection
 from tests.models.chained import step
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
 from tests.models.hybrids import nemotron_h, qwen3_5, qwen3_5_moe, qwen3_next
 from tests.models.own_layouts import ernie, mimo_v2
 from tests.models.sparse_checkpoints import deepseek_v32, glm_dsa
+from tests.spec.diagonal import diagonal
 
 STEPS = 4
 LENGTHS = (2, 16, 9, 1)
@@ -185,9 +187,11 @@ MODELS: dict[str, Callable[[Path], Tiny]] = {
 PLACES = {"one step a prompt": (64, 400, 16), "chunks": (6, 400, 5), "chunks and preemption": (9, 60, 5)}
 
 
-@pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "keys and values in a pass of their own"])
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-@pytest.mark.parametrize("make", [*MODELS.values(), mimo_v2, step, nemotron_h], ids=[*MODELS, "mimo-v2", "step 3.5", "nemotron 3"])
+PASSES = {"one pass": 1, "keys and values in a pass of their own": 2}
+OTHERS: dict[str, Callable[[Path], Tiny]] = {"step 3.5": step, "mimo-v2": mimo_v2, "nemotron 3": nemotron_h}
+
+
+@pytest.mark.parametrize(("make", "place", "passes"), diagonal(OTHERS | MODELS, PLACES, PASSES))
 def test_drafts_are_those_of_a_computation_from_scratch(
     tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,15 +209,14 @@ def test_drafts_are_those_of_a_computation_from_scratch(
     check(tiny, listener.rounds)
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize(("make", "place"), diagonal(MODELS, PLACES))
 def test_drafts_after_steps_without_any(tmp_path: Path, make: Callable[[Path], Tiny], place: tuple[int, int, int]) -> None:
     """Rows that no step has absorbed are absorbed before drafts are wanted again."""
     tiny = make(tmp_path)
     budget, tokens, page_size = place
     engine = restless(engine_of(tiny, budget, 2 * tokens, page_size, adaptive=True), seed=budget)
     listener, plans = listen(engine), planned(engine)
-    for _ in range(3):
+    for _ in range(3 if selection.ALL else 2):
         run(engine, temperatures=(1.0, 0.0), tokens=45)
     assert (engine.stats.preemptions_total > 0) == (tokens == 60)
     late = [span.late for plan in plans for span in plan.spans]
@@ -223,8 +226,10 @@ def test_drafts_after_steps_without_any(tmp_path: Path, make: Callable[[Path], T
 
 
 # Where layers are recurrent, pages of an output are not found at all: a state is kept after the prompt.
-@pytest.mark.parametrize("make", [make for make in MODELS.values() if make not in (qwen3_next, qwen3_5, qwen3_5_moe)])
-@pytest.mark.parametrize("tokens", range(20, 28))
+PAGED = {name: make for name, make in MODELS.items() if make not in (qwen3_next, qwen3_5, qwen3_5_moe)}
+
+
+@pytest.mark.parametrize(("make", "tokens"), diagonal(PAGED, {str(tokens): tokens for tokens in range(20, 28)}))
 def test_pages_are_found_once_all_of_their_rows_are_absorbed(tmp_path: Path, make: Callable[[Path], Tiny], tokens: int) -> None:
     tiny, page_size = make(tmp_path), 4
     engine = engine_of(tiny, 64, 400, page_size, adaptive=True)

@@ -20,6 +20,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.runtime.memory import state_sizes
 from tests.runtime.recorders import Again
+from tests.spec.diagonal import diagonal
 from tests.spec.test_prefix_cache import PAGE, SHAPES, SYSTEM, conversation, said, spoken
 from tests.spec.test_tiers import engine_with, histories, talk
 from tests.tiny import VOCAB, prompts, run, tiny_arch, tiny_engine, tiny_model
@@ -32,10 +33,13 @@ def model_for(backend: str, family: str = "hybrid") -> Any:
     return tiny_model(family, kernels="cpu" if backend == "cpu" else "torch", layers=4 if family == "hybrid" else 2)
 
 
-@pytest.mark.parametrize(("backend", "family"), [*((backend, "hybrid") for backend in BACKENDS), (BACKENDS[-1], "mamba2")])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_everything_at_once(shape: str, backend: str, family: str) -> None:
+MODELS = {f"{backend}-hybrid": (backend, "hybrid") for backend in BACKENDS} | {f"{BACKENDS[-1]}-mamba2": (BACKENDS[-1], "mamba2")}
+
+
+@pytest.mark.parametrize(("kind", "shape"), diagonal(MODELS, ["chain", "tree", "plain"]))
+def test_everything_at_once(kind: tuple[str, str], shape: str) -> None:
     """Prompt chunks, preemption and cached prefixes: each text is that of the request alone, decoded plainly without any of them."""
+    backend, family = kind
     model, asked = model_for(backend, family), prompts(6, longest=40)
     alone = [run(tiny_engine(model, 0, backend=backend, fingerprint=None), [prompt], GREEDY)[0] for prompt in asked]
     engine = tiny_engine(model, SHAPES[shape], backend=backend, pages=36, page_size=PAGE, budget=14, states=6)
@@ -126,8 +130,7 @@ def test_without_room_for_states_nothing_is_found_and_nothing_is_wrong() -> None
     assert run(engine, asked, GREEDY) == first and engine.stats.cached_prompt_tokens_total == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "backend"), diagonal(["tree", "chain", "plain"], BACKENDS))
 def test_states_come_back_from_host_memory(shape: str, backend: str) -> None:
     model = model_for(backend)
     small = engine_with(shape, "hybrid", CacheConfig(kv_offload_gib=0.01), pages=32, model=model, backend=backend, states=4)

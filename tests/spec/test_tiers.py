@@ -11,10 +11,13 @@ from mtpserve.config import CacheConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.engine.below import TierOptions
 from mtpserve.engine.engine import Engine
+from tests import selection
+from tests.spec.diagonal import diagonal
 from tests.spec.test_prefix_cache import PAGE, SHAPES, SYSTEM, facts, said, spoken
 from tests.tiny import VOCAB, tiny_engine, tiny_model
 
 MODEL = b"tiny" * 4
+TURNS = 3 if selection.ALL else 2
 
 
 def engine_with(shape: str, family: str, tiers: CacheConfig | None, pages: int = 400, model: Any = None, **options: Any) -> Engine:
@@ -28,7 +31,7 @@ def histories() -> list[list[int]]:
     return [[*SYSTEM, *((13 * who + i) % VOCAB for i in range(5 + who))] for who in range(6)]
 
 
-def talk(engine: Engine, turns: int = 3, first: int = 0) -> list[list[object]]:
+def talk(engine: Engine, turns: int = TURNS, first: int = 0) -> list[list[object]]:
     """Six conversations in turn: by the time that one goes on, the others have taken its pages."""
     seen, texts = [], histories()
     for turn in range(turns):
@@ -39,9 +42,9 @@ def talk(engine: Engine, turns: int = 3, first: int = 0) -> list[list[object]]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo", "modules"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("family", "shape", "backend"), diagonal(["sparse", "deepseek", "modules", "mimo"], ["tree", "chain", "plain"], ["reference", "cpu"])
+)
 def test_conversations_that_do_not_fit_the_device(family: str, shape: str, backend: str) -> None:
     model = tiny_model(family, kernels="cpu" if backend == "cpu" else "torch")
     small = engine_with(shape, family, CacheConfig(kv_offload_gib=0.01), pages=32, model=model, backend=backend)
