@@ -15,22 +15,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import islice, product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+from tests.kernels.compiled import TARGETS, Facts, Launch, Source, Store, compiled
+
 FLOAT8 = ("sm_90", "sm_100", "gfx942")  # have e4m3
 DEPENDENT = ("sm_90", "sm_100")  # have programmatic dependent launch
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
@@ -39,16 +38,16 @@ DEFAULT_TARGETS = {
     **dict.fromkeys(("mixtures", "grouped mixtures"), ("sm_90", "gfx942")),
 }
 SPILLS = {"*fp32": 64}  # bytes, by the type of q or x: float32 is for comparing, and a few do not matter
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64",
-    torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1", torch.float64: "fp64",
-}  # fmt: skip
-Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 T = TypeVar("T")
 
 
 def ints(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
+
+
+@cache
+def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
 def spans(
@@ -59,15 +58,14 @@ def spans(
     from mtpserve_kernels.attention.span import span_gqa, span_mla
 
     rows = requests * width
-    q = torch.zeros(rows, heads, dim, dtype=dtype)
-    cache = torch.zeros(page, kv_heads, dim, dtype=stored or dtype)
-    where = (ints(4, 16), ints(requests), ints(requests + 1), ints(requests), ints(rows), ints(rows) if tree else None,
-             ints(requests) if tree else None, page, 0.1)  # fmt: skip
+    q, cached = zeros(rows, heads, dim, dtype=dtype), zeros(page, kv_heads, dim, dtype=stored or dtype)
+    where = (zeros(4, 16), zeros(requests), zeros(requests + 1), zeros(requests), zeros(rows), zeros(rows) if tree else None,
+             zeros(requests) if tree else None, page, 0.1)  # fmt: skip
     options = {"window": window, "shift": shift, "width": width, "splits": splits, "sinks": torch.zeros(heads) if sinks else None}
     if latent:
-        span_mla(q, cache, *where, 512, **options)
+        span_mla(q, cached, *where, 512, **options)
     else:
-        span_gqa(q, cache, cache.clone(), *where, **options)
+        span_gqa(q, cached, cached, *where, **options)
 
 
 def attention(target: str) -> None:
@@ -241,7 +239,7 @@ GROUPS = {
 
 @contextmanager
 def writing_down(hip: bool, seen: Callable[[Launch], T]) -> Iterator[list[T]]:
-    """What `seen` gives for each launch. Launches themselves would hold their tensors, gigabytes of a group's."""
+    """What `seen` gives for each launch."""
     from triton.runtime.jit import JITFunction
 
     launches: list[T] = []
@@ -257,110 +255,64 @@ def writing_down(hip: bool, seen: Callable[[Launch], T]) -> Iterator[list[T]]:
         JITFunction.run, torch.version.hip = run, version
 
 
-@dataclass
-class Source:
-    """A launch as `triton.compile` wants it: constants, and what is known to be a multiple of 16, as at run time."""
-
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], list[list[Any]]]
-    options: dict[str, int]
-
-    @classmethod
-    def of(cls, launch: Launch) -> Source:
-        kernel, args, kwargs = launch
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
-        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        made = cls(kernel, {}, {}, {}, options)
-        for i, parameter in enumerate(kernel.params):
-            value = values[parameter.name]
-            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
-                made.signature[parameter.name] = "constexpr"
-                made.constants[(i,)] = value
-                continue
-            made.signature[parameter.name] = (
-                f"*{TYPES[value.dtype]}" if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
-            )
-            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize):
-                made.attributes[(i,)] = [["tt.divisibility", 16]]
-        return made
-
-    def constant(self, name: str) -> Any:
-        """None where the kernel has no such parameter."""
-        return next((value for (i,), value in self.constants.items() if self.kernel.arg_names[i] == name), None)
-
-    @property
-    def name(self) -> str:
-        constants = [(name, self.constants.get((i,))) for i, name in enumerate(self.kernel.arg_names)]
-        types = [kind[1:] for kind in self.signature.values() if kind[:3] in ("*fp", "*bf")]
-        return f"{self.kernel.__name__}({', '.join([*types, *(f'{name}={value}' for name, value in constants if value is not None)])})"
+@cache
+def fake() -> FakeTensorMode:
+    """Tensors on the CPU without memory: those of all groups would be filled with gigabytes of zeros, over and over."""
+    return FakeTensorMode()
 
 
-def spilled(kernel: Any, hip: bool) -> int | None:
-    """Registers, or bytes of stack, that did not fit. None: the compiler does not say."""
-    if hip:
-        # Scalar registers spill into lanes of vector registers, which costs no memory and is not counted.
-        return sum(map(int, re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"])))
-    import triton.backends.nvidia as nvidia
-
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    if not tool.is_file():
-        return None
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", said)))
-
-
-def waits_before_stores(ptx: str) -> bool:
-    """Whether a kernel that is launched early waits once, lets the next launch start only then, and has written nothing before."""
-    places = [ptx.find(text) for text in ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "st.global")]
-    return ptx.count("griddepcontrol.wait") == 1 and -1 < places[0] < places[1] < places[2]
-
-
-def compile_group(target: str, group: str) -> list[str]:
-    """→ what is wrong, one line each; the first line is a summary."""
-    import triton
+def launched(target: str, group: str) -> list[Source]:
+    """What is launched on `target`, each configuration once."""
     from mtpserve_kernels import dependent_launch
     from mtpserve_kernels.attention import span
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    kind, arch, warp = TARGETS[target]
-    hip = kind == "hip"
-    with writing_down(hip, Source.of) as sources:
+    with fake(), writing_down(TARGETS[target][0] == "hip", Source.of) as sources:
         span.shared_memory_of = lambda device: SHARED[target]
         dependent_launch.enabled = lambda device: target in DEPENDENT
         GROUPS[group](target)
-    wrong, seen = [], set()
+    configurations: dict[tuple[str, str, str], Source] = {}
     for source in sources:
-        if (key := (source.name, str(source.signature), str(source.options))) in seen:
-            continue
-        seen.add(key)
-        made = ASTSource(source.kernel, source.signature, source.constants, source.attributes)
-        try:
-            kernel = triton.compile(made, target=GPUTarget(kind, arch, warp), options=source.options)
-        except Exception as error:
-            wrong.append(f"{target}: {source.name}: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
-            continue
-        if kernel.metadata.shared > SHARED[target]:
-            wrong.append(f"{target}: {source.name} needs {kernel.metadata.shared} bytes of shared memory, there are {SHARED[target]}")
-        if (spilled(kernel, hip) or 0) > SPILLS.get(source.signature.get("p_q", source.signature.get("p_x", "")), 0):
-            wrong.append(f"{target}: {source.name} spills {spilled(kernel, hip)}")
-        if not hip and "tf32" in kernel.asm["ptx"]:
-            wrong.append(f"{target}: {source.name} rounds float32 to tf32")
-        if (
-            not hip
-            and source.kernel.__name__ == "span_kernel"
-            and source.signature["p_k"] == source.signature["p_q"] != "*fp32"
-            and "cp.async" not in kernel.asm["ptx"]
-        ):
-            wrong.append(f"{target}: {source.name} does not copy ahead: the loop is not pipelined")
-        if source.constant("launch_pdl") and not waits_before_stores(kernel.asm["ptx"]):
-            wrong.append(f"{target}: {source.name} does not wait for the launch before it")
-    return [f"{target}, {group}: {len(seen)} configurations", *wrong]
+        configurations.setdefault((source.name, str(source.signature), str(source.options)), source)
+    return list(configurations.values())
+
+
+def errors(source: Source, facts: Facts, target: str) -> Iterator[str]:
+    if facts.shared > SHARED[target]:
+        yield f"needs {facts.shared} bytes of shared memory, there are {SHARED[target]}"
+    if (facts.spilled or 0) > SPILLS.get(source.signature.get("p_q", source.signature.get("p_x", "")), 0):
+        yield f"spills {facts.spilled}"
+    if facts.has_tf32:
+        yield "rounds float32 to tf32"
+    is_span_of_halves = source.kernel.__name__ == "span_kernel" and source.signature["p_k"] == source.signature["p_q"] != "*fp32"
+    if is_span_of_halves and TARGETS[target][0] == "cuda" and not facts.has_async_copy:
+        yield "does not copy ahead: the loop is not pipelined"
+    if source.constant("launch_pdl") and not facts.waits_before_stores:
+        yield "does not wait for the launch before it"
+
+
+@dataclass
+class Checked:
+    facts: dict[str, Facts]
+    wrong: list[str]
+    compiled: int  # the others' facts were kept
+
+
+def check(target: str, group: str, part: int, parts: int) -> Checked:
+    """Every `parts`th configuration from `part` on: a process for each core, of which none waits for another's group."""
+    kept, checked = Store(target, group).load(), Checked({}, [], 0)
+    for source in launched(target, group)[part::parts]:
+        digest = source.digest(target)
+        facts = kept.get(digest)
+        if facts is None:
+            checked.compiled += 1
+            try:
+                facts = compiled(source, target)
+            except Exception as error:
+                checked.wrong.append(f"{target}: {source.name}: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
+                continue
+        checked.facts[digest] = facts
+        checked.wrong += [f"{target}: {source.name} {error}" for error in errors(source, facts, target)]
+    return checked
 
 
 def targets_of(group: str) -> list[str]:
@@ -374,12 +326,19 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    wrong = 0
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 8), mp_context=get_context("spawn")) as pool:
-        work = [(target, group) for group in options.groups for target in options.targets or targets_of(group)]
-        for lines in pool.map(compile_group, *zip(*work, strict=True)):
-            print("\n".join(lines), flush=True)
-            wrong += len(lines) - 1
+    wrong, parts = 0, min(os.cpu_count() or 1, 8)
+    groups = [(target, group) for group in options.groups for target in options.targets or targets_of(group)]
+    work = [(target, group, part, parts) for target, group in groups for part in range(parts)]
+    with ProcessPoolExecutor(parts, mp_context=get_context("spawn")) as pool:
+        results = pool.map(check, *zip(*work, strict=True))
+        for target, group in groups:
+            mine = list(islice(results, parts))
+            facts = {digest: fact for checked in mine for digest, fact in checked.facts.items()}
+            lines = [line for checked in mine for line in checked.wrong]
+            Store(target, group).save(facts)
+            fresh = sum(checked.compiled for checked in mine)
+            print(f"{target}, {group}: {len(facts)} configurations, {fresh} compiled", *lines, sep="\n", flush=True)
+            wrong += len(lines)
     print(f"{wrong} wrong" if wrong else "all compile, none spills")
     return int(wrong > 0)
 
