@@ -86,3 +86,11 @@ def test_ranks_and_order() -> None:
         values = [p for _, p in score.top]
         assert values == sorted(values, reverse=True) and 1 <= score.rank <= VOCAB
         assert score.rank > 20 or values[score.rank - 1] == pytest.approx(score.logprob)
+
+
+def test_greedy_scores_are_processed_where_that_is_asked_for() -> None:
+    """A greedy request has no distribution that it is drawn from: its scores are those of the logits after its rules."""
+    params = [SamplingParams(max_tokens=4, temperature=0, logprobs=1, logit_bias={5: 3.0})]
+    raw, processed = (scores(tiny_engine(tiny_model(), 0, processed_logprobs=mode), params) for mode in (False, True))
+    assert raw[0] == processed[0]
+    assert all(one.logprob != other.logprob for one, other in zip(raw[1]["0"], processed[1]["0"], strict=True))

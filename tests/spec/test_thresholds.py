@@ -10,7 +10,9 @@ import torch
 
 from mtpserve.core.batch import Batch
 from mtpserve.core.sampling import SamplingParams
+from mtpserve.spec.accept import accept
 from mtpserve.spec.thresholds import Thresholds, lenient
+from tests.spec.test_accept import batch_of
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
@@ -45,3 +47,11 @@ def test_more_is_accepted_and_greedy_text_stays(thresholds: dict[str, float]) ->
     assert loose.stats.steps_total < strict.stats.steps_total
     greedy = SamplingParams(max_tokens=20, temperature=0)
     assert run(loose, asked, greedy) == run(tiny_engine(model, 0), asked, greedy)
+
+
+def test_no_kernel_decides_where_thresholds_are_lossy() -> None:
+    def kernel(*_: object) -> Any:
+        raise AssertionError("it knows no thresholds")
+
+    drafts, q = torch.zeros(2, 1, dtype=torch.int64), torch.full((1, 4), 0.25)
+    assert len(accept(torch.zeros(2, 2, 4), batch_of(drafts, 4, 1.0, q), 1, Thresholds(acc=0.5), kernel=kernel).accepted) == 2
