@@ -22,7 +22,7 @@ VARIABLE = "MTPSERVE_TEST_ALL"  # --all sets it: modules read it while they are 
 ALL = os.environ.get(VARIABLE) == "1"
 FEWER_EXAMPLES = 8
 
-Case = tuple[tuple[str, int], ...]  # parameter and index of its value
+Case = tuple[tuple[str, int], ...]  # parameter and identity of its value
 
 
 def examples(count: int) -> settings:
@@ -67,5 +67,6 @@ def selected(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def parameters(item: pytest.Item) -> Case:
+    """By the identity of values, which cases share: callspec.indices numbers the cases of arguments that are no fixtures' through."""
     callspec = getattr(item, "callspec", None)
-    return () if callspec is None else tuple(sorted(callspec.indices.items()))
+    return () if callspec is None else tuple(sorted((name, id(value)) for name, value in callspec.params.items()))
