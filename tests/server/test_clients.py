@@ -97,6 +97,7 @@ def anthropic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.thorough  # pip installs it; test_messages.py asks the same by hand
 def test_anthropic(server: Running, anthropic: Path, tmp_path: Path) -> None:
     found = json.loads(output([sys.executable, CLIENTS / "anthropic_sdk.py", server.url], tmp_path, PYTHONPATH=str(anthropic)))
     assert found == {

@@ -9,12 +9,13 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import ROUTES, create_app
 from mtpserve.server.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
+from tests import selection
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import VOCAB
 from tests.server.test_errors import error
@@ -108,17 +109,17 @@ def test_every_body_is_covered() -> None:
     assert {paths[0] for _, paths, endpoint, _ in ROUTES if "body" in endpoint.__annotations__} == GOOD.keys()
 
 
-SETTINGS = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+EXAMPLES = selection.examples(250)
 
 
-@SETTINGS
+@EXAMPLES
 @given(st.data(), st.sampled_from(sorted(GOOD)))
 def test_no_json_is_a_server_error(app: FastAPI, data: st.DataObject, path: str) -> None:
     names = st.sampled_from(sorted({*bodies(app, path), *(name for fields in REFUSED.values() for name in fields)}))
     check(post(app, path, data.draw(st.dictionaries(names, ANYTHING, max_size=3))))
 
 
-@SETTINGS
+@EXAMPLES
 @given(st.data(), st.sampled_from(sorted(GOOD)))
 def test_no_values_of_the_right_types_are_a_server_error(app: FastAPI, data: st.DataObject, path: str) -> None:
     fields = bodies(app, path)
@@ -138,7 +139,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@selection.examples(200)
 @given(st.sampled_from(["hermes", "qwen3_coder", "glm45", None]), st.lists(SCHEMAS, min_size=1, max_size=2), st.booleans(), st.booleans())
 def test_no_schema_of_a_tool_is_a_server_error(
     client: FakeClient, tokenizer: Tokenizer, format: str | None, schemas: list[Any], forced: bool, constrained: bool

@@ -23,6 +23,7 @@ def client(tmp_path: Path) -> Path:
     return Path(shutil.copy(Path(__file__).parent / "clients" / "openai.mjs", tmp_path))
 
 
+@pytest.mark.thorough  # npm installs them
 def test_their_libraries_work(client: Path) -> None:
     with running() as server:
         done = subprocess.run(["node", str(client), server.url], capture_output=True, text=True, check=False, timeout=60, cwd=client.parent)

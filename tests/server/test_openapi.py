@@ -14,6 +14,7 @@ from mtpserve.config import ServerConfig
 from mtpserve.server.app import BODIES, ROUTES, create_app
 from mtpserve.server.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
+from tests import selection
 from tests.server.fake_client import FakeClient
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -40,7 +41,7 @@ BEYOND = {
     r"one for each of|must be the same for all prompts|needs return_logprob": "lists as long as the list of prompts",
     r"needs a last message of role assistant|need their tool_result blocks": "an item by its place in a list",
 }
-EXAMPLES, SEED = 10, 1
+EXAMPLES, SEED = 10 if selection.ALL else 2, 1
 # What takes what completions and chat completions take; and what needs a folder that the server was started with.
 OTHERWISE = ("/invocations", "/start_profile")
 MANY = 1000

@@ -96,7 +96,7 @@ def test_numbers_are_the_servers(server: Running, opened: Open) -> None:
     assert page.locator("#sources tbody tr").first.inner_text().split()[2] == f"{stats['draft_tokens_by_source']['mtp']:,}"
 
 
-@pytest.mark.parametrize("width", [320, 1280])
+@pytest.mark.parametrize("width", [320, pytest.param(1280, marks=pytest.mark.thorough)])
 def test_the_depth_and_what_it_follows_from(choosing: Running, opened: Open, width: int) -> None:
     page = opened(choosing, {"width": width, "height": 800})
     generate(page)
@@ -265,6 +265,7 @@ def test_a_lossy_server_says_so_and_a_dead_one_too(mortal: Running, opened: Open
     assert "stale" in page.get_attribute("body", "class")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_nothing_is_cut_off_at_either_width(choosing: Running, opened: Open, size: dict[str, int], scheme: str) -> None:

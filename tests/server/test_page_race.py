@@ -102,6 +102,7 @@ def test_a_replay_ends_where_the_race_did(demo: Running, opened: Open) -> None:
     assert page.inner_text("#race-verdict") == said and page.text_content("#fast-text") == text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str, int], scheme: str) -> None:

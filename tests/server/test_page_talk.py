@@ -302,6 +302,7 @@ def test_a_model_without_a_chat_template_continues_texts(demo: Running, opened: 
     assert "no chat template" in page.inner_text("#mode-note")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW, PHONE], ids=["wide", "narrow", "phone"])
 def test_it_can_be_read_and_reached(demo: Running, opened: Open, size: dict[str, int], scheme: str) -> None:

@@ -164,7 +164,7 @@ def test_tiers_and_lost_engines(trees: Running, opened: Open) -> None:
     assert shares == [("Device", "360", "18 %"), ("Host memory", "480", "24 %"), ("Disk", "160", "8 %"), ("Computed", "1,000", "50 %")]
 
 
-@pytest.mark.parametrize("width", [320, 1280])
+@pytest.mark.parametrize("width", [320, pytest.param(1280, marks=pytest.mark.thorough)])
 def test_trees_are_drawn_as_trees(trees: Running, opened: Open, width: int) -> None:
     page = opened(trees, {"width": width, "height": 800}, view="watch")
     answer = ask(trees, max_tokens=32, return_spec_trace=True)["choices"][0]["spec_trace"]
@@ -252,6 +252,7 @@ def test_the_policys_choices(guarded: Running, opened: Open) -> None:
     assert page.locator("#chart-depth polyline, #chart-depth .dot").count() > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("name", "width"), [("wide", 1280), ("narrow", 320)])
 def test_nothing_is_cut_off(trees: Running, opened: Open, name: str, width: int, scheme: str) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.llm import LLM
@@ -47,6 +48,7 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
+@pytest.mark.thorough  # tests/engine/test_ranks.py kills a rank of one engine, test_replicas.py one engine of two
 def test_a_rank_is_killed_and_the_text_is_that_of_one_process() -> None:
     with LLM("demo", dtype="float32", max_total_tokens=4096, speculative_algorithm="NEXTN") as llm:
         sampling = SamplingParams(**ASKED)  # type: ignore[arg-type]

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mtpserve.text.parsers.deepseek import CALL, CALL_END, SECTION, SECTION_END, SEPARATOR
 from mtpserve.text.parsers.reasoning import Opening
+from tests import selection
 from tests.text.calls import parse
 from tests.text.test_parsers import CALLS, CALLS_END
 
@@ -113,7 +114,7 @@ SEVERAL = st.lists(st.tuples(st.just("save"), SAVE) | st.tuples(st.just("now"), 
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@settings(max_examples=30, deadline=None)
+@selection.examples(30)
 @given(st.data())
 def test_what_a_template_writes_is_read_back(writer: str, data: st.DataObject) -> None:
     format, write = WRITERS[writer]

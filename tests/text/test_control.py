@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import AddedToken, Tokenizer as FastTokenizer, models, pre_tokenizers
 
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.text.control import MARKS, ControlTokens
 from mtpserve.text.tokenizer import Tokenizer
+from tests import selection
 from tests.text import tiny
 
 END, START, USER, WIDE = "<|im_end|>", "<|im_start|>", "<｜User｜>", "<|pad|>"
@@ -150,7 +151,7 @@ PARTS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@selection.examples(150)
 @given(st.lists(st.lists(PARTS, max_size=7).map("".join), min_size=1, max_size=3))
 def test_any_text(chatml: Tokenizer, texts: list[str]) -> None:
     roles = ("user", "assistant", "tool")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mtpserve.text.parsers.deepseek import CALL, CALL_END, SECTION, SECTION_END, SEPARATOR
 from mtpserve.text.parsers.reasoning import Opening
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
+from tests import selection
 from tests.text.calls import parse
 from tests.text.test_parsers import CALLS, CALLS_END, GOLDEN
 
@@ -69,7 +70,7 @@ def outputs(format: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("format", SHARDS)
-@settings(max_examples=120, deadline=None)
+@selection.examples(120)
 @given(st.data())
 def test_no_cut_changes_what_is_found(format: str, data: st.DataObject) -> None:
     text = data.draw(outputs(format))
@@ -89,7 +90,7 @@ def test_every_cut_in_two(format: str, text: str) -> None:
     assert all(parse([text[:cut], text[cut:]], format) == whole for cut in range(len(text)))
 
 
-@settings(max_examples=100, deadline=None)
+@selection.examples(100)
 @given(st.sampled_from(TOOL_CALLS.names()), st.sampled_from([None, *REASONINGS.names()]), st.text())
 def test_any_text_passes(format: str, reasoning: str | None, text: str) -> None:
     found = parse([text], format, reasoning)
