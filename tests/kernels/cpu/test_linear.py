@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from mtpserve_kernels.cpu.build import available
-from mtpserve_kernels.cpu.library import Unavailable, library, using
 from mtpserve_kernels.cpu.linear import Matrix, linear, pack, pack_int8, quantize, rows
 from mtpserve_kernels.quant import reference
 from torch import Tensor
@@ -16,16 +12,6 @@ FP32, BF16 = torch.float32, torch.bfloat16
 # N, K: not whole panels, not whole tiles, K = 2 mod 4, more inputs than one block of rows keeps in the cache.
 SHAPES = [(1, 2), (16, 6), (17, 30), (96, 64), (100, 250), (208, 66), (343, 130), (40, 5122)]
 MANY = 40
-
-
-@pytest.fixture(autouse=True, params=available() or [None], ids=lambda isa: isa.name if isa else "none")
-def compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    try:
-        library()
-    except Unavailable as error:
-        pytest.skip(str(error))
-    with using(request.param):
-        yield
 
 
 def randn(*shape: int, dtype: torch.dtype = FP32) -> Tensor:

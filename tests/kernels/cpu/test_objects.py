@@ -16,8 +16,6 @@ from tests import selection
 from tests.kernels.cpu.objects import SANITIZED, emulated_sets, missing
 
 REPOSITORY = Path(__file__).parents[3]
-# The others differ from these in their products alone.
-BY_DEFAULT = ("avx512_bf16", "avx512_amx", "neon", SANITIZED)
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +23,9 @@ def isa() -> None:
     """In place of the one that repeats a test for each instruction set."""
 
 
-@pytest.mark.parametrize("name", [*emulated_sets(), SANITIZED])
+# Without --all, test_linear.py and test_vec.py run with emulated sets, too: the rest is the same source with other vectors.
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.thorough) for name in emulated_sets()), SANITIZED])
 def test_all_of_this_folder(name: str) -> None:
-    if not selection.ALL and name not in BY_DEFAULT:
-        pytest.skip("pytest --all runs it")
-    if not selection.ALL and name in {isa.name for isa in build.available()}:
-        pytest.skip("this machine has it: the tests of this folder run with it as it is")
     if (reason := missing(name)) is not None:
         pytest.skip(reason)
     command = [sys.executable, "-m", "tests.kernels.cpu.objects", name, *([] if selection.ALL else ["--sample"])]
@@ -40,7 +35,8 @@ def test_all_of_this_folder(name: str) -> None:
     assert " passed" in done.stdout and " skipped" not in done.stdout, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize("name", ["neon", "neon_bf16"])
+# The instructions of the former are those that are emulated, too.
+@pytest.mark.parametrize("name", [pytest.param("neon", marks=pytest.mark.thorough), "neon_bf16"])
 def test_products_on_arm(name: str, tmp_path: Path) -> None:
     """NEON's own instructions, and not SIMDe's functions: a program of its own, since Python here is x86's."""
     if (emulator := shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")) is None:
