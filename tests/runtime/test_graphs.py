@@ -30,12 +30,14 @@ from mtpserve.runtime.graphs import (
 from mtpserve.runtime.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts
 from mtpserve.runtime.sampling import Asked
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
+from tests.spec.diagonal import diagonal
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 PLAIN, CHAIN = SpecConfig(speculative_algorithm="none"), SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=8)
 LOSSY = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_accept_threshold_single=0.5)
-KINDS = pytest.mark.parametrize("spec", [PLAIN, CHAIN, TREE, LOSSY], ids=["plain", "chain", "tree", "lossy"])
+SPECS = {"plain": PLAIN, "chain": CHAIN, "tree": TREE, "lossy": LOSSY}
+KINDS = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 GREEDY = Asked.of([], False)
 
 
@@ -73,9 +75,8 @@ def test_the_guard_sees_every_way_to_read(read: Callable[[torch.Tensor], object]
     assert numbers.tolist() == [0, 1, 2, 3]
 
 
-@KINDS
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("family", ["mimo", "modules", "chained"])
+@pytest.mark.parametrize(("spec", "family"), diagonal(SPECS, ["modules", "mimo", "chained"]))
 def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: bool, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tier, as at start."""
     engine = tiny_engine(tiny_model(family), spec, recorder=Watched())
@@ -94,8 +95,7 @@ def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: boo
             recorded.again()
 
 
-@KINDS
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("spec", "temperature"), diagonal(SPECS, {"greedy": 0.0, "drawn": 0.8}))
 def test_nothing_is_read_beside_requests_that_do_and_after_them(
     spec: SpecConfig, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

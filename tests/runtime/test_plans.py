@@ -18,6 +18,7 @@ from mtpserve.core.sampling import GrammarSpec, SamplingParams, Speculation
 from mtpserve.engine.engine import Engine
 from tests.engine.harness import PROMPTS, Bench
 from tests.grammars import TokenGrammar
+from tests.spec.diagonal import diagonal
 from tests.tiny import VOCAB, prompts, tiny_engine, tiny_model
 
 EOS = 11
@@ -25,7 +26,7 @@ CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=8)
 NGRAM = SpecConfig(speculative_algorithm="NGRAM", speculative_num_steps=3)
 MIXED = SpecConfig(speculative_algorithm="MTP+NGRAM", speculative_num_steps=2)
-KINDS = pytest.mark.parametrize("spec", [CHAIN, TREE, NGRAM, MIXED], ids=["chain", "tree", "ngram", "mixed"])
+SPECS = {"chain": CHAIN, "tree": TREE, "ngram": NGRAM, "mixed": MIXED}
 
 
 class Rising(TokenGrammar):
@@ -134,14 +135,14 @@ def texts(made: dict[str, Any]) -> dict[str, list[int]]:
     return {name: tokens for name, (tokens, *_) in made.items()}
 
 
-@KINDS
-@pytest.mark.parametrize(("overlap", "processors"), [(0, False), (1, True), (2, False)])
-def test_plans_and_results_can_travel(spec: SpecConfig, overlap: int, processors: bool) -> None:
+@pytest.mark.parametrize(("spec", "late"), diagonal(SPECS, {"0": (0, False), "1, processors": (1, True), "2": (2, False)}))
+def test_plans_and_results_can_travel(spec: SpecConfig, late: tuple[int, bool]) -> None:
+    overlap, processors = late
     options: dict[str, Any] = {"eos": (EOS,), "budget": 24, "grammars": Risings(), "processors": [Shy()] if processors else []}
-    plain, late, wired = (tiny_engine(tiny_model("mimo"), spec, overlap=steps, **options) for steps in (0, overlap, overlap))
+    plain, unwired, wired = (tiny_engine(tiny_model("mimo"), spec, overlap=steps, **options) for steps in (0, overlap, overlap))
     wire(wired)
     made = said(events(wired, asked(processors)))
-    assert made == said(events(late, asked(processors)))
+    assert made == said(events(unwired, asked(processors)))
     assert texts(made) == texts(said(events(plain, asked(processors))))
     assert all(error is None for *_, error in made.values()) and {finish for *_, finish, _ in made.values()} > {Finish.STOP}
 

@@ -18,12 +18,12 @@ from mtpserve.runtime import graphs as graphs_module
 from mtpserve.runtime.inputs import prompt_layout, row_layout
 from mtpserve.runtime.prompt_rows import Prompts, padded_prompts
 from tests.runtime.recorders import Again
-from tests.runtime.test_graphs import CHAIN, GREEDY, KINDS, TREE, graphs_of
+from tests.runtime.test_graphs import CHAIN, GREEDY, SPECS, TREE, graphs_of
+from tests.spec.diagonal import diagonal
 from tests.tiny import CPU, VOCAB, prompts, run, tiny_engine, tiny_model
 
 
-@KINDS
-@pytest.mark.parametrize("family", ["mimo", "deepseek", "modules", "chained", "hybrid", "oss"])
+@pytest.mark.parametrize(("family", "spec"), diagonal(["oss", "hybrid", "mimo", "deepseek", "modules", "chained"], SPECS))
 def test_replayed_prompts_give_the_same_text(spec: SpecConfig, family: str) -> None:
     """Beside others that decode, and after pages of other requests, in steps with room for several."""
     first = prompts(5, seed=4, longest=40)
@@ -56,8 +56,7 @@ def arrivals(
     return tokens
 
 
-@KINDS
-@pytest.mark.parametrize("family", ["mimo", "deepseek", "hybrid", "modules"])
+@pytest.mark.parametrize(("family", "spec"), diagonal(["mimo", "hybrid", "deepseek", "modules"], SPECS))
 def test_prompts_and_others_in_one_pass(spec: SpecConfig, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, and as many drafts accepted: also rows that wait for the draft model are absorbed as they were stored."""
     wants = [min(depth, spec.steps) for depth in (0, 0, 0, 3, 3, 1)]

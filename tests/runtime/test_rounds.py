@@ -108,12 +108,16 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("spec", [2, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("feature", FEATURES)
+def law_of(feature: str, shape: str, spec: int | SpecConfig) -> Any:
+    quick = feature == "penalties" and shape == "chain"
+    return pytest.param(feature, spec, id=f"{feature}-{shape}", marks=[] if quick else [pytest.mark.thorough])
+
+
+@pytest.mark.parametrize(
+    ("feature", "spec"), [law_of(feature, *shape) for feature in FEATURES for shape in {"chain": 2, "tree": TREE}.items()]
+)
 def test_the_law_is_one_engines(feature: str, spec: int | SpecConfig) -> None:
     """Of three tokens, against plain decoding with other seeds."""
-    if not selection.ALL and (feature != "penalties" or spec is TREE):
-        pytest.skip("pytest --all runs it")
     draws = 3000 if selection.ALL else 600
     whole, table, texts = filled(built("deepseek", KERNELS.get("torch")())), Table(2), [list[tuple[int, ...]]() for _ in range(2)]
 
