@@ -14,6 +14,7 @@ from mtpserve.engine.costs import StepCost
 from mtpserve.engine.step_shapes import StepShapes
 from mtpserve.engine.step_times import StepTimes, StepWork
 from mtpserve.engine.traces import TraceConversation, TraceTurn
+from tests import selection
 from tests.engine.captured import CAPTURED, Apart, Captured
 from tests.engine.test_policy import DEEP, DEMO, FAIR, UNTRAINED, measured, run, sequence
 from tests.runtime.recorders import Again
@@ -31,8 +32,12 @@ def speed(rates: Seq[float], depth: int, rounds: int, kind: type[Captured], adap
     return run(load, 128, COST if depth else PLAIN, depth, rates, adaptive, kind=kind, captured=CAPTURED, apart=kind is Apart).speed
 
 
-@pytest.mark.parametrize("kind", [Captured, Apart])
-@pytest.mark.parametrize(("rates", "rounds"), [(UNTRAINED, 24), (FAIR, 6), (DEMO, 6)])
+ROUNDS = (24, 6) if selection.ALL else (12, 3)  # where it takes long until nothing is drafted, and elsewhere
+CELLS = [(UNTRAINED, ROUNDS[0], Captured), (FAIR, ROUNDS[1], Apart), (DEMO, ROUNDS[1], Captured)]
+MORE_CELLS = [(UNTRAINED, ROUNDS[0], Apart), (FAIR, ROUNDS[1], Captured), (DEMO, ROUNDS[1], Apart)]
+
+
+@pytest.mark.parametrize(("rates", "rounds", "kind"), [*CELLS, *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in MORE_CELLS)])
 def test_nearly_as_fast_as_the_best_captured_depth(rates: Seq[float], rounds: int, kind: type[Captured]) -> None:
     """128 requests, whose prompts are as long as their answers. A round takes a second; the first trials are 0.02 seconds."""
     chosen = speed(rates, DEEP, rounds, kind, adaptive=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mtpserve.core.errors import ConfigError, EngineBusy, InvalidRequest
 from mtpserve.core.request import Finish, FirstTokenTimes
+from tests import selection
 from tests.engine.harness import OUTPUT, PROMPTS, REFERENCE, VOCAB, Bench
 
 # ------------------------------------------------------------------------------------------------- identity
@@ -73,7 +74,7 @@ def test_a_seeded_text_depends_on_the_request_alone(drafts: int) -> None:
     assert preemptions > 0
 
 
-@settings(max_examples=40, deadline=None)
+@selection.examples(40)
 @given(st.data(), st.integers(0, 3), st.sampled_from([18, 24, 200]), st.integers(0, 2))
 def test_no_text_depends_on_priorities(data: st.DataObject, drafts: int, pages: int, overlap: int) -> None:
     bench = Bench(drafts=drafts, pages=pages, budget=8, policy="priority", overlap=overlap)
@@ -233,7 +234,7 @@ def test_waiting_times_of_a_preempted_request_are_of_its_first_seat() -> None:
 # ----------------------------------------------------------------------------------------------------- aborts
 
 
-@settings(max_examples=60, deadline=None)
+@selection.examples(60)
 @given(data=st.data(), drafts=st.integers(0, 4), pages=st.integers(18, 40), accuracy=st.sampled_from([0.0, 0.7, 1.0]))
 def test_random_aborts_leak_nothing_and_change_nobody(data: st.DataObject, drafts: int, pages: int, accuracy: float) -> None:
     bench = Bench(drafts=drafts, pages=pages, accuracy=accuracy, budget=8)

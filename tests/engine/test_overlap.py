@@ -6,10 +6,11 @@ The fake device executes as late as it may, so whatever the engine does in betwe
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mtpserve.core.request import Finish
 from mtpserve.core.sampling import GrammarSpec
+from tests import selection
 from tests.engine.harness import OUTPUT, PROMPTS, REFERENCE, Bench
 
 LATE = pytest.mark.parametrize("overlap", [1, 2])
@@ -125,7 +126,7 @@ def test_a_failed_row_ends_its_request_and_no_other(overlap: int) -> None:
     assert bench.texts == {name: text for name, text in REFERENCE.items() if name != "r2"}
 
 
-@settings(max_examples=60, deadline=None)
+@selection.examples(60)
 @given(st.integers(1, 2), st.integers(0, 4), st.sampled_from([18, 24, 40, 200]), st.randoms(use_true_random=False))
 def test_random_arrivals_and_aborts(overlap: int, drafts: int, pages: int, random: object) -> None:
     """Aborts at any time, ids that come again, a pool that is too small for all: the text of who stays is the text alone."""

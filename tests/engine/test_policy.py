@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from itertools import pairwise
+from itertools import pairwise, product
 from math import exp, sin
 from random import Random
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from mtpserve.engine.step_times import StepWork
 from mtpserve.engine.traces import TraceConversation, TraceTurn
 from mtpserve.spec.simulated import SimulatedDevice
 from mtpserve.spec.sizes import draft_sizes
+from tests import selection
 
 DEEP, BUDGET, PROMPT = 3, 2048, 8
 # Of a model that has 60 layers, as those have that come with a layer for drafting.
@@ -86,13 +87,19 @@ def costs(device: str) -> tuple[StepCost, StepCost]:
     return StepCost.of(SHAPE, PROFILES[device]), StepCost.of(SHAPE, PROFILES[device], drafts=True)
 
 
-@pytest.mark.parametrize("device", ["h100", "cpu"])
-@pytest.mark.parametrize("batch", [1, 16, 128])
-@pytest.mark.parametrize("rates", [UNTRAINED, FAIR, DEMO])
+# Many requests take seconds: of those --all has each combination, and more tokens.
+QUICK = {("h100", 16, UNTRAINED), ("cpu", 16, FAIR), ("cpu", 16, DEMO), ("cpu", 128, UNTRAINED), ("h100", 128, FAIR)}
+CELLS = [
+    pytest.param(*cell, marks=() if cell[1] == 1 or cell in QUICK else pytest.mark.thorough)
+    for cell in product(("h100", "cpu"), (1, 16, 128), (UNTRAINED, FAIR, DEMO))
+]
+
+
+@pytest.mark.parametrize(("device", "batch", "rates"), CELLS)
 def test_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_depth(device: str, batch: int, rates: Seq[float]) -> None:
     """Where nothing is worth drafting, what is lost is the layer's pass over the rows of many steps, by which drafting can come back."""
     plain_cost, cost = costs(device)
-    load = texts(batch * (4 if batch < 128 else 3))
+    load = texts(batch * 4) if batch < 128 else texts(batch * 3) if selection.ALL else texts(batch * 2, 150)
     plain = run(load, batch, plain_cost, 0).speed
     fixed = [run(load, batch, cost, depth, rates).speed for depth in range(1, DEEP + 1)]
     chosen = run(load, batch, cost, DEEP, rates, adaptive=True)
@@ -100,11 +107,19 @@ def test_it_is_never_slower_than_plain_and_nearly_as_fast_as_the_best_depth(devi
     assert chosen.speed / max(fixed) >= 0.95
 
 
-@pytest.mark.parametrize(("prompt", "rate"), [(256, 0.15), (512, 0.15), (256, 0.25), (512, 0.35)])
+@pytest.mark.parametrize(
+    ("prompt", "rate"),
+    [
+        (256, 0.15),
+        (512, 0.35),
+        pytest.param(512, 0.15, marks=pytest.mark.thorough),
+        pytest.param(256, 0.25, marks=pytest.mark.thorough),
+    ],
+)
 def test_rows_of_drafts_are_not_free_beside_those_of_prompts(prompt: int, rate: float) -> None:
     """On a GPU three drafts of each of 64 requests cost next to nothing in steps without prompts here, and most steps have some."""
     plain_cost, cost = costs("h100")
-    load = [TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * (32 + 37 * i % 64))]) for i in range(1536)]
+    load = [TraceConversation(0.0, [TraceTurn([1] * prompt, [1] * (32 + 37 * i % 64))]) for i in range(1536 if selection.ALL else 512)]
     fixed = [run(load, 64, cost, depth, [rate] * 3).speed for depth in range(1, DEEP + 1)]
     chosen = run(load, 64, cost, DEEP, [rate] * 3, adaptive=True).speed
     assert chosen / run(load, 64, plain_cost, 0).speed >= 0.98
@@ -161,7 +176,7 @@ class SharedMachine(StepCost):
 @pytest.mark.parametrize(("batch", "requests", "rates"), [(1, 20, FAIR), (1, 6, DEMO), (4, 24, UNTRAINED), (16, 80, DEMO)])
 def test_noise_of_a_shared_machine_changes_little(batch: int, requests: int, rates: Seq[float]) -> None:
     """Of the sum of some runs, since single ones vary themselves by some percent."""
-    load, seeds = texts(requests, 200), range(5)
+    load, seeds = texts(requests, 200 if selection.ALL else 100), range(5 if selection.ALL else 2)
 
     def speed(depth: int, adaptive: bool = False) -> float:
         return sum(run(load, batch, SharedMachine(seed, depth > 0), depth, rates, adaptive).speed for seed in seeds)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mtpserve.core.request import Finish
+from tests import selection
 from tests.engine.fake_runner import draw, greedy_text
 from tests.engine.harness import OUTPUT, VOCAB, Bench
 
@@ -189,7 +190,7 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning() -
     assert found["a"] == 23 and 0 <= found["b"] < 23
 
 
-@settings(max_examples=60, deadline=None)
+@selection.examples(60)
 @given(data=st.data())
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])

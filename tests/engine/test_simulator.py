@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from mtpserve.engine.costs import StepCost
 from mtpserve.engine.line import MOST_OVERTAKEN
 from mtpserve.engine.simulator import Simulated, percentile
 from mtpserve.engine.traces import TraceConversation, TraceTurn, random_trace
+from tests import selection
 from tests.engine.simulate import EOS, POLICIES, simulate
 
 SHARED = {name: range(first, first + 24) for name, first in (("", 0), ("p", 1000), ("q", 2000))}
@@ -96,20 +97,20 @@ def run(schedule: Schedule, options: dict[str, Any], window: int | None = None, 
     return simulate(schedule.trace(), pages=tuple(pages), windows=windows, **rest, **below)[0]
 
 
-@settings(max_examples=200, deadline=None)
+@selection.examples(200)
 @given(schedule=SCHEDULES, options=OPTIONS)
 def test_whatever_arrives_everything_is_in_order_after_each_step_and_everybody_ends(schedule: Schedule, options: dict[str, Any]) -> None:
     result = run(schedule, options)
     assert result.cached_tokens == 0 or options["cached"]
 
 
-@settings(max_examples=60, deadline=None)
+@selection.examples(60)
 @given(schedule=SCHEDULES, options=OPTIONS, window=st.sampled_from((1, 6, 20)), few=st.integers(0, 20))
 def test_so_it_is_where_layers_have_windows(schedule: Schedule, options: dict[str, Any], window: int, few: int) -> None:
     run(schedule, options, window, few)
 
 
-@settings(max_examples=80, deadline=None)
+@selection.examples(80)
 @given(
     schedule=SCHEDULES, options=OPTIONS, window=st.none() | st.sampled_from((1, 6, 20)), few=st.integers(0, 20), host=st.integers(1, 40),
     disk=st.none() | st.integers(1, 40), page_time=st.sampled_from((0.0001, 0.003, 0.1)),
@@ -236,7 +237,7 @@ def test_a_step_costs_what_the_formula_says() -> None:
 
 
 @example(seed=0)
-@settings(max_examples=5, deadline=None)
+@selection.examples(5)
 @given(seed=st.integers(0, 1 << 30))
 def test_random_traces_arrive_in_order(seed: int) -> None:
     times = [each.at for each in random_trace(50, seed)]

@@ -19,8 +19,10 @@ from mtpserve.engine.messages import Abort, Down, Join, ResetCache, Shutdown, Su
 from mtpserve.engine.process import IDLE_MS, EngineLike, Pipe, loop
 from mtpserve.engine.profiling import Profiling
 from mtpserve.engine.ticks import Ticks
+from tests import selection
 from tests.engine.peers import Table, ThreadPeers, together
 
+PATIENCE = 60.0  # seconds until something is taken for lost, on a busy machine
 GRAMMAR = SamplingParams(grammar=GrammarSpec("regex", "a"))
 
 
@@ -84,7 +86,7 @@ class Messages:
         pass
 
     def wait(self) -> Down:
-        return self.inbox.get(timeout=10)
+        return self.inbox.get(timeout=PATIENCE)
 
     def pause(self, milliseconds: float = 0.1) -> bool:
         self.sleeps += milliseconds == IDLE_MS
@@ -115,7 +117,7 @@ class Group:
                 time.sleep(late.random() * 3e-4)
 
 
-def run(size: int, front: Any, patience: float = 10.0, random: Random | None = None) -> Group:
+def run(size: int, front: Any, patience: float = PATIENCE, random: Random | None = None) -> Group:
     table = Table(size, patience)
     engines = [Engine(ThreadPeers(table, rank, random), random or Random(rank)) for rank in range(size)]
     group = Group(engines, [Messages(random or Random(rank)) for rank in range(size)])
@@ -131,7 +133,7 @@ def run(size: int, front: Any, patience: float = 10.0, random: Random | None = N
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(1e-3)
@@ -139,9 +141,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_whatever_comes_when_all_requests_are_computed_and_all_end(size: int) -> None:
-    """With two hundred orders of messages, steps and rounds each."""
-    for seed in range(200):
-        random, last = Random(seed), time.monotonic() + 10
+    """With many orders of messages, steps and rounds each."""
+    for seed in range(200 if selection.ALL else 40):
+        random, last = Random(seed), time.monotonic() + PATIENCE
         asked: dict[str, int] = {}
 
         def front(group: Group, random: Random = random, asked: dict[str, int] = asked, last: float = last) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mtpserve.cache.keys import extend, root
+from tests import selection
 from tests.engine.fake_runner import greedy_text
 from tests.engine.harness import OUTPUT, VOCAB, Bench
 from tests.engine.test_prefix_cache import SHARED, alone, computed, own
@@ -138,7 +139,7 @@ def test_a_salt_isolates_in_all_tiers() -> None:
     assert alone(bench, "third", SHARED, salt="blue") == 39
 
 
-@settings(max_examples=80, deadline=None)
+@selection.examples(80)
 @given(data=st.data())
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])

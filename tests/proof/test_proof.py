@@ -62,8 +62,13 @@ def other_logits(logits: torch.Tensor, batch: Any, depth: int, thresholds: Any) 
 WALK, DECIDE = accept_module.walk, accept_module.decide
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "defect"), [("walk", keep_every_draft), ("decide", other_logits)])
+DEFECTS = [("walk", keep_every_draft, "bfloat16"), ("decide", other_logits, "float32")]
+MORE_DEFECTS = [("walk", keep_every_draft, "float32"), ("decide", other_logits, "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "defect", "dtype"), [*DEFECTS, *(pytest.param(*defect, marks=pytest.mark.thorough) for defect in MORE_DEFECTS)]
+)
 def test_defects_are_found(monkeypatch: pytest.MonkeyPatch, name: str, defect: Any, dtype: str) -> None:
     monkeypatch.setattr(accept_module, name, defect)
     proof = prove({**MTP, "dtype": dtype, "attention_backend": "reference"}, PROMPTS, tokens=24, draws=2)

@@ -12,7 +12,9 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.planning import plan
 from mtpserve.llm import LLM
 from mtpserve.rounding import Rounding, Share, chance_of, gap_error, prefers_another, rounding_of, scores
+from tests import selection
 
+TEXTS, TOKENS = (8, 40) if selection.ALL else (4, 16)
 SMALL = {"model": "demo", "speculative_algorithm": "none", "max_total_tokens": 8192, "max_running_requests": 32}
 
 
@@ -42,7 +44,7 @@ def test_the_chance_of_a_count() -> None:
 @cache
 def sampled(dtype: str) -> tuple[Rounding, list[list[TokenLogprob]], list[list[TokenLogprob]]]:
     """→ rounding; the scores of the same texts in another batch and chunks of another size."""
-    asked = [([0, 5 + i], SamplingParams(max_tokens=40, seed=i, ignore_eos=True)) for i in range(8)]
+    asked = [([0, 5 + i], SamplingParams(max_tokens=TOKENS, seed=i, ignore_eos=True)) for i in range(TEXTS)]
     with LLM(**SMALL, dtype=dtype) as llm:
         answers = [llm.generate(prompt, sampling)[0].tokens for prompt, sampling in asked]
         texts = [prompt + answer for (prompt, _), answer in zip(asked, answers, strict=True)]
@@ -56,7 +58,7 @@ def sampled(dtype: str) -> tuple[Rounding, list[list[TokenLogprob]], list[list[T
 def test_two_ways_to_compute_the_same_differ_within_the_bound(dtype: str) -> None:
     rounding, here, again = sampled(dtype)
     assert (rounding.dtype, rounding.reference) == ((dtype, "float32") if dtype == "bfloat16" else (dtype, "bfloat16"))
-    assert len(rounding.errors) == 8 * 41 and 0 < rounding.typical < rounding.bound
+    assert len(rounding.errors) == TEXTS * (TOKENS + 1) and 0 < rounding.typical < rounding.bound
     assert rounding.scale == (1.0 if dtype == "bfloat16" else 2.0**-16 * math.sqrt(512))
     errors = [gap_error(one, two) for a, b in zip(here, again, strict=True) for one, two in zip(a, b, strict=True)]
     assert max(errors) <= rounding.bound
