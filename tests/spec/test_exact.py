@@ -4,6 +4,7 @@ and always with the kernels of a CPU."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.layers import cpu_kernels, torch_kernels
+from mtpserve.layers.decoder import DecoderModel
+from tests import selection
+from tests.spec.diagonal import diagonal
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
-GREEDY = SamplingParams(max_tokens=24, temperature=0)
-SHAPES: list[int | SpecConfig] = [0, 3, 7, tree(3, 4, 12)]
+GREEDY = SamplingParams(max_tokens=24 if selection.ALL else 16, temperature=0)
+SHAPES: dict[str, int | SpecConfig] = {"3": 3, "tree": tree(3, 4, 12), "7": 7, "0": 0}
 EXACT = {"exact": {"exact": True}, "cpu": {"backend": "cpu"}}  # by kernels: the engine's options
 
 
@@ -32,19 +36,26 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(
-    "family", ["deepseek", "deepseek, experts one by one", "sparse", "mimo", "mimo, windows", "oss, windows", "modules", "hybrid", "mamba2"]
-)
-def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str, kernels: str) -> None:
+FAMILIES = ["deepseek", "deepseek, experts one by one", "sparse", "mimo", "mimo, windows", "oss, windows", "modules", "hybrid", "mamba2"]
+ASKED = prompts(5, longest=40)
+
+
+def model_of(family: str, kernels: str) -> DecoderModel:
+    return tiny_model(family.split(",")[0], dtype=torch.bfloat16, kernels=kernels, window=10 if "windows" in family else None)
+
+
+@cache
+def texts_alone(family: str, kernels: str) -> list[list[int]]:
+    """With all experts at once or one by one as `family` says: by its test."""
+    return [run(tiny_engine(model_of(family, kernels), 0, **EXACT[kernels]), [prompt], GREEDY)[0] for prompt in ASKED]
+
+
+@pytest.mark.parametrize(("family", "shape"), diagonal(FAMILIES, SHAPES))
+def test_text_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch, family: str, shape: int | SpecConfig, kernels: str) -> None:
     if "one by one" in family:
         monkeypatch.setattr(torch_kernels, "ALL_EXPERTS", 0)
-    window = 10 if "windows" in family else None
-    model = tiny_model(family.split(",")[0], dtype=torch.bfloat16, kernels=kernels, window=window)
-    asked = prompts(5, longest=40)
-    alone = [run(tiny_engine(model, 0, **EXACT[kernels]), [prompt], GREEDY)[0] for prompt in asked]
-    for shape in SHAPES:
-        engine = tiny_engine(model, shape, budget=45, seats=3, **EXACT[kernels])
-        assert run(engine, asked, GREEDY) == alone
+    engine = tiny_engine(model_of(family, kernels), shape, budget=45, seats=3, **EXACT[kernels])
+    assert run(engine, ASKED, GREEDY) == texts_alone(family, kernels)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,16 +38,22 @@ SHAPES = {
 }
 
 
+ASKED = prompts(10)
+MIXED = [GREEDY if i % 2 else SamplingParams(max_tokens=24, temperature=0.7, top_p=0.95, seed=i) for i in range(10)]
+
+
+@cache
+def plain_texts(family: str) -> list[list[int]]:
+    return run(tiny_engine(tiny_model(family), 0), ASKED, MIXED)
+
+
 @pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
+@pytest.mark.parametrize(("budget", "pages", "page_size"), [(64, 600, 4), (45, 52, 8), (90, 300, 3)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_text_does_not_depend_on_the_tree(family: str, shape: SpecConfig) -> None:
-    model, asked = tiny_model(family), prompts(10)
-    params = [GREEDY if i % 2 else SamplingParams(max_tokens=24, temperature=0.7, top_p=0.95, seed=i) for i in range(10)]
-    plain = run(tiny_engine(model, 0), asked, params)
-    for budget, pages, page_size in ((64, 600, 4), (45, 52, 8), (90, 300, 3)):
-        engine = tiny_engine(model, shape, budget=budget, pages=pages, page_size=page_size)
-        assert run(engine, asked, params) == plain
-        assert engine.stats.accepted_tokens_total > 0
+def test_text_does_not_depend_on_the_tree(family: str, shape: SpecConfig, budget: int, pages: int, page_size: int) -> None:
+    engine = tiny_engine(tiny_model(family), shape, budget=budget, pages=pages, page_size=page_size)
+    assert run(engine, ASKED, MIXED) == plain_texts(family)
+    assert engine.stats.accepted_tokens_total > 0
 
 
 def test_preemption_between_trees() -> None:

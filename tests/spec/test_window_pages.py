@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -62,11 +63,12 @@ def poisoned(allocator: PageAllocator, pools: list[KVPool]) -> Callable[[int], l
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["plain", "chain", "tree"])
-def test_texts_are_those_of_a_pool_without_end(model: DecoderModel, wanted: list[list[int]], shape: int | SpecConfig) -> None:
-    for window_pages, overlap in ((200, 0), (60, 0), (60, 1)):
-        assert run(engine_with(model, shape, window_pages, overlap=overlap), ASKED, GREEDY) == wanted
-    replayed = engine_with(model, shape, 60, overlap=1, recorder=Again(), seats=4)
-    assert run(replayed, ASKED, GREEDY) == wanted
+@pytest.mark.parametrize(("window_pages", "overlap", "replayed"), [(200, 0, False), (60, 0, False), (60, 1, False), (60, 1, True)])
+def test_texts_are_those_of_a_pool_without_end(
+    model: DecoderModel, wanted: list[list[int]], shape: int | SpecConfig, window_pages: int, overlap: int, replayed: bool
+) -> None:
+    options: dict[str, Any] = {"recorder": Again(), "seats": 4} if replayed else {}
+    assert run(engine_with(model, shape, window_pages, overlap=overlap, **options), ASKED, GREEDY) == wanted
 
 
 def test_a_long_text_holds_a_bounded_number_of_pages(model: DecoderModel) -> None:
@@ -87,22 +89,21 @@ def test_a_long_text_holds_a_bounded_number_of_pages(model: DecoderModel) -> Non
 
 @pytest.mark.parametrize("length", [23, 24, 25, 41])
 @pytest.mark.parametrize("shape", SHAPES, ids=["plain", "chain", "tree"])
-def test_requests_with_one_prompt(model: DecoderModel, shape: int | SpecConfig, length: int) -> None:
+@pytest.mark.parametrize(("seats", "overlap"), [(4, 0), (2, 0), (4, 1)])
+def test_requests_with_one_prompt(model: DecoderModel, shape: int | SpecConfig, length: int, seats: int, overlap: int) -> None:
     """They share pages where the windows still have them, and compute the prompt again where not."""
     prompt = (prompts(1, seed=2)[0] * 30)[:length]
     params = [SamplingParams(max_tokens=12, temperature=0.7 * (i > 0), seed=i) for i in range(4)]
     wanted = [run(tiny_engine(model, shape), [prompt], each)[0] for each in params]
-    shared = 0
-    for seats, overlap in ((4, 0), (2, 0), (4, 1)):
-        engine = engine_with(model, shape, 80, seats=seats, overlap=overlap)
-        tokens: list[list[int]] = [[] for _ in params]
-        for i, each in enumerate(params):
-            engine.add(Request(str(i), prompt, each))
-        while engine.has_work:
-            for event in engine.step():
-                assert event.error is None
-                tokens[int(event.id)] += event.tokens
-                shared += sum(seq.shared > 0 for seq in engine._scheduler.running)
-            engine.check_integrity()
-        assert tokens == wanted and engine.stats.pages_used == 0
+    shared, engine = 0, engine_with(model, shape, 80, seats=seats, overlap=overlap)
+    tokens: list[list[int]] = [[] for _ in params]
+    for i, each in enumerate(params):
+        engine.add(Request(str(i), prompt, each))
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            tokens[int(event.id)] += event.tokens
+            shared += sum(seq.shared > 0 for seq in engine._scheduler.running)
+        engine.check_integrity()
+    assert tokens == wanted and engine.stats.pages_used == 0
     assert shared > 0
