@@ -135,7 +135,7 @@ def test_the_law_is_one_engines(feature: str, spec: int | SpecConfig) -> None:
 
 
 def test_an_error_in_a_step_ends_its_requests_and_one_in_a_round_all_engines() -> None:
-    whole, table, ends = filled(built("deepseek", KERNELS.get("torch")())), Table(2, patience=1.0), [""] * 2
+    whole, table, ends = filled(built("deepseek", KERNELS.get("torch")())), Table(2), [""] * 2
 
     def work(rank: int) -> None:
         model, rounds = part_of(whole, "deepseek", "torch", ExpertPlacement(rank, 2), ThreadPeers(table, rank))
@@ -157,6 +157,7 @@ def test_an_error_in_a_step_ends_its_requests_and_one_in_a_round_all_engines() -
                 rounds.finish()
         except EngineDead as error:
             ends[rank] = str(error)
+            table.barrier.abort()  # as who waits for a process that died is told
 
     together(2, work)
     assert ends == ["an engine is missing", "engines that share their experts failed to exchange rows: KeyError: 1"]
