@@ -146,3 +146,15 @@ def test_a_state_is_the_page_of_the_column_before() -> None:
     assert groups.matched(keys) == 0
     groups.release(held)
     groups.check_integrity([[]])
+
+
+def test_a_state_that_the_planned_step_reads_is_nobody_else_s() -> None:
+    groups, keys = PageGroups([None], [40], PAGE, CHUNK, states=2), [bytes([i]) * 16 for i in range(6)]
+    labelled(groups, 0, keys)
+    labelled(groups, 1, [keys[3]])
+    held = groups.seat(keys[:4], 16, 40, AHEAD)
+    assert held is not None
+    first = groups.state_of(held)
+    assert groups.keep_state(held, 5) not in (None, first) and groups.take_state() is None
+    groups.settle()
+    assert groups.take_state() == first

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mtpserve.cache.keys import Key, extend, root
 
-PAGE = 4
+PAGE, MODEL = 4, root(b"model")
 
 
-def keys(tokens: list[int], start: Key = root(b"model")) -> list[Key]:
+def keys(tokens: list[int], start: Key = MODEL) -> list[Key]:
     made: list[Key] = []
     extend(made, start, tokens, len(tokens), PAGE)
     return made
@@ -21,7 +21,7 @@ def test_a_key_depends_on_all_tokens_up_to_its_page_s_end() -> None:
 
 def test_keys_go_on_where_they_ended() -> None:
     made = keys([1, 2, 3, 4])
-    extend(made, root(b"model"), [1, 2, 3, 4, 5, 6, 7, 8], 8, PAGE)
+    extend(made, MODEL, [1, 2, 3, 4, 5, 6, 7, 8], 8, PAGE)
     assert made == keys([1, 2, 3, 4, 5, 6, 7, 8])
 
 

@@ -137,3 +137,27 @@ def test_any_history_adds_up(history: list[tuple[str, int]]) -> None:
     for held in holders:
         pages.release(held)
     assert pages.free_count == 12
+
+
+def cached(pages: int, more: int) -> tuple[PageAllocator, list[int]]:
+    """So many pages with keys that nobody holds, and `more` without."""
+    allocator = PageAllocator(pages + more)
+    taken = allocator.allocate(pages)
+    for page in taken:
+        allocator.label(page, bytes([page]))
+    allocator.release(taken)
+    return allocator, taken
+
+
+def test_the_end_of_what_was_given_back_together_is_evicted_first() -> None:
+    allocator, (first, second, last) = cached(3, more=1)
+    allocator.allocate(2)
+    assert allocator.find(bytes([last])) is None and allocator.find(bytes([first])) == first and allocator.find(bytes([second])) == second
+
+
+def test_an_emptied_cache_has_forgotten_what_is_held_too() -> None:
+    allocator, (page, other) = cached(2, more=0)
+    allocator.share([page])
+    allocator.forget()
+    assert allocator.find(bytes([page])) is None and allocator.find(bytes([other])) is None
+    allocator.check_integrity([[page]])

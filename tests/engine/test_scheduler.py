@@ -11,15 +11,18 @@ from mtpserve.core.plan import NOT_FINITE, Admission, SpanResult, StepResult
 from mtpserve.core.request import Finish
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
+from mtpserve.engine.line import UNLIMITED, Line, ServiceOrder
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
 from mtpserve.engine.stopping import until_stop
 
 EOS = 9
 
 
-def make(*, pages: int = 100, page_size: int = 4, seats: int = 4, budget: int = 16, drafts: int = 3) -> Scheduler:
+def make(
+    *, pages: int = 100, page_size: int = 4, seats: int = 4, budget: int = 16, drafts: int = 3, service: ServiceOrder = UNLIMITED
+) -> Scheduler:
     groups = PageGroups([None], [pages], page_size, budget)
-    return Scheduler(groups, max_running=seats, token_budget=budget, max_drafts=drafts, eos_ids=(EOS,))
+    return Scheduler(groups, max_running=seats, token_budget=budget, max_drafts=drafts, eos_ids=(EOS,), service=service)
 
 
 def request(name: str, prompt: int, output: int = 20, **sampling: object) -> Sequence:
@@ -254,3 +257,36 @@ def test_a_failed_row_ends_its_request_only() -> None:
     assert [(outcome.seq.id, outcome.tokens, outcome.seq.finish) for outcome in outcomes] == [("a", [], Finish.ERROR), ("b", [1], None)]
     assert outcomes[0].seq.error == NOT_FINITE
     scheduler.check_integrity()
+
+
+def test_long_prompts_have_a_few_rows_in_every_other_step_beside_short_ones() -> None:
+    scheduler = make(service=ServiceOrder(long_prompt=8, long_rows=6, max_long=1))
+    for name in ("long", "longer"):
+        scheduler.add(request(name, 40))
+    found = []
+    for step in range(5):
+        if step:
+            scheduler.add(request(f"short {step}", 4, output=1))
+        planned = scheduler.plan(3)
+        found.append([row for row in rows(planned) if row[0].startswith("long")])
+        run(scheduler, planned)
+    assert found == [[("long", 0, 6, 0)], [], [("long", 6, 6, 0)], [], [("long", 12, 6, 0)]]
+
+
+def test_admission_leaves_pages_for_those_that_run() -> None:
+    """The first one may still produce 20 tokens, in 5 pages; the second one needs 4 of the 8 that are free."""
+    for reserved, running in ((0.0, ["a", "b"]), (1.0, ["a"])):
+        scheduler = make(pages=12, service=ServiceOrder(reserved=reserved))
+        scheduler.add(request("a", 4))
+        scheduler.add(request("b", 4))
+        scheduler.plan(3)
+        assert ids(scheduler.running) == running
+
+
+def test_the_longest_prefix_is_served_first() -> None:
+    line, matched = Line(longest_prefix=True), {"a": 4, "b": 8, "c": 8}
+    for arrival, name in enumerate(matched):
+        seq = request(name, 12)
+        seq.rank = (0, arrival)
+        line.add(seq)
+    assert ids(list(line.order(lambda seq: matched[seq.id]))) == ["b", "c", "a"]

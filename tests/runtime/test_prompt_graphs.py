@@ -114,3 +114,11 @@ def test_what_pads_prompts_has_rows_of_its_own(lengths: list[int]) -> None:
     for name in ("row_span", "node", "cu_q", "length", "draft_count", "last_row", "sample_rows"):
         assert torch.equal(getattr(layout, name), getattr(kept, name)), name
     assert torch.equal(layout.offset[:given], kept.offset[:given]) and not layout.offset[given:].any()
+
+
+def test_steps_that_defer_rows_beside_prompts_are_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = graphs_of(tiny_engine(tiny_model(), CHAIN, recorder=Again(), seats=20))
+    monkeypatch.setattr(graphs, "record", lambda key: graphs.recorded.setdefault(key, None))
+    graphs.record_all([GREEDY], False, plain_above=0, prompts=150)
+    keys = [graphs.mixed_key(requests, 0, 0, GREEDY, Prompts([1], []), True) for requests in (1, 20)]
+    assert all(key is not None and key.deferred and key in graphs.recorded for key in keys)

@@ -126,3 +126,10 @@ def test_a_leading_space_behind_a_prompt_stays() -> None:
 
 def test_overlap() -> None:
     assert [overlap(text, "abab") for text in ("", "x", "xa", "xab", "aba", "abb", "abab")] == [0, 0, 1, 2, 3, 0, 2]
+
+
+def test_of_stop_strings_that_end_together_the_one_that_begins_first_wins(tokenizer: Tokenizer) -> None:
+    for stop in (("abc", "bc"), ("bc", "abc")):
+        tokens = tokenizer.encode("x abc", special=False)
+        texts, _, _ = collect(Detokenizer(tokenizer.fast, SamplingParams(stop=stop)), [tokens])
+        assert "".join(texts) == "x "

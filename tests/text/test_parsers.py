@@ -371,3 +371,8 @@ def test_pieces_come_as_early_as_they_can() -> None:
     tagged = "<tool_call>save\n<arg_key>text</arg_key>\n<arg_value>"
     pieces = [Arguments(0, '{"text": "'), Arguments(0, "a")], [Arguments(0, "\\n")]
     assert fed("glm45", tagged + "a", "\n") == list(pieces)
+
+
+def test_a_value_of_no_type_that_the_schema_has_is_a_string() -> None:
+    text = "<tool_call>save\n<arg_key>limit</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>"
+    assert parse([text], "glm45").calls == [("save", '{"limit": "[1]"}')]
