@@ -31,6 +31,7 @@ from mtpserve.engine.replicas import Replicas
 from mtpserve.engine.storage import Storage
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS
+from tests import selection
 from tests.models.checkpoints import DEEPSEEK, deepseek, glm4_moe, llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +105,7 @@ async def text(replicas: Replicas, request: Request) -> list[int]:
 def test_two_engines_are_one_and_outlive_the_death_of_either(tmp_path: Path) -> None:
     deepseek(tmp_path / "model")
     config = config_of(tmp_path / "model", CHAIN, data_parallel_size=2, enable_expert_parallel=True, engine_restarts=2)
-    requests = asked(40)
+    requests = asked(40 if selection.ALL else 16)
     expected = alone(config, requests)
 
     async def work(replicas: Replicas, made: list[ProcessClient]) -> None:

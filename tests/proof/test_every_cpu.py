@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import selection
+
 ROOT = Path(__file__).parents[2]
+DRAWS = "4" if selection.ALL else "2"
 NOTHING = "/nonexistent"  # as PATH: no compiler, no browser, no node, no promtool
 OLD = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # no AVX-512, and so no units for bfloat16
 OLDEST = {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}
@@ -27,14 +30,18 @@ def run(command: list[str], environment: dict[str, str]) -> subprocess.Completed
 
 @pytest.mark.parametrize(
     ("dtype", "environment", "topk"),
-    [("auto", {"PATH": NOTHING}, "1"), ("bfloat16", OLD, "3"), ("float32", OLDEST, "3")],
-    ids=["defaults, empty PATH", "bfloat16 without its units, tree", "float32 on an old CPU, tree"],
+    [
+        # An empty PATH does not matter to the others, either, and defaults are proved in test_proof.py.
+        pytest.param("auto", {"PATH": NOTHING}, "1", id="defaults, empty PATH", marks=pytest.mark.thorough),
+        pytest.param("bfloat16", OLD | {"PATH": NOTHING}, "3", id="bfloat16 without its units, tree"),
+        pytest.param("float32", OLDEST, "3", id="float32 on an old CPU, tree"),
+    ],
 )
 def test_the_proof_holds(tmp_path: Path, dtype: str, environment: dict[str, str], topk: str) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text('import os\\n\nclass A:\n"def f(x):\\n    "\n')
     done = run(
-        ["mtpserve", "prove", "--model", "demo", "--dtype", dtype, "--prompts", str(prompts), "--tokens", "12", "--draws", "4",
+        ["mtpserve", "prove", "--model", "demo", "--dtype", dtype, "--prompts", str(prompts), "--tokens", "12", "--draws", DRAWS,
          "--max-total-tokens", "8192", "--speculative-algorithm", "MTP", "--speculative-eagle-topk", topk],
         environment,
     )  # fmt: skip
@@ -55,6 +62,7 @@ def test_the_proof_holds_over_ranks(topk: str, experts: tuple[str, ...]) -> None
     assert "verdict     holds" in done.stdout
 
 
+@pytest.mark.thorough  # of the tests themselves
 def test_what_is_not_on_the_path_is_not_needed() -> None:
     done = run(["pytest", "-q", "-n0", "-p", "no:cacheprovider", *(f"tests/{file}" for file in NEEDY)], {"PATH": NOTHING})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -27,6 +27,7 @@ MTP: dict[str, Any] = {**SMALL, "speculative_algorithm": "MTP", "speculative_num
 PROMPTS = ["import os\n\ndef read_lines(path):", "class Stack:\n"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("topk", [1, 3])
 def test_it_holds_for_the_demo_model(topk: int, dtype: str) -> None:

@@ -52,6 +52,7 @@ def deep(family: str, dtype: torch.dtype, layers: int = 60) -> DecoderModel:
     return model.eval()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixty_layers_stay_finite(family: str, dtype: torch.dtype) -> None:

@@ -209,6 +209,7 @@ def both(directory: Path, layout: str, part: str) -> tuple[Path, Path]:
     return here, write(directory / "worth", tiny.config, worth)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("layout", ["float8 per channel", "ModelOpt", "AWQ", "GPTQ", "packed", "MXFP4"])
 def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, layout: str, part: str) -> None:
@@ -221,7 +222,8 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, layout: str, 
             torch.testing.assert_close(mine, other, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.covering(1)  # mostly the one with experts
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fused_projections_with_biases_and_experts(tmp_path: Path, layout: str, family: str) -> None:
     """The head and embedding stay as they are, as tools leave them."""
@@ -250,6 +252,7 @@ def described(directory: Path) -> Described:
     return describe(EngineConfig(model=ModelConfig(model=str(directory), device="cpu")), want_mtp=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["float8 per channel", "AWQ", "packed"])
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_kept_is_planned(tmp_path: Path, layout: str, part: str) -> None:
@@ -301,6 +304,7 @@ def test_what_stays_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         storage_for(fp8, "int4", False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["float8 per tensor", "AWQ", "GPTQ in act order"])
 @pytest.mark.parametrize("part", ["trunk", "MTP layer"])
 def test_greedy_text_with_drafts(tmp_path: Path, layout: str, part: str) -> None:
