@@ -8,6 +8,7 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request, SpecChange, TokenEvent
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
+from tests.engine.harness import PROMPTS, Bench
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
