@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.hybrids import qwen3_next
 from tests.models.own_layouts import gpt_oss
 from tests.proof.test_every_family import PROMPTS, write_tokenizer
+from tests.spec.diagonal import diagonal
 
 Make = Callable[..., Any]
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
@@ -96,22 +98,32 @@ class Made(NamedTuple):
     plain: list[list[int]]  # what the target says without drafts
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    algorithm, target, of_target, head, of_head = LAYOUTS[request.param]
-    directory = tmp_path_factory.mktemp("made")
-    tiny = target(directory / "target", **of_target)
-    plain = texts(build_engine(config_of(tiny.directory, SpecConfig(speculative_algorithm="none"))))
-    return Made(algorithm, tiny.directory, head(directory / "head", tiny, **of_head), plain)
+@pytest.fixture(scope="module")
+def made_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """The checkpoints of a layout, written once."""
+
+    @cache
+    def made(layout: str) -> Made:
+        algorithm, target, of_target, head, of_head = LAYOUTS[layout]
+        directory = tmp_path_factory.mktemp("made")
+        tiny = target(directory / "target", **of_target)
+        plain = texts(build_engine(config_of(tiny.directory, SpecConfig(speculative_algorithm="none"))))
+        return Made(algorithm, tiny.directory, head(directory / "head", tiny, **of_head), plain)
+
+    return made
 
 
 TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
 
 
-@pytest.mark.parametrize(("steps", "shape"), [(0, {}), (1, {}), (3, {}), (3, TREE)], ids=["0", "1", "3", "tree"])
-def test_greedy_text_is_the_targets(made: Made, steps: int, shape: dict[str, Any]) -> None:
+DEPTHS: dict[str, tuple[int, dict[str, Any]]] = {"tree": (3, TREE), "3": (3, {}), "1": (1, {}), "0": (0, {})}
+
+
+@pytest.mark.parametrize(("layout", "depth"), diagonal(LAYOUTS.keys(), DEPTHS))
+def test_greedy_text_is_the_targets(made_with: Callable[[str], Made], layout: str, depth: tuple[int, dict[str, Any]]) -> None:
     """Also of requests that lose their pages and begin again, and of those that find their prompt in the cache. The drafts of a chain are
     those of a computation from scratch."""
+    made, (steps, shape) = made_with(layout), depth
     spec = drafted(made.head.directory, made.algorithm, steps, **shape)
     engine = build_engine(config_of(made.target, spec, tokens=120), poison=True)
     for again in ("first", "again"):
@@ -119,7 +131,11 @@ def test_greedy_text_is_the_targets(made: Made, steps: int, shape: dict[str, Any
     assert (engine.stats.preemptions_total > 0 or steps < 3) and (engine.stats.draft_tokens_total > 40) == (steps > 0)
 
 
-def test_logits_are_those_of_a_computation_from_scratch(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_those_of_a_computation_from_scratch(
+    made_with: Callable[[str], Made], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = made_with(layout)
     heard: list[Tensor] = []
     for kind in (EagleHead, Eagle3Head):
         logits = kind.logits

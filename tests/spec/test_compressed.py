@@ -70,7 +70,7 @@ def test_drafts_are_those_of_a_computation_from_scratch(tmp_path: Path, place: t
 @pytest.mark.parametrize(
     ("backend", "spec", "stored"),
     [
-        ("reference", {"speculative_num_steps": 1}, "auto"),
+        pytest.param("reference", {"speculative_num_steps": 1}, "auto", marks=pytest.mark.thorough),
         ("reference", CHAIN, "auto"),
         ("reference", TREE, "auto"),
         ("reference", TREE, "fp8_e4m3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,29 +12,41 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.sampling import SamplingParams
 from tests.models.checkpoints import deepseek, mimo
 from tests.models.harness import Harness
+from tests.spec.diagonal import diagonal
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 FP8 = torch.float8_e4m3fn
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
-SHAPES: list[int | SpecConfig] = [0, 1, 3, 7, tree(3, 4, 12)]
+ASKED, LONG = prompts(8), prompts(4, longest=40)
+FAMILIES = ["deepseek", "sparse", "mimo"]
+DEEP: dict[str, int | SpecConfig] = {"3": 3, "7": 7, "tree": tree(3, 4, 12)}
+SHAPES: dict[str, int | SpecConfig] = {"0": 0, "1": 1} | DEEP
 
 
-@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
-def test_greedy_text_does_not_depend_on_drafts_or_chunks(family: str) -> None:
-    model, asked = tiny_model(family), prompts(8)
-    expected = [run(tiny_engine(model, 0, stored=FP8), [prompt], GREEDY)[0] for prompt in asked]
-    assert expected != [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in asked], "it would show nothing"
-    for drafts in SHAPES:
-        assert run(tiny_engine(model, drafts, budget=33, stored=FP8), asked, GREEDY) == expected
+@cache
+def texts_alone(family: str) -> list[list[int]]:
+    model = tiny_model(family)
+    expected = [run(tiny_engine(model, 0, stored=FP8), [prompt], GREEDY)[0] for prompt in ASKED]
+    assert expected != [run(tiny_engine(model, 0), [prompt], GREEDY)[0] for prompt in ASKED], "it would show nothing"
+    return expected
 
 
-@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
-def test_exact_mode_stays_exact(family: str) -> None:
-    model, asked = tiny_model(family, dtype=torch.bfloat16, kernels="exact"), prompts(4, longest=40)
-    alone = [run(tiny_engine(model, 0, exact=True, stored=FP8), [prompt], GREEDY)[0] for prompt in asked]
-    for shape in SHAPES[2:]:
-        assert run(tiny_engine(model, shape, budget=45, seats=3, exact=True, stored=FP8), asked, GREEDY) == alone
+@pytest.mark.parametrize(("shape", "family"), diagonal(SHAPES, FAMILIES))
+def test_greedy_text_does_not_depend_on_drafts_or_chunks(family: str, shape: int | SpecConfig) -> None:
+    assert run(tiny_engine(tiny_model(family), shape, budget=33, stored=FP8), ASKED, GREEDY) == texts_alone(family)
+
+
+@cache
+def exact_texts_alone(family: str) -> list[list[int]]:
+    model = tiny_model(family, dtype=torch.bfloat16, kernels="exact")
+    return [run(tiny_engine(model, 0, exact=True, stored=FP8), [prompt], GREEDY)[0] for prompt in LONG]
+
+
+@pytest.mark.parametrize(("shape", "family"), diagonal(DEEP, FAMILIES))
+def test_exact_mode_stays_exact(family: str, shape: int | SpecConfig) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16, kernels="exact")
+    assert run(tiny_engine(model, shape, budget=45, seats=3, exact=True, stored=FP8), LONG, GREEDY) == exact_texts_alone(family)
 
 
 @pytest.mark.parametrize("make", [deepseek, mimo], ids=["deepseek", "mimo"])

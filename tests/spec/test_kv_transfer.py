@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from mtpserve.core.request import TokenEvent
+from tests.spec.diagonal import diagonal
 from tests.spec.nodes import PROMPT, ask, drain, free_blocks, later, node, prefilled, single, source
-from tests.spec.test_prefix_cache import PAGE, SHAPES, SYSTEM, facts
+from tests.spec.test_prefix_cache import PAGE, SYSTEM, facts
 from tests.tiny import VOCAB, tiny_model
 
 LAWS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 0.8, "seed": 3}}
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", ["deepseek", "mimo", "modules", "chained", "hybrid"])
+@pytest.mark.parametrize(
+    ("family", "shape", "law"), diagonal(["modules", "deepseek", "mimo", "chained", "hybrid"], ["chain", "tree", "plain"], LAWS.keys())
+)
 def test_the_same_as_on_one_node(family: str, shape: str, law: str) -> None:
     if family in ("modules", "chained") and shape == "tree":
         pytest.skip("a tree is no different there")

@@ -28,6 +28,7 @@ from mtpserve.spec.build import reduced_head
 from mtpserve.weights.checkpoint import INDEX
 from mtpserve.weights.quantise import quantise
 from tests.runtime.recorders import runner_of
+from tests.spec.diagonal import diagonal
 from tests.tiny import VOCAB, prompts, run, tiny_engine, tiny_model
 
 CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
@@ -67,8 +68,9 @@ def test_drafts_come_from_the_map(spec: SpecConfig, params: SamplingParams) -> N
     assert len(found) > 5 and found <= set(HOT)
 
 
-@pytest.mark.parametrize("spec", [CHAIN, TREE, BOTH], ids=["chain", "tree", "both"])
-@pytest.mark.parametrize("params", [GREEDY, RULES, SAMPLED], ids=["greedy", "rules", "sampled"])
+@pytest.mark.parametrize(
+    ("spec", "params"), diagonal({"chain": CHAIN, "tree": TREE, "both": BOTH}, {"rules": RULES, "sampled": SAMPLED, "greedy": GREEDY})
+)
 def test_a_map_of_all_tokens_is_no_map(spec: SpecConfig, params: SamplingParams) -> None:
     model, asked = tiny_model(), prompts(8)
     without, whole = tiny_engine(model, spec), tiny_engine(model, spec, token_map=list(range(VOCAB)))
@@ -152,8 +154,7 @@ def test_the_written_file_is_the_one_that_is_read(tmp_path: Path) -> None:
     assert set(found.arch.eos_ids) <= set(written["tokens"])
 
 
-@pytest.mark.parametrize("head", [False, True], ids=["trunk", "trunk and head"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("head", "dtype"), diagonal({"trunk and head": True, "trunk": False}, ["float32", "bfloat16"]))
 def test_beside_weights_in_float8(tmp_path: Path, head: bool, dtype: str) -> None:
     """The head, whose rows are copied, may be in float8 too. Greedy text does not depend on the drafts, but for roundings."""
     directory = tmp_path / "fp8"

@@ -17,6 +17,7 @@ from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
 from mtpserve.proof import prove
 from mtpserve.spec.curves import CURVES, Curve
+from tests.spec.diagonal import diagonal
 from tests.tiny import VOCAB, prompts, run, tiny_engine, tiny_model
 
 GLM = Curve("glm-5.2-mtp", CURVES["glm-5.2-mtp"])
@@ -55,8 +56,7 @@ def follows(found: list[int], expected: float) -> bool:
     return len(found) > 500 and abs(mean - expected) < 4 * (variance / len(found)) ** 0.5
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize(("drafts", "temperature"), diagonal({"1": 1, "3": 3, "7": 7}, {"greedy": 0.0, "drawn": 0.8}))
 def test_chains_follow_the_curve(drafts: int, temperature: float) -> None:
     engine = tiny_engine(tiny_model(), drafts, rates=GLM.rates(8), pages=1200, seats=32)
     params = [SamplingParams(max_tokens=LONG, temperature=temperature, seed=i) for i in range(32)]
