@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -68,6 +69,18 @@ class Source:
         types = [kind[1:] for kind in self.signature.values() if kind[:3] in ("*fp", "*bf")]
         return f"{self.kernel.__name__}({', '.join([*types, *(f'{name}={value}' for name, value in constants if value is not None)])})"
 
+    @property
+    def values(self) -> tuple[tuple[str, str], ...]:
+        """What it is one of several variants by."""
+        constants = ((self.kernel.arg_names[i], str(value)) for (i,), value in self.constants.items())
+        return *self.signature.items(), *((f"{name}=", value) for name, value in constants), *((n, str(v)) for n, v in self.options.items())
+
+    @property
+    def tile(self) -> int:
+        """The product of its blocks' sizes, of which the names begin with B."""
+        blocks = (value for (i,), value in self.constants.items() if self.kernel.arg_names[i][0] == "B" and isinstance(value, int))
+        return math.prod(blocks)
+
     def digest(self, target: str) -> str:
         """`cache_key` is Triton's hash of a kernel's source, of what it calls, and of the globals that these read."""
         import triton
@@ -126,10 +139,10 @@ def waits_before_stores(ptx: str) -> bool:
 
 
 class Store:
-    """The facts of a group of launches for one chip, by digest: those that were saved last."""
+    """The facts of a group of launches, by digest: those that were saved last."""
 
-    def __init__(self, target: str, group: str, folder: Path = ROOT / "build" / "matrix") -> None:
-        self.path = folder / f"{target} {group}.json"
+    def __init__(self, group: str, folder: Path = ROOT / "build" / "matrix") -> None:
+        self.path = folder / f"{group}.json"
 
     def load(self) -> dict[str, Facts]:
         if not self.path.is_file():

@@ -1,14 +1,17 @@
 """Compiles every configuration of every kernel that we ship, for every chip, without a GPU; `make check` runs it.
 
-    python -m tests.kernels.matrix [--targets sm_90 …] [--groups seats …]
+    python -m tests.kernels.matrix [--all] [--targets sm_90 …] [--groups seats …]
 
 The wrappers are called with tensors on the CPU while launching is replaced by writing down what would be launched, so that what is
 compiled is what ships: they are called with every number of rows, so that every tile which they choose is compiled. A kernel must not
 spill registers where the compiler says how many it spilled, its shared memory must fit, and no float32 may be rounded to TF32.
 With programmatic dependent launch it must wait before it writes.
 
-Without --targets attention and recurrent layers are compiled for all chips, experts for two, and the others, which have few registers, for
-one: compiling everything takes a quarter of an hour on two cores. After a change of a kernel: its group, with all targets.
+Without --all attention, selection, states, seats and verdicts are covered pair by pair (tests/selection.py): each two values of a kernel's
+types, constants and options occur together, and each value for each chip. Of the others each value occurs once. Light kernels, which have
+few registers, are compiled for one chip and experts for two. After a change of a kernel: its group with --all; before a release: --all.
+
+What the compiler said is kept in build/matrix (compiled.py), so that a second run compiles only what has changed.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice, product
+from itertools import chain, islice, product
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -29,6 +32,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.compiled import TARGETS, Facts, Launch, Source, Store, compiled
+from tests.selection import covering
 
 FLOAT8 = ("sm_90", "sm_100", "gfx942")  # have e4m3
 DEPENDENT = ("sm_90", "sm_100")  # have programmatic dependent launch
@@ -37,6 +41,7 @@ DEFAULT_TARGETS = {
     **dict.fromkeys(("selection", "around", "products", "rows", "verdicts", "seats", "table"), ("sm_90",)),
     **dict.fromkeys(("mixtures", "grouped mixtures"), ("sm_90", "gfx942")),
 }
+STRENGTH = dict.fromkeys(("attention", "selection", "verdicts", "states", "seats"), 2)  # of the others: each value once
 SPILLS = {"*fp32": 64}  # bytes, by the type of q or x: float32 is for comparing, and a few do not matter
 T = TypeVar("T")
 
@@ -262,7 +267,7 @@ def fake() -> FakeTensorMode:
 
 
 def launched(target: str, group: str) -> list[Source]:
-    """What is launched on `target`, each configuration once."""
+    """What is launched on `target`, each configuration once, the largest tiles first: they are what does not fit."""
     from mtpserve_kernels import dependent_launch
     from mtpserve_kernels.attention import span
 
@@ -273,7 +278,23 @@ def launched(target: str, group: str) -> list[Source]:
     configurations: dict[tuple[str, str, str], Source] = {}
     for source in sources:
         configurations.setdefault((source.name, str(source.signature), str(source.options)), source)
-    return list(configurations.values())
+    return sorted(configurations.values(), key=lambda source: -source.tile)
+
+
+def covered(group: str, targets: Sequence[str], strength: int | None) -> list[tuple[str, Source]]:
+    """Of all configurations of a group those in which each combination of `strength` values of a kernel occurs; None: all. Values are its
+    types, constants and options, and the chip."""
+    kernels: dict[str, list[tuple[str, Source]]] = {}
+    for target in targets:
+        for source in launched(target, group):
+            kernels.setdefault(source.kernel.__name__, []).append((target, source))
+    if strength is None:
+        return list(chain.from_iterable(kernels.values()))
+    chosen = []
+    for cases in kernels.values():
+        values = [(("", target), *source.values) for target, source in cases]
+        chosen += [cases[i] for i in covering(values, strength)]
+    return chosen
 
 
 def errors(source: Source, facts: Facts, target: str) -> Iterator[str]:
@@ -297,10 +318,10 @@ class Checked:
     compiled: int  # the others' facts were kept
 
 
-def check(target: str, group: str, part: int, parts: int) -> Checked:
+def check(group: str, targets: Sequence[str], strength: int | None, part: int, parts: int) -> Checked:
     """Every `parts`th configuration from `part` on: a process for each core, of which none waits for another's group."""
-    kept, checked = Store(target, group).load(), Checked({}, [], 0)
-    for source in launched(target, group)[part::parts]:
+    kept, checked = Store(group).load(), Checked({}, [], 0)
+    for target, source in covered(group, targets, strength)[part::parts]:
         digest = source.digest(target)
         facts = kept.get(digest)
         if facts is None:
@@ -315,29 +336,29 @@ def check(target: str, group: str, part: int, parts: int) -> Checked:
     return checked
 
 
-def targets_of(group: str) -> list[str]:
-    return list(DEFAULT_TARGETS.get(group, TARGETS))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), help="default: all that are needed")
+    parser.add_argument("--all", action="store_true", help="compile every configuration for the targets, by default for all of them")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), help="default: see DEFAULT_TARGETS")
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     options = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     wrong, parts = 0, min(os.cpu_count() or 1, 8)
-    groups = [(target, group) for group in options.groups for target in options.targets or targets_of(group)]
-    work = [(target, group, part, parts) for target, group in groups for part in range(parts)]
+    work = []
+    for group in options.groups:
+        targets = options.targets or list(TARGETS if options.all else DEFAULT_TARGETS.get(group, TARGETS))
+        strength = None if options.all else STRENGTH.get(group, 1)
+        work += [(group, targets, strength, part, parts) for part in range(parts)]
     with ProcessPoolExecutor(parts, mp_context=get_context("spawn")) as pool:
         results = pool.map(check, *zip(*work, strict=True))
-        for target, group in groups:
+        for group, targets, *_ in work[::parts]:
             mine = list(islice(results, parts))
             facts = {digest: fact for checked in mine for digest, fact in checked.facts.items()}
             lines = [line for checked in mine for line in checked.wrong]
-            Store(target, group).save(facts)
+            Store(group).save(facts)
             fresh = sum(checked.compiled for checked in mine)
-            print(f"{target}, {group}: {len(facts)} configurations, {fresh} compiled", *lines, sep="\n", flush=True)
+            print(f"{group}, {' '.join(targets)}: {len(facts)} configurations, {fresh} compiled", *lines, sep="\n", flush=True)
             wrong += len(lines)
     print(f"{wrong} wrong" if wrong else "all compile, none spills")
     return int(wrong > 0)
