@@ -13,6 +13,7 @@ from tests.kernels.recurrences import DELTA, MAMBA2, case
 from tests.kernels.test_recurrent import compared, span
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("seed", "longest", "trees"), [(1, 9, False), (2, 1, True), (3, 20, True)])
 @pytest.mark.parametrize("rule", DELTA[:-1])
 def test_it_computes_what_the_reference_does(rule: Rule, seed: int, longest: int, trees: bool, device: torch.device) -> None:

@@ -20,10 +20,11 @@ from mtpserve.engine.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.runtime.graphs import CaptureFailed, CudaRecorder, GraphOutput, usual
 from mtpserve.runtime.publish import Columns
+from tests import selection
 from tests.runtime.recorders import Again, runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
-CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3)
+CHAIN = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2)
 TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=2, speculative_eagle_topk=2, speculative_num_draft_tokens=5)
 SLOW = pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter is slow, and has a tree in the tiny models")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
@@ -32,11 +33,15 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA gr
 # What the last two have of their own, norms of heads and mixtures, does not look at the shape. test_selected interprets the sparse one.
 FAMILIES = ("deepseek", "sparse", "mimo") if torch.cuda.is_available() else ("deepseek", "mimo")
 EACH = [(family, shape) for family in FAMILIES for shape in ("chain", "tree")] + [("glm", "chain"), ("qwen", "tree")]
+# These are run by test_replayed_and_late, and with a window by test_windows.
+ELSEWHERE = [("deepseek", "chain"), ("mimo", "tree")]
 
 
-@pytest.mark.parametrize(("family", "shape"), EACH)
+@pytest.mark.parametrize(
+    ("family", "shape"), [pytest.param(*case, marks=pytest.mark.thorough if case in ELSEWHERE else ()) for case in EACH]
+)
 def test_tokens_are_those_of_plain_torch(family: str, shape: str, device: torch.device) -> None:
-    asked, spec = prompts(4, longest=8), CHAIN if shape == "chain" else TREE
+    asked, spec = prompts(4, longest=6), CHAIN if shape == "chain" else TREE
     params = [
         SamplingParams(max_tokens=4, temperature=0),
         SamplingParams(max_tokens=4, temperature=0.7, seed=5, top_p=0.9),
@@ -99,6 +104,7 @@ def test_a_failed_capture_spoils_nothing(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
+@pytest.mark.thorough  # random weights go the same way above
 @pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=SLOW)], ids=["chain", "tree"])
 def test_the_demo_model(shape: SpecConfig) -> None:
     """Real weights through attention, experts, acceptance and compaction; greedy. Few tokens: the interpreter is slow."""
@@ -145,13 +151,13 @@ def test_weights_with_scales_by_row(tmp_path: Path, layout: str) -> None:
     config, writer = LAYOUTS[layout]
     quantised, _ = converted(tiny.tensors, lambda name: "_proj" in name and "eh_proj" not in name, writer)
     directory = str(write(tmp_path / "quantised", tiny.config | {"quantization_config": config}, quantised))
-    texts = []
+    texts, longest = [], 65 if selection.ALL or layout == "AWQ" else 5
     kept = "fp8" if layout.startswith("float8") else "int4"
     for backend, quantization, spec in (("reference", "none", SpecConfig(speculative_algorithm="none")), ("triton", kept, CHAIN)):
         model = ModelConfig(model=directory, dtype="float32", attention_backend=backend, quantization=quantization, context_length=90)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec), poison=True)
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)  # with 2 no draft would be verified
-        texts.append(run(engine, [[4, 11, 7], [i % 24 for i in range(70)]], params))
+        texts.append(run(engine, [[4, 11, 7], [i % 24 for i in range(longest)]], params))
     assert texts[0] == texts[1] and engine.stats.draft_tokens_total > 0
 
 

@@ -63,6 +63,7 @@ def test_the_size_of_a_tile() -> None:
     assert tile_size(4096, 8, 128, 64) == 64
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shared", [0, 1, 2])
 @pytest.mark.parametrize(
     ("rows", "hidden", "size", "number", "top"), [(65, 64, 40, 8, 2), (100, 72, 48, 20, 1), (129, 40, 16, 5, 3), (300, 68, 24, 4, 2)]

@@ -47,6 +47,7 @@ def agree(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Non
         assert torch.equal(slots[:count], wanted[:count])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("tree", "shift"), [(False, 0), (False, 1), (True, 0), (True, 1)])
 @pytest.mark.parametrize(("heads", "dim", "page", "best"), [(1, 16, 16, 1), (5, 20, 4, 9), (32, 128, 64, 60), (3, 24, 1, 500)])
 def test_slots_are_the_references(device: torch.device, heads: int, dim: int, page: int, best: int, tree: bool, shift: int) -> None:
