@@ -17,7 +17,7 @@ from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 def test_logits_are_transformers(tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention"]
-    compare(mimo(tmp_path, use_sliding_window=True, sliding_window=10, num_hidden_layers=2, layer_types=types), 4, "triton", FEW)
+    compare(mimo(tmp_path, use_sliding_window=True, sliding_window=5, num_hidden_layers=2, layer_types=types), 4, "triton", FEW)
 
 
 @pytest.mark.parametrize(
