@@ -36,7 +36,7 @@ FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-uninitialized",
     "-Wno-maybe-uninitialized", "-Wno-psabi",
 )  # fmt: skip
-USUAL_TIME = "about 10 s on two cores, up to a minute on a slow machine"  # for people who wait
+USUAL_TIME = "about 15 s on two cores, a minute and more on a slow or busy machine"  # for people who wait
 
 
 class BuildError(Exception):
