@@ -204,3 +204,8 @@ def test_a_row_does_not_depend_on_its_neighbours(device: torch.device) -> None:
         one = [table, seats[r : r + 1], ends[r : r + 2] - start, lengths[r : r + 1], index[start:stop], *common[5:]]
         alone = span_gqa(q[start:stop].contiguous(), *made["caches"], *one, width=8, splits=4, tile=tile)
         assert torch.equal(alone, whole[start:stop])
+
+
+def test_a_sink_counts_once_however_many_splits_there_are(device: torch.device) -> None:
+    case = Case(1, 64, 64, 8, sinks=True)
+    check(*case.run(case.make([(140, 4)], 3, device), splits=4, tile=SpanTiling(16, 16, 4, 1)))
