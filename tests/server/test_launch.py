@@ -38,11 +38,10 @@ class Server:
         assert len(children) == 1
         return int(children[0])
 
-    def end(self, timeout: float) -> tuple[int, float, str]:
-        """Exit code, seconds, standard error."""
-        at = time.monotonic()
+    def end(self, timeout: float) -> tuple[int, str]:
+        """Exit code, standard error."""
         _, log = self.process.communicate(timeout=timeout)
-        return self.process.returncode, time.monotonic() - at, log
+        return self.process.returncode, log
 
 
 @contextmanager
@@ -86,7 +85,7 @@ def test_a_port_in_use_is_one_line(checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with launched(checkpoint, "--port", str(port), ready=False) as server:
-            code, _, log = server.end(20)
+            code, log = server.end(60)
     assert code == 1
     assert log == f"mtpserve: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
 
@@ -94,12 +93,12 @@ def test_a_port_in_use_is_one_line(checkpoint: Path) -> None:
 @pytest.mark.parametrize(("fault", "code", "text"), [("config", 2, "--fake must not be given"), ("load", 1, "tensor 'x' is cut off")])
 def test_an_engine_that_cannot_start_is_one_line(checkpoint: Path, fault: str, code: int, text: str) -> None:
     with launched(checkpoint, ready=False, FAKE_ENGINE=fault) as server:
-        assert server.end(15)[0::2] == (code, f"mtpserve: {'model.safetensors: ' if code == 1 else ''}{text}\n")
+        assert server.end(60) == (code, f"mtpserve: {'model.safetensors: ' if code == 1 else ''}{text}\n")
 
 
 def test_a_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
     with launched(tmp_path, ready=False, FAKE_ENGINE="slow") as server:
-        code, _, log = server.end(15)
+        code, log = server.end(60)
     assert code == 1
     assert log.startswith(f"mtpserve: {tmp_path}/tokenizer.json: no such file")
     assert log.count("\n") == 1
@@ -116,10 +115,9 @@ def test_while_the_model_loads_the_port_answers_503_and_a_signal_ends_it(checkpo
                 time.sleep(0.1)
         assert response.status_code == 503
         assert "loading" in response.json()["error"]["message"]
-        time.sleep(0.5)
         engine = server.engine()
         server.process.send_signal(signal.SIGTERM)
-        assert server.end(10)[0] == 0
+        assert server.end(60)[0] == 0
         assert not alive(engine)
 
 
@@ -203,7 +201,7 @@ def test_clients_that_leave_and_one_that_does_not_read(checkpoint: Path) -> None
 
 
 def test_sigterm_drains(checkpoint: Path) -> None:
-    async def scenario(server: Server) -> tuple[httpx.Response, float]:
+    async def scenario(server: Server) -> httpx.Response:
         async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
             running = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 100, "stream": True}))
             await asyncio.sleep(0.2)
@@ -213,13 +211,12 @@ def test_sigterm_drains(checkpoint: Path) -> None:
             health, refused = await http.get("/health"), await http.post("/v1/completions", json={"prompt": "a"})
             assert (health.status_code, refused.status_code) == (503, 503)
             assert int(refused.headers["retry-after"]) >= 1
-            return await running, time.monotonic()
+            return await running
 
     with launched(checkpoint, FAKE_PAUSE="0.02") as server:
         engine = server.engine()
-        response, finished = asyncio.run(scenario(server))
-        code, _, log = server.end(5)
-        assert time.monotonic() - finished < 4  # one second, on an idle machine
+        response = asyncio.run(scenario(server))
+        code, log = server.end(60)
         assert code == 0
         assert not alive(engine)
     *chunks, done = events(response)
@@ -240,11 +237,11 @@ def test_a_drain_ends_at_its_timeout_or_at_a_second_signal(checkpoint: Path, sec
                 server.process.send_signal(signal.SIGINT)
             return await stream
 
-    with launched(checkpoint, "--drain-timeout", "30" if second else "0.3") as server:
+    with launched(checkpoint, "--drain-timeout", "3600" if second else "0.3") as server:
         engine = server.engine()
         response = asyncio.run(scenario(server))
-        code, seconds, log = server.end(20)
-        assert (code, seconds < 15, alive(engine)) == (0, True, False)  # of 30 seconds that it would wait for streams
+        code, log = server.end(60)
+        assert (code, alive(engine)) == (0, False)
     assert "shutting down" in events(response)[-1]["error"]["message"]
     assert "Traceback" not in log
 
@@ -265,9 +262,9 @@ def test_requests_are_taken_until_routers_have_learned_of_the_end(checkpoint: Pa
             await asyncio.sleep(0.6)
             return [*answers, await http.post("/v1/completions", json={"prompt": "a"}), await stream]
 
-    with launched(checkpoint, "--drain-delay", "30" if second else "0.5") as server:
+    with launched(checkpoint, "--drain-delay", "3600" if second else "0.5") as server:
         health, taken, *refused, stream = asyncio.run(scenario(server))
-        code, _, log = server.end(20)
+        code, log = server.end(60)
     assert (code, health.status_code, taken.status_code) == (0, 503, 200)
     assert [answer.status_code for answer in refused] == ([] if second else [503]) and ("draining" in log) is not second
     assert ("error" in events(stream)[-1]) is second and "Traceback" not in log
@@ -286,7 +283,7 @@ def test_an_engine_that_is_killed_ends_the_server(checkpoint: Path) -> None:
     with launched(checkpoint) as server:
         engine = server.engine()
         *streams, whole, health = asyncio.run(scenario(server))
-        code, _, log = server.end(20)
+        code, log = server.end(60)
     assert code == 1
     assert not alive(engine)
     assert (whole.status_code, health.status_code) == (503, 503)
@@ -302,8 +299,8 @@ def test_a_server_that_is_killed_takes_its_engine_along(checkpoint: Path) -> Non
     with tempfile.TemporaryDirectory() as directory, launched(checkpoint, TMPDIR=directory) as server:
         engine = server.engine()
         server.process.kill()
-        server.process.wait(5)
-        end = time.monotonic() + 5
+        server.process.wait(60)
+        end = time.monotonic() + 60
         while alive(engine):
             assert time.monotonic() < end
             time.sleep(0.02)

@@ -227,7 +227,7 @@ def test_who_may_open_one(checkpoint: Path) -> None:
             with pytest.raises(ConnectionClosed) as closed:
                 connection.recv(timeout=30)
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
-        code, _, log = server.end(20)
+        code, log = server.end(20)
         assert code == 0 and "WEBSOCKET /v1/responses 101" in log and "WEBSOCKET /v1/responses 401" in log
         assert "response.create 200" in log and "secret" not in log
 

@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from mtpserve.core.errors import LoadError
+from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.test_launch import LONG, ROOT, launched, opened
 
@@ -26,8 +28,17 @@ def test_a_tokenizer_json_that_is_no_tokenizer(checkpoint: Path, tmp_path: Path,
     directory = tmp_path / "model"
     shutil.copytree(checkpoint, directory)
     (directory / "tokenizer.json").write_text(content)
+    with pytest.raises(LoadError) as refused:
+        Tokenizer(directory)
+    assert str(refused.value).startswith(f"{directory}/tokenizer.json: is not a tokenizer: ") and "\n" not in str(refused.value)
+
+
+def test_a_server_without_a_tokenizer_says_so_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint, directory)
+    (directory / "tokenizer.json").write_text("[]")
     with launched(directory, ready=False) as server:
-        code, _, log = server.end(60)
+        code, log = server.end(60)
     assert (code, log.count("\n")) == (1, 1) and log.startswith(f"mtpserve: {directory}/tokenizer.json: is not a tokenizer: ")
 
 
@@ -45,7 +56,7 @@ def test_a_server_that_shuts_down_is_not_a_dead_engine(checkpoint: Path) -> None
 
     with launched(checkpoint) as server:
         *answers, stream = asyncio.run(work(server.url))
-        code, _, log = server.end(30)
+        code, log = server.end(30)
     errors = [answer.json()["error"] for answer in answers] + [events(stream)[-1]["error"]]
     assert [error["code"] for error in errors] == ["shutting_down"] * 4 and all("shutting down" in error["message"] for error in errors)
     assert [(answer.status_code, "retry-after" in answer.headers) for answer in answers] == [(503, True)] * 3
@@ -55,7 +66,7 @@ def test_a_server_that_shuts_down_is_not_a_dead_engine(checkpoint: Path) -> None
 def test_nobody_is_drained_where_nobody_is(checkpoint: Path) -> None:
     with launched(checkpoint) as server:
         server.process.send_signal(signal.SIGTERM)
-        code, _, log = server.end(30)
+        code, log = server.end(30)
     assert code == 0 and "drain" not in log and "shutting down: no request runs" in log
 
 
@@ -72,7 +83,7 @@ def test_the_access_log_says_why_and_not_what_was_asked(checkpoint: Path) -> Non
         with pytest.raises(openai.BadRequestError):
             api.chat.completions.create(model="fake", messages=[{"role": SECRET, "content": SECRET}])  # type: ignore[list-item,misc]
         server.process.send_signal(signal.SIGTERM)
-        log = server.end(30)[2]
+        log = server.end(30)[1]
     lines = [re.sub(r" \d\.\d{3} s [0-9a-f]{32}", "", line.split(" INFO ")[1]) for line in log.splitlines() if "POST /v1" in line]
     assert "swordfish" not in log
     for line, reason in zip(

@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,11 +50,16 @@ def until(server: Server, text: str, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_one_socket_listens_and_on_loopback_alone(checkpoint: Path) -> None:
-    with launched(checkpoint) as server:
-        (address,) = listening(server.process.pid)
-        assert address == f"0100007F:{urlsplit(server.url).port:04X}"
-        assert listening(server.engine()) == []
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    with launched(checkpoint) as started:
+        yield started
+
+
+def test_one_socket_listens_and_on_loopback_alone(server: Server) -> None:
+    (address,) = listening(server.process.pid)
+    assert address == f"0100007F:{urlsplit(server.url).port:04X}"
+    assert listening(server.engine()) == []
 
 
 UNFINISHED = [b"", b"\r\n", b"POST /generate HTTP/1.1\r\nHost: x\r\nX-A", HEAD % 100, HEAD % 100 + b'{"text": ']
@@ -62,14 +68,14 @@ UNFINISHED = [b"", b"\r\n", b"POST /generate HTTP/1.1\r\nHost: x\r\nX-A", HEAD %
 @pytest.mark.parametrize("trickled", [False, True])
 def test_requests_that_do_not_come_to_their_end_are_cut_off(checkpoint: Path, trickled: bool) -> None:
     """Whether nothing more comes, or a byte now and then."""
-    with launched(checkpoint, "--read-timeout", "2") as server, contextlib.ExitStack() as stack:
+    with launched(checkpoint, "--read-timeout", "1") as server, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(server)) for _ in UNFINISHED]
         start = time.monotonic()
         for each, sent in zip(slow, UNFINISHED, strict=True):
             each.sendall(sent)
-            each.settimeout(10)
-        while trickled and time.monotonic() - start < 1:
-            time.sleep(0.2)
+            each.settimeout(60)
+        while trickled and time.monotonic() - start < 0.5:
+            time.sleep(0.1)
             for each, sent in zip(slow, UNFINISHED, strict=True):
                 each.sendall(b"a" if sent.strip() else b"")
         for each, sent in zip(slow, UNFINISHED, strict=True):
@@ -78,7 +84,7 @@ def test_requests_that_do_not_come_to_their_end_are_cut_off(checkpoint: Path, tr
             except ConnectionResetError:
                 answer = b""
             assert answer.startswith(b"HTTP/1.1 408 ") == (b"X-A" in sent), sent
-        assert 1.8 < time.monotonic() - start < 9
+        assert time.monotonic() - start > 0.9
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
@@ -98,14 +104,13 @@ def test_idle_connections_are_kept(checkpoint: Path) -> None:
                 time.sleep(0.6)
 
 
-def test_what_is_no_http_gets_an_error_of_the_one_shape(checkpoint: Path) -> None:
+def test_what_is_no_http_gets_an_error_of_the_one_shape(server: Server) -> None:
     smuggled = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /"
-    with launched(checkpoint) as server:
-        for sent in (b"\x16\x03\x01 nonsense\r\n\r\n", smuggled):
-            with connect(server) as broken:
-                broken.sendall(sent)
-                head, _, body = broken.recv(1 << 16).partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in body
+    for sent in (b"\x16\x03\x01 nonsense\r\n\r\n", smuggled):
+        with connect(server) as broken:
+            broken.sendall(sent)
+            head, _, body = broken.recv(1 << 16).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in body
 
 
 def seconds(pid: int) -> float:
@@ -114,13 +119,12 @@ def seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_idle_server_sleeps(checkpoint: Path) -> None:
-    with launched(checkpoint) as server:
-        time.sleep(0.5)
-        pids = (server.process.pid, server.engine())
-        before = sum(map(seconds, pids))
-        time.sleep(3)
-        assert sum(map(seconds, pids)) - before < 3 * 0.02
+def test_an_idle_server_sleeps(server: Server) -> None:
+    time.sleep(0.5)
+    pids = (server.process.pid, server.engine())
+    before = sum(map(seconds, pids))
+    time.sleep(2)
+    assert sum(map(seconds, pids)) - before < 0.06  # a loop that spins takes seconds, one that looks each 10 ms a fifth of one
 
 
 def test_a_client_that_never_reads_is_cut_off(checkpoint: Path) -> None:
@@ -153,7 +157,7 @@ def test_tls(checkpoint: Path, tmp_path: Path) -> None:
         trusting.load_cert_chain(cert, key)
         assert httpx.get(f"{server.url}/health", verify=trusting).status_code == 200
     with launched(checkpoint, "--ssl-keyfile", str(key), "--ssl-certfile", str(tmp_path / "no"), ready=False) as server:
-        code, _, log = server.end(15)
+        code, log = server.end(15)
         assert code == 2 and log.startswith("mtpserve: --ssl-certfile ") and log.count("\n") == 1
 
 

@@ -76,6 +76,7 @@ def streamed(response: httpx.Response, index: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.covering(1)  # tests/text/test_parsers_split.py cuts every text everywhere
 @pytest.mark.parametrize("step", [1, 2, 5, 1000])
 @pytest.mark.parametrize(("format", "text", "content", "calls"), [case for case in GOLDEN if "[TOOL" not in case[1]])
 def test_auto_whole_and_streamed(
