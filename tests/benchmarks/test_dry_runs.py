@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough  # test_traces_of_depths takes the same load, with fewer engines
 def test_depths_that_are_chosen_side_by_side(tmp_path: Path) -> None:
     command = ["never_slower.py", "--models", "demo", "--requests", "1", "--temperatures", "0.8", "--turns", "2"]
     output([*command, "--json", str(tmp_path / "out.json")])
@@ -27,6 +28,7 @@ def test_traces_of_depths(tmp_path: Path) -> None:
     assert len(parts) == 3 and all(len(part["microseconds"]) == 4 and all(turn for (turn,) in part["microseconds"]) for part in parts)
 
 
+@pytest.mark.thorough  # two servers that are started one after the other
 def test_servers_side_by_side(tmp_path: Path) -> None:
     """Of the engines only ours: the others are not installed where tests run."""
     command = ["peers/cpu.py", "--size", "toy", "--minutes", "0.01", "--models", "small", "--modes", "plain,mtp", "--concurrency", "2"]

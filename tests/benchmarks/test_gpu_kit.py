@@ -16,6 +16,8 @@ import jsonschema
 import pytest
 import torch
 
+from mtpserve.config import SpecConfig
+from tests.kernels.interpreter import quicken
 from tests.kernels.test_launches import Counting
 from tests.runtime.test_overlap import CHAIN, PLAIN
 from tests.tiny import tiny_engine, tiny_model
@@ -29,10 +31,24 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-def output(script: str, *options: str) -> str:
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
+# Kernels are interpreted in less time; a limit of time is not what these runs are about.
+PROFILE = """
+import runpy
+from tests.kernels.interpreter import quicken
+quicken()
+runpy.run_path("benchmarks/gpu_profile.py", run_name="__main__")
+"""
+
+
+def profile(*options: str) -> str:
+    return output("-c", PROFILE, "--dry-run", "--seconds", "36000", *options)
+
+
+def output(*command: str) -> str:
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "benchmarks")))
     process = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), *options],
+        [sys.executable, *command],
+        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -50,9 +66,17 @@ def result_of(file: Path) -> dict[str, Any]:
     return dict(document["numbers"])
 
 
+def test_ceilings(tmp_path: Path) -> None:
+    stdout = profile("--models", "0.5b", "--parts", "ceilings", "--json", str(tmp_path / "out.json"))
+    numbers = result_of(tmp_path / "out.json")
+    assert numbers["env"]["interpreted"] and numbers["ceilings"]["read_gb_s"] > 0 and not numbers["skipped"]
+    assert numbers.keys() & {"steps", "host", "tune", "check"} == set() and "ceilings: " in stdout
+
+
+@pytest.mark.thorough  # interpreted: minutes on a busy machine
 def test_steps_and_the_hosts_share(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    stdout = output("gpu_profile.py", "--dry-run", "--models", "0.5b", "--parts", "ceilings", "steps", "host", "--json", str(file))
+    stdout = profile("--models", "0.5b", "--parts", "ceilings", "steps", "host", "--json", str(file))
     numbers = result_of(file)
     assert not numbers["skipped"] and not any(part["over_limit"] for part in numbers["parts"].values())
     assert numbers["env"]["interpreted"] and all(cell["clock"] == "host" for cell in numbers["steps"])
@@ -68,14 +92,15 @@ def test_steps_and_the_hosts_share(tmp_path: Path) -> None:
     assert host["arrivals"] > 0 and host["eager_passes"] == 0
     assert host["median_ms"]["step"] >= host["median_ms"]["launch"] > 0 and host["median_ms"]["decode_graph"] > 0
     assert "0.5b k=3 batch 1" in stdout and "they say nothing of a GPU" in stdout
-    beside = output("gpu_model.py", "--models", "0.5b", "--against", str(file))
+    beside = output("benchmarks/gpu_model.py", "--models", "0.5b", "--against", str(file))
     assert beside.startswith("measured ceilings") and beside.count("0.5b") == 4
 
 
+@pytest.mark.thorough
 def test_tilings_are_tuned_checked_and_written(tmp_path: Path) -> None:
     file, table = tmp_path / "out.json", tmp_path / "table.json"
-    command = ["--dry-run", "--models", "475m", "--parts", "tune", "check", "--json", str(file), "--write-tuned", str(table)]
-    output("gpu_profile.py", *command)
+    command = ["--models", "475m", "--parts", "tune", "check", "--json", str(file), "--write-tuned", str(table)]
+    profile(*command)
     numbers, ops = result_of(file), json.loads(table.read_text())["ops"]
     assert numbers["check"] and all(check["good"] for check in numbers["check"])
     assert not numbers["skipped"]
@@ -101,16 +126,30 @@ def launches_of(spec: Any, layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return recorder.counts[0].total()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """gpu_model.py: what it says, and its steps."""
+    file = tmp_path_factory.mktemp("model") / "out.json"
+    stdout = output("benchmarks/gpu_model.py", "--models", "475m", "7b", "--batches", "1", "--json", str(file))
+    return stdout, json.loads(file.read_text())["steps"]
+
+
+# A drafting step has all launches of a plain one.
+@pytest.mark.parametrize("spec", [pytest.param(PLAIN, marks=pytest.mark.thorough), CHAIN], ids=["plain", "drafting"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny engine lives on the CPU: interpreted alone")
-def test_predicted_launches_are_those_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_launches_are_those_of_a_step(
+    model: tuple[str, list[dict[str, Any]]], spec: SpecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the 475 M with its 36 layers. Counted by other means: interpreted, with two layers and with three, so that a layer's are known."""
-    file = tmp_path / "out.json"
-    stdout = output("gpu_model.py", "--models", "475m", "7b", "--batches", "1", "--json", str(file))
-    cells = json.loads(file.read_text())["steps"]
-    for spec, drafts in ((PLAIN, 0), (CHAIN, CHAIN.speculative_num_steps)):
-        two, three = (launches_of(spec, layers, monkeypatch) for layers in (2, 3))
-        (cell,) = [cell for cell in cells if (cell["model"], cell["drafts"], cell["context"], cell["prompt"]) == ("475m", drafts, 256, 0)]
-        assert cell["prediction"]["launches"] == pytest.approx(two + 34 * (three - two), rel=0.1), (drafts, two, three)
+    quicken()
+    drafts = 0 if spec is PLAIN else CHAIN.speculative_num_steps
+    two, three = (launches_of(spec, layers, monkeypatch) for layers in (2, 3))
+    (cell,) = [cell for cell in model[1] if (cell["model"], cell["drafts"], cell["context"], cell["prompt"]) == ("475m", drafts, 256, 0)]
+    assert cell["prediction"]["launches"] == pytest.approx(two + 34 * (three - two), rel=0.1), (drafts, two, three)
+
+
+def test_predicted_bytes_are_no_less_than_a_step_reads(model: tuple[str, list[dict[str, Any]]]) -> None:
+    stdout, cells = model
     for cell in cells:
         if not cell["prompt"]:
             least = cell["floor_ms"] * 3000e6  # bytes at the stated speed

@@ -73,6 +73,7 @@ def site(tmp_path: Path) -> Path:
     return package.parent
 
 
+@pytest.mark.thorough  # five engines in processes of their own
 def test_the_payload_runs_all_engines_at_toy_size(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By run.sh, with a payload whose vLLM is the one above, which the check of its libraries refuses."""
     from common import gpu_tables
