@@ -71,7 +71,7 @@ def together(size: int, work: Callable[[int], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads)

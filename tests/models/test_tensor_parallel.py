@@ -195,7 +195,7 @@ def test_ranks_of_engines_that_share_experts(tmp_path: Path, case: str) -> None:
     """Two engines, of which one has more to do, each of two ranks."""
     make, options, _, spec, backend = BY_RANK[case]
     config = config_of(make(tmp_path, **options).directory, spec, backend)
-    wanted, tables = written(config, ALONE), [Table(2) for _ in range(2)]
+    wanted, tables = written(config, ALONE), [Table(2, patience=60.0) for _ in range(2)]
     divided = replace(config, parallel=ParallelConfig(data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=True))
     texts: dict[tuple[int, int], list[list[int]]] = {}
 
