@@ -1,0 +1,53 @@
+"""Which engine gets a request: the one that has computed its beginning, as far as that is still there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from mtpserve.core.request import TokenEvent, TokenLogprob
+from mtpserve.engine.replicas import BLOCK, Affinity, Progress
+from tests.engine.test_replicas import Bench, asked, impatient, run, settle
+
+__all__ = ["impatient"]  # a fixture
+
+
+def test_the_longest_beginning_counts() -> None:
+    affinity, first, second = Affinity(), [1] * (2 * BLOCK), [1] * BLOCK + [2] * BLOCK
+    affinity.remember(affinity.keys(asked(prompt=first)), 0)
+    affinity.remember(affinity.keys(asked(prompt=second)), 1)
+    assert [affinity.find(affinity.keys(asked(prompt=[*prompt, 3]))) for prompt in (first, second)] == [0, 1]
+    affinity.forget(0)
+    assert [affinity.find(affinity.keys(asked(prompt=prompt))) for prompt in (first, second)] == [1, 1], "of the first a block is left"
+
+
+def test_a_busier_engine_gets_what_it_has_computed() -> None:
+    async def work(bench: Bench) -> None:
+        await bench.ask(asked("first", prompt=[7] * (2 * BLOCK)))
+        (number,) = bench.where("first")
+        bench.now(number).held.clear()
+        tasks = [asyncio.create_task(bench.ask(asked(name, prompt=[7] * (2 * BLOCK) + [1]))) for name in ("second", "third")]
+        await settle(lambda: all(bench.where(name) for name in ("second", "third")))
+        assert bench.where("second") == bench.where("third") == [number]
+        bench.now(number).held.set()
+        await asyncio.gather(*tasks)
+
+    run(work)
+
+
+def test_an_engine_that_is_started_anew_has_computed_nothing() -> None:
+    async def work(bench: Bench) -> None:
+        affinity = bench.replicas._affinity
+        await bench.ask(asked("first", prompt=[7] * (2 * BLOCK)))
+        keys, (number,) = affinity.keys(asked(prompt=[7] * (2 * BLOCK))), bench.where("first")
+        assert affinity.find(keys) == number
+        bench.now(number).die()
+        await settle(lambda: bench.replicas.engines[number].restarts == 1 and bench.replicas.engines[number].state == "up")
+        assert affinity.find(keys) is None
+
+    run(work, restarts=1)
+
+
+def test_progress_counts_what_a_request_got() -> None:
+    progress, score = Progress([4], 1), TokenLogprob(-1.0, 1, [])
+    progress.take([TokenEvent("a", [5, 6], prompt_logprobs=[score, score]), TokenEvent("a", [7])])
+    assert (progress.said, progress.scored) == ([4, 5, 6, 7], 3)

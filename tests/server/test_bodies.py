@@ -1,0 +1,48 @@
+"""Single fields of bodies and answers, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from mtpserve.server.openai.body import ChatRequest, CompletionRequest
+from mtpserve.server.unsupported import same
+from mtpserve.text.requests import spellings
+from mtpserve.text.tokenizer import Tokenizer
+from tests.server.fake_client import FakeClient
+
+
+def test_of_two_limits_of_a_chat_the_newer_name_counts() -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    assert ChatRequest.model_validate(asked).wanted_tokens == 5
+    assert ChatRequest.model_validate(asked | {"max_completion_tokens": 7}).wanted_tokens == 7
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    body = CompletionRequest.model_validate({"prompt": [1.0, 2], "max_tokens": 7.0, "top_p": 1.0})
+    assert (body.prompt, body.max_tokens, body.top_p) == ([1, 2], 7, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "neutral", "equal"), [(True, 1, False), (0, False, False), (1, 1, True), (False, False, True), ([], [], True)]
+)
+def test_a_switch_is_no_number(value: object, neutral: object, equal: bool) -> None:
+    assert same(value, neutral) == equal
+
+
+def test_a_word_of_blanks_bans_no_single_blank(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode(" ", special=False) not in spellings(tokenizer, ["  "])
+    assert tokenizer.encode(" a", special=False) in spellings(tokenizer, ["a"])
+
+
+@pytest.mark.parametrize(("path", "methods"), [("/v1/responses/resp_1", {"GET", "DELETE"}), ("/v1/spec", {"GET", "POST"})])
+def test_a_refused_method_is_told_all_that_its_path_has(http: httpx.AsyncClient, path: str, methods: set[str]) -> None:
+    answer = asyncio.run(http.request("PUT", path))
+    assert answer.status_code == 405 and methods <= set(answer.headers["allow"].split(", "))
+
+
+def test_a_health_check_is_drafted_for_as_others_are(http: httpx.AsyncClient, client: FakeClient) -> None:
+    assert asyncio.run(http.get("/health_generate")).status_code == 200
+    assert [request.sampling.speculation.enabled for request in client.submitted] == [True]
