@@ -41,7 +41,7 @@ def test_an_engine_that_is_started_anew_has_computed_nothing() -> None:
         keys, (number,) = affinity.keys(asked(prompt=[7] * (2 * BLOCK))), bench.where("first")
         assert affinity.find(keys) == number
         bench.now(number).die()
-        await settle(lambda: bench.replicas.engines[number].restarts == 1 and bench.replicas.engines[number].state == "up")
+        await settle(lambda: len(bench.made[number]) == 2 and bench.replicas.engines[number].state == "up")
         assert affinity.find(keys) is None
 
     run(work, restarts=1)
