@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import httpx
 import pytest
@@ -46,3 +47,10 @@ def test_a_refused_method_is_told_all_that_its_path_has(http: httpx.AsyncClient,
 def test_a_health_check_is_drafted_for_as_others_are(http: httpx.AsyncClient, client: FakeClient) -> None:
     assert asyncio.run(http.get("/health_generate")).status_code == 200
     assert [request.sampling.speculation.enabled for request in client.submitted] == [True]
+
+
+def test_the_log_says_why_a_request_was_refused_and_not_what_it_said(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mtpserve"):
+        assert asyncio.run(http.post("/v1/completions", json={"prompt": "a secret", "temperature": 1234.5})).status_code == 400
+    (line,) = [record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage()]
+    assert "temperature must be" in line and "1234" not in line and "secret" not in line
