@@ -51,3 +51,15 @@ def test_progress_counts_what_a_request_got() -> None:
     progress, score = Progress([4], 1), TokenLogprob(-1.0, 1, [])
     progress.take([TokenEvent("a", [5, 6], prompt_logprobs=[score, score]), TokenEvent("a", [7])])
     assert (progress.said, progress.scored) == ([4, 5, 6, 7], 3)
+
+
+def test_counters_outlive_several_deaths_and_gauges_none() -> None:
+    async def work(bench: Bench) -> None:
+        for death, tokens in enumerate((5, 3), 2):
+            bench.now(0).counted.generation_tokens_total, bench.now(0).counted.running = tokens, 4
+            bench.now(0).die()
+            await settle(lambda: len(bench.made[0]) == death and bench.replicas.engines[0].state == "up")  # noqa: B023
+            stats = bench.replicas.stats()
+            assert (stats.generation_tokens_total, stats.running) == ({2: 5, 3: 8}[death], 0)
+
+    run(work, count=1, restarts=2)
