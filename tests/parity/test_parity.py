@@ -2,7 +2,7 @@
 
 greedy             the text is the oracle's, whatever is drafted, in batches that mix all features and sampled requests
 trees, n-grams     a sampled request's text is that of plain decoding with the same seed, token for token
-chains             (drawn from q) the joint law of the first three tokens, by chi-square: 16,000 draws with --all, else 3000
+chains             (drawn from q) the joint law of the first three tokens, by chi-square: 16,000 draws with --all, else 2000
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.parity import table
 from tests.parity.table import Alternatings, Halving, greedy_text, joint, run, table_engine
 from tests.spec.diagonal import diagonal
 
-DRAWS = 16_000 if selection.ALL else 3000
+DRAWS = 16_000 if selection.ALL else 2000
 BATCH = 250  # admission looks at all that run: a large batch takes more than many steps
 PLAIN = SpecConfig(speculative_algorithm="none")
 

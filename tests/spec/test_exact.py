@@ -37,7 +37,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 
 FAMILIES = ["deepseek", "deepseek, experts one by one", "sparse", "mimo", "mimo, windows", "oss, windows", "modules", "hybrid", "mamba2"]
-ASKED = prompts(5, longest=40)
+ASKED = prompts(5 if selection.ALL else 4, longest=40)
 
 
 def model_of(family: str, kernels: str) -> DecoderModel:

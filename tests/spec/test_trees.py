@@ -16,6 +16,7 @@ from mtpserve.layers.decoder import DecoderModel
 from mtpserve.spec.accept import path_to
 from mtpserve.spec.ngram import continued, predicted
 from mtpserve.spec.tree import Pool, choose, tree_of
+from tests.spec.diagonal import diagonal
 from tests.tiny import VOCAB, prompts, replace_passes, run, tiny_engine, tiny_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -47,10 +48,12 @@ def plain_texts(family: str) -> list[list[int]]:
     return run(tiny_engine(tiny_model(family), 0), ASKED, MIXED)
 
 
-@pytest.mark.parametrize("family", ["deepseek", "sparse", "mimo"])
-@pytest.mark.parametrize(("budget", "pages", "page_size"), [(64, 600, 4), (45, 52, 8), (90, 300, 3)])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_text_does_not_depend_on_the_tree(family: str, shape: SpecConfig, budget: int, pages: int, page_size: int) -> None:
+PLACES = {"room": (64, 600, 4), "few pages": (45, 52, 8), "odd pages": (90, 300, 3), "few odd pages": (45, 140, 3)}  # budget, pages, size
+
+
+@pytest.mark.parametrize(("shape", "family", "place"), diagonal(SHAPES, ["deepseek", "sparse", "mimo"], PLACES))
+def test_text_does_not_depend_on_the_tree(family: str, shape: SpecConfig, place: tuple[int, int, int]) -> None:
+    budget, pages, page_size = place
     engine = tiny_engine(tiny_model(family), shape, budget=budget, pages=pages, page_size=page_size)
     assert run(engine, ASKED, MIXED) == plain_texts(family)
     assert engine.stats.accepted_tokens_total > 0

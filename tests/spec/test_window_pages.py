@@ -15,14 +15,16 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
+from tests import selection
 from tests.runtime.recorders import Again, runner_of
+from tests.spec.diagonal import diagonal
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 WINDOW, PAGE, BUDGET = 10, 4, 14
-SHAPES: list[int | SpecConfig] = [0, 3, tree(3, 3, 9)]
+SHAPES: dict[str, int | SpecConfig] = {"tree": tree(3, 3, 9), "chain": 3, "plain": 0}
 ASKED = [*prompts(2), *prompts(3, seed=4, longest=90)]
-GREEDY = SamplingParams(max_tokens=24, temperature=0)
+GREEDY = SamplingParams(max_tokens=24 if selection.ALL else 16, temperature=0)
 
 
 @pytest.fixture(scope="module", params=["deepseek", "mimo"])
@@ -62,11 +64,14 @@ def poisoned(allocator: PageAllocator, pools: list[KVPool]) -> Callable[[int], l
     return given
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["plain", "chain", "tree"])
-@pytest.mark.parametrize(("window_pages", "overlap", "replayed"), [(200, 0, False), (60, 0, False), (60, 1, False), (60, 1, True)])
+POOLS = {"room": (200, 0, False), "few": (60, 0, False), "few, late": (60, 1, False), "few, late, replayed": (60, 1, True)}
+
+
+@pytest.mark.parametrize(("pool", "shape"), diagonal(POOLS, SHAPES))
 def test_texts_are_those_of_a_pool_without_end(
-    model: DecoderModel, wanted: list[list[int]], shape: int | SpecConfig, window_pages: int, overlap: int, replayed: bool
+    model: DecoderModel, wanted: list[list[int]], shape: int | SpecConfig, pool: tuple[int, int, bool]
 ) -> None:
+    window_pages, overlap, replayed = pool
     options: dict[str, Any] = {"recorder": Again(), "seats": 4} if replayed else {}
     assert run(engine_with(model, shape, window_pages, overlap=overlap, **options), ASKED, GREEDY) == wanted
 
@@ -87,14 +92,16 @@ def test_a_long_text_holds_a_bounded_number_of_pages(model: DecoderModel) -> Non
     assert tokens == run(tiny_engine(model, 0), [prompt[:80]], SamplingParams(max_tokens=70, temperature=0))[0]
 
 
-@pytest.mark.parametrize("length", [23, 24, 25, 41])
-@pytest.mark.parametrize("shape", SHAPES, ids=["plain", "chain", "tree"])
-@pytest.mark.parametrize(("seats", "overlap"), [(4, 0), (2, 0), (4, 1)])
-def test_requests_with_one_prompt(model: DecoderModel, shape: int | SpecConfig, length: int, seats: int, overlap: int) -> None:
+SEATS = {"4": (4, 0), "4, late": (4, 1), "2": (2, 0)}
+
+
+@pytest.mark.parametrize(("length", "shape", "places"), diagonal({str(length): length for length in (23, 24, 25, 41)}, SHAPES, SEATS))
+def test_requests_with_one_prompt(model: DecoderModel, shape: int | SpecConfig, length: int, places: tuple[int, int]) -> None:
     """They share pages where the windows still have them, and compute the prompt again where not."""
     prompt = (prompts(1, seed=2)[0] * 30)[:length]
     params = [SamplingParams(max_tokens=12, temperature=0.7 * (i > 0), seed=i) for i in range(4)]
     wanted = [run(tiny_engine(model, shape), [prompt], each)[0] for each in params]
+    seats, overlap = places
     shared, engine = 0, engine_with(model, shape, 80, seats=seats, overlap=overlap)
     tokens: list[list[int]] = [[] for _ in params]
     for i, each in enumerate(params):
