@@ -1,10 +1,14 @@
-"""Which engine gets a request: the one that has computed its beginning, as far as that is still there."""
+"""Which engine gets a request: the one that has computed its beginning, as far as that is still there; and what is left of those that die."""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from mtpserve.core.errors import ShuttingDown
 from mtpserve.core.request import TokenEvent, TokenLogprob
+from mtpserve.engine import replicas
 from mtpserve.engine.replicas import BLOCK, Affinity, Progress
 from tests.engine.test_replicas import Bench, asked, impatient, run, settle
 
@@ -63,3 +67,18 @@ def test_counters_outlive_several_deaths_and_gauges_none() -> None:
             assert (stats.generation_tokens_total, stats.running) == ({2: 5, 3: 8}[death], 0)
 
     run(work, count=1, restarts=2)
+
+
+def test_who_waits_for_an_engine_hears_of_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "PAUSES", (60.0,))
+
+    async def work(bench: Bench) -> None:
+        bench.now(0).die()
+        await settle(lambda: bench.replicas.engines[0].state == "starting")
+        waiting = asyncio.create_task(bench.ask(asked()))
+        await asyncio.sleep(0)
+        await bench.replicas.stop()
+        with pytest.raises(ShuttingDown):
+            await waiting
+
+    run(work, count=1, restarts=1)

@@ -380,3 +380,10 @@ asyncio.run(main())
     while alive(child):
         assert time.monotonic() < end, "the engine outlived its parent"
         time.sleep(0.02)
+
+
+def test_torchs_caches_are_bounded_before_it_is_imported() -> None:
+    """Without the bound a load that varies makes the process grow by hundreds of megabytes."""
+    told = "import os; from mtpserve.engine.process import CPU_CACHES, begin; begin(); print(all(os.environ[name] == '48' for name in CPU_CACHES))"
+    plain = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    assert subprocess.run([sys.executable, "-c", told], env=plain, capture_output=True, text=True, check=True).stdout == "True\n"

@@ -19,7 +19,7 @@ from mtpserve.runtime.rules import LogitRules
 from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec import accept as module
-from mtpserve.spec.streams import DRAFT
+from mtpserve.spec.streams import DRAFT, DRAW
 
 ROUNDS, VOCAB, LENGTH = 32_000, 32, 11
 CPU = torch.device("cpu")
@@ -290,3 +290,14 @@ def test_what_pads_fewer_drafts_is_not_accepted() -> None:
     count = torch.arange(8) % 4
     verdict = accept(logits, batch_of(logits[:, :3].argmax(-1), 5, 0.0, count=count))
     assert torch.equal(verdict.accepted, count)
+
+
+def test_a_coupled_draft_is_accepted_where_the_target_draws_it() -> None:
+    """Drafts that were drawn with the noise of their own places, each another one."""
+    p, rounds = distribution(4, seed=6), 300
+    sampler, each = batch_of(torch.zeros(rounds, 3, dtype=torch.int64), VOCAB, 1.0).sampler, torch.arange(rounds)
+    drafts = torch.stack([sampler.choose(p[i].expand(rounds, VOCAB), each, torch.full_like(each, LENGTH + i), DRAW) for i in range(3)], 1)
+    batch = batch_of(drafts, VOCAB, 1.0)
+    assert isinstance(batch.sampler, BatchSampler)
+    batch.sampler.asked = replace(batch.sampler.asked, all_coupled=True)
+    assert (accept(p.log().expand(rounds, 4, VOCAB), batch).accepted == 3).all()
