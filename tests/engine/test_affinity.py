@@ -1,4 +1,4 @@
-"""Which engine gets a request: the one that has computed its beginning, as far as that is still there; and what is left of those that die."""
+"""Which engine gets a request: the one that has computed its beginning, as far as that is there. And what is left of those that die."""
 
 from __future__ import annotations
 

@@ -290,3 +290,15 @@ def test_the_longest_prefix_is_served_first() -> None:
         seq.rank = (0, arrival)
         line.add(seq)
     assert ids(list(line.order(lambda seq: matched[seq.id]))) == ["b", "c", "a"]
+
+
+def test_tokens_behind_a_stop_fill_no_page_that_others_find() -> None:
+    scheduler, seq = make(), request("a", 4)
+    seq.root = b"root"
+    scheduler.add(seq)
+    run(scheduler, scheduler.plan(3))
+    planned = scheduler.plan(3)
+    assert rows(planned) == [("a", 4, 1, 3)]
+    (outcome,) = scheduler.commit(planned, StepResult([SpanResult([1, EOS, 1, 1], 3, 0)]))
+    assert outcome.tokens == [1, EOS] and seq.labelled == len(seq.keys) == 1
+    scheduler.check_integrity()

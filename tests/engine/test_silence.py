@@ -13,8 +13,8 @@ LIMIT = 8.0  # seconds: a look each second
 
 
 def looks(monkeypatch: pytest.MonkeyPatch, slept: int | None, beats: int = 0) -> int:
-    """How often is looked until the process counts as hung. `slept`: the look before which the machine has slept for an hour; `beats`: looks
-    at which the process has got on."""
+    """How often is looked until the process counts as hung. `slept`: the look before which the machine has slept for an hour; `beats`:
+    looks at which the process has got on."""
     now, looked = 0.0, 0
 
     async def sleep(seconds: float) -> None:

@@ -376,3 +376,10 @@ def test_pieces_come_as_early_as_they_can() -> None:
 def test_a_value_of_no_type_that_the_schema_has_is_a_string() -> None:
     text = "<tool_call>save\n<arg_key>limit</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>"
     assert parse([text], "glm45").calls == [("save", '{"limit": "[1]"}')]
+
+
+def test_an_end_tag_inside_a_value_is_a_part_of_it() -> None:
+    glm = "<tool_call>save\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\nb</arg_value>\n</tool_call>"
+    coder = "<tool_call>\n<function=save>\n<parameter=text>\na</parameter> b\n</parameter>\n</function>\n</tool_call>"
+    assert parse([glm], "glm45").calls == [("save", '{"text": "a</arg_value>\\nb"}')]
+    assert parse([coder], "qwen3_coder").calls == [("save", '{"text": "a</parameter> b"}')]

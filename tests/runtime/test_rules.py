@@ -1,0 +1,80 @@
+"""What a request does to logits, rule by rule, against numbers that are written down here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, inf
+
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import Admission
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.runtime.admissions import seat
+from mtpserve.runtime.records import Record
+from mtpserve.runtime.rules import BatchRules, LogitRules, biases
+from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.seats import SeatTensors
+
+VOCAB, EOS, SEATS, CPU = 6, 5, 2, torch.device("cpu")
+
+
+def record(number: int, tokens: list[int], prompt: int, words: list[list[int]] | None = None, **params: Any) -> Record:
+    sampling = SamplingParams(**params, bad_words=("x",) * bool(words))
+    return Record(Admission(number, f"r{number}", tokens, prompt, 0, 99, 0, sampling, words or []))
+
+
+class Rows:
+    """The rules of some requests, as a step has them."""
+
+    def __init__(self, *records: Record) -> None:
+        self.seats = SeatTensors(SEATS, 16, DraftSizes(), VOCAB, 16, CPU, (EOS,))
+        self.rules = LogitRules(self.seats, SEATS + 1, VOCAB, (EOS,), (), CPU)
+        self.sampling = SeatSampling(SEATS, self.rules, CPU)
+        self.admit(*records)
+
+    def admit(self, *records: Record) -> None:
+        seat(records, [], self.seats, self.sampling)
+        groups = self.rules.groups(records)
+        assert groups is not None
+        self.batch = BatchRules(self.rules, records, groups, [torch.tensor(each) for each in groups.lists])
+
+    def of(self, number: int, *path: int, logits: list[float] | None = None) -> list[float]:
+        """The logits of the row after so many drafts."""
+        given = torch.tensor([logits or [0.0] * VOCAB])
+        drafts = torch.tensor([[*path, *[0] * (4 - len(path))]])
+        found: Tensor = self.batch.apply(given, torch.tensor([number]), drafts, torch.tensor([len(path)]))
+        return found[0].tolist()
+
+
+def test_a_text_has_its_least_number_of_tokens_before_it_ends() -> None:
+    rows = Rows(record(0, [1, 2, 3], prompt=2, min_tokens=3))
+    assert [rows.of(0, *path)[EOS] for path in ([], [4], [4, 4])] == [-inf, -inf, 0.0]
+
+
+def test_a_bad_word_is_one_of_the_output_and_of_its_own_request() -> None:
+    begun, ended, other = record(0, [1, 3], 1, [[3, 4]], max_tokens=9), record(1, [1, 3], 2, [[3, 4]]), record(1, [1, 3], 1)
+    rows = Rows(begun, ended)
+    assert rows.of(0)[4] == -inf and rows.of(1)[4] == 0.0, "what the prompt ends with is not written"
+    assert rows.of(1, 3)[4] == -inf and rows.of(1, 3, 2)[4] == 0.0
+    assert Rows(begun, other).of(1)[4] == 0.0
+
+
+def test_penalties() -> None:
+    logits = [-2.0, 2.0, -2.0, 2.0, 2.0, 0.0]
+    repetition = Rows(record(0, [0, 1, 2], prompt=2, repetition_penalty=2.0)).of(0, 3, logits=logits)
+    assert repetition == [-4.0, 1.0, -4.0, 1.0, 2.0, 0.0], "of prompt, output and path"
+    both = Rows(record(0, [0, 2, 2], prompt=1, frequency_penalty=0.5, presence_penalty=1.0)).of(0, 2, 3)
+    assert both == [0.0, 0.0, -2.5, -1.5, 0.0, 0.0], "of output and path"
+
+
+def test_a_seat_s_next_request_is_not_penalised_for_the_last_one() -> None:
+    rows = Rows(record(0, [0, 2, 2], prompt=1, frequency_penalty=0.5, repetition_penalty=2.0))
+    rows.admit(record(0, [1, 3], prompt=1, frequency_penalty=0.5, repetition_penalty=2.0))
+    assert rows.of(0, logits=[1.0] * VOCAB) == [1.0, 0.5, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_bias_allows_nothing_that_is_not_allowed() -> None:
+    one = record(0, [1], 1, allowed_token_ids=(1, 2), logit_bias={1: 2.0, 3: 5.0})
+    assert biases(one) == {1: 2.0, 2: 0.0, 3: -inf}
+    assert Rows(one).of(0) == [-inf, 2.0, 0.0, -inf, -inf, -inf]
