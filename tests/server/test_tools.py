@@ -86,10 +86,10 @@ def test_auto_whole_and_streamed(
     days = {"city": {"type": "string"}, "days": {"type": "integer"}}
     tools.append({"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": days}}})
     server = Server(tokenizer, text, tools=format, step=step)
-    whole = server.choice(tools=tools)
-    message = whole["message"]
+    message = (whole := server.choice(tools=tools))["message"]
     assert message["content"] == (content or None) and whole["finish_reason"] == ("tool_calls" if calls else "stop")
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in (found := message.get("tool_calls", []))] == calls
+    found = message.get("tool_calls", [])
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in found] == calls
     assert len({call["id"] for call in found}) == len(calls) and all(call["type"] == "function" for call in found)
     parts = streamed(server.post(tools=tools, stream=True))
     assert parts["content"] == content and parts["finish_reason"] == whole["finish_reason"]
