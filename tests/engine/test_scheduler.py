@@ -7,12 +7,13 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from mtpserve.cache.groups import PageGroups
-from mtpserve.core.plan import NOT_FINITE, Admission, SpanResult, StepResult
-from mtpserve.core.request import Finish
+from mtpserve.core.plan import NOT_FINITE, Admission, SpanPlan, SpanResult, StepResult
+from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
 from mtpserve.engine.line import UNLIMITED, Line, ServiceOrder
 from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
+from mtpserve.engine.spans import deferred
 from mtpserve.engine.stopping import until_stop
 
 EOS = 9
@@ -302,3 +303,42 @@ def test_tokens_behind_a_stop_fill_no_page_that_others_find() -> None:
     (outcome,) = scheduler.commit(planned, StepResult([SpanResult([1, EOS, 1, 1], 3, 0)]))
     assert outcome.tokens == [1, EOS] and seq.labelled == len(seq.keys) == 1
     scheduler.check_integrity()
+
+
+def test_a_request_s_stop_tokens_count_where_the_end_of_text_does_not() -> None:
+    seq = request("a", 2, ignore_eos=True, stop_token_ids=(7,))
+    assert until_stop(seq, [1, EOS, 7, 2], (EOS,)) == ([1, EOS, 7], Finish.STOP)
+
+
+SCORE = TokenLogprob(-1.0, 1, [])
+
+
+def test_scores_behind_a_stop_are_dropped_with_their_tokens() -> None:
+    scheduler = make()
+    scheduler.add(request("a", 4))
+    run(scheduler, scheduler.plan(3))
+    (outcome,) = scheduler.commit(scheduler.plan(3), StepResult([SpanResult([1, EOS, 1, 1], 3, 0, logprobs=[SCORE] * 4)]))
+    assert outcome.tokens == [1, EOS] and outcome.logprobs == [SCORE] * 2
+
+
+def test_scores_of_a_prompt_are_told_once_though_it_is_computed_again() -> None:
+    scheduler = make(budget=4)
+    scheduler.add(request("a", 8, prompt_logprobs=0))
+    told = []
+    for _ in range(3):
+        planned = scheduler.plan(3)
+        scored = [SCORE] * min(4, 7 - planned.plan.spans[0].start)
+        result = SpanResult([1] if planned.plan.spans[0].samples else [], 0, 0, prompt_logprobs=scored)
+        told.append([len(outcome.prompt_logprobs or ()) for outcome in scheduler.commit(planned, StepResult([result]))])
+        if len(told) == 1:
+            scheduler._preempt_last()
+    assert told == [[4], [], [3]]
+
+
+def test_beside_prompts_only_those_rows_wait_whose_earlier_ones_do() -> None:
+    """What a request with no row that waits has in such a step is absorbed with it: nobody keeps it."""
+    seq, span, waits = request("a", 4), SpanPlan(0, 4, 1, 0, True, True, None), []
+    for beside in (True, False, True, True, True, True):
+        ((_, told),) = deferred([(seq, span)], want=0, most=3, beside=beside)
+        waits.append((told.deferred, told.late, seq.deferred))
+    assert waits == [(False, 0, 0), (True, 0, 1), (True, 0, 2), (True, 0, 3), (False, 3, 0), (False, 0, 0)]

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
+from mtpserve.core.request import Finish, Proposal, TokenEvent
+from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.openai.body import ChatRequest, CompletionRequest
+from mtpserve.server.openai.logprobs import Offsets
+from mtpserve.server.service import StepOutput, StepReader
 from mtpserve.server.unsupported import same
+from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import spellings
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
+from tests.text import tiny
 
 
 def test_of_two_limits_of_a_chat_the_newer_name_counts() -> None:
@@ -54,3 +62,22 @@ def test_the_log_says_why_a_request_was_refused_and_not_what_it_said(http: httpx
         assert asyncio.run(http.post("/v1/completions", json={"prompt": "a secret", "temperature": 1234.5})).status_code == 400
     (line,) = [record.getMessage() for record in caplog.records if "/v1/completions" in record.getMessage()]
     assert "temperature must be" in line and "1234" not in line and "secret" not in line
+
+
+def test_drafts_behind_what_completed_a_stop_string_are_not_kept() -> None:
+    step = StepOutput("a", [1], proposal=Proposal([1, 2, 3], [0, 1, 2], ["mtp"] * 3, [1, 2, 3]), accepted=3)
+    assert step.kept == [1]
+
+
+def test_what_was_held_back_comes_where_the_limit_ends_a_text(tokenizer: Tokenizer) -> None:
+    clock: Any = SimpleNamespace(tokens=lambda *_: None, verified=lambda *_: None)
+    reader = StepReader(Detokenizer(tokenizer.fast, SamplingParams(stop=("ab!",))), clock)
+    steps = reader.read([TokenEvent("a", tokenizer.encode("x ab", special=False), finish=Finish.LENGTH)])
+    assert [step.text for step in steps] == ["x ab"] and reader.finish is Finish.LENGTH
+
+
+def test_a_special_token_of_the_clients_prompt_has_its_place_in_the_echo(tokenizer: Tokenizer) -> None:
+    letter = tokenizer.encode("a", special=False)
+    assert len(letter) == 1
+    assert Offsets(tokenizer, tiny.EOS + "a", True).take([tiny.EOS_ID, *letter]) == [0, len(tiny.EOS)]
+    assert Offsets(tokenizer, "a", True).take([tiny.EOS_ID, *letter]) == [0, 0]
