@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 
-from mtpserve.core.batch import Drafts, Source
+from mtpserve.core.batch import Drafts, Source, Want
 from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.spec.chain import ChainDrafter
 from mtpserve.spec.combined import merge
 from mtpserve.spec.ngram import continued, predicted
 
@@ -41,3 +45,14 @@ def test_a_forced_token_is_the_grammars_though_the_model_proposed_it_too() -> No
     for source, sources in ((Source.GRAMMAR, [Source.GRAMMAR, Source.GRAMMAR]), (Source.PREDICTION, [Source.MODEL, Source.PREDICTION])):
         drafts = merge(base, 1, [(torch.tensor([[4, 5]]), torch.tensor([2]), source)], SIZES)
         assert drafts.tokens[0, :2].tolist() == [4, 5] and drafts.sources is not None and drafts.sources[0, :2].tolist() == sources
+
+
+def test_a_model_s_chain_is_no_longer_than_it_made_it_where_free_drafts_may_be_deeper() -> None:
+    nothing: Any = SimpleNamespace()
+    passes: Any = SimpleNamespace(
+        model=SimpleNamespace(features=None, lag=1),
+        joined=lambda batch, hidden, verdict: hidden,
+        draft_chain=lambda passes, batch, hidden, verdict, steps: (torch.ones(2, steps, dtype=torch.int64), None),
+    )
+    drafts = ChainDrafter(passes, SIZES).draft(nothing, nothing, nothing, Want(torch.tensor([3, 0]), 3, None))
+    assert drafts is not None and drafts.tokens.shape == (2, 1) and drafts.count.tolist() == [1, 0]
