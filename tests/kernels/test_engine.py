@@ -134,7 +134,7 @@ def test_float8_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: b
     for backend, quantization, spec in (("reference", "none", SpecConfig(speculative_algorithm="none")), ("triton", "fp8", CHAIN)):
         model = ModelConfig(model=str(tmp_path), dtype="float32", attention_backend=backend, quantization=quantization, context_length=40)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=256), spec=spec), poison=True)
-        texts.append(run(engine, [[4, 11, 7], [20]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)))
+        texts.append(run(engine, [[4, 11, 7]], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)))
     assert kept == [False, True]
     assert texts[0] == texts[1] and engine.stats.draft_tokens_total > 0
 
@@ -157,14 +157,14 @@ def test_weights_with_scales_by_row(tmp_path: Path, layout: str) -> None:
         model = ModelConfig(model=directory, dtype="float32", attention_backend=backend, quantization=quantization, context_length=90)
         engine = build_engine(EngineConfig(model=model, cache=CacheConfig(max_total_tokens=512), spec=spec), poison=True)
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)  # with 2 no draft would be verified
-        texts.append(run(engine, [[4, 11, 7], [i % 24 for i in range(longest)]], params))
+        texts.append(run(engine, [[i % 24 for i in range(longest)]], params))
     assert texts[0] == texts[1] and engine.stats.draft_tokens_total > 0
 
 
 @pytest.mark.parametrize("family", ["deepseek", "mimo"])
 def test_float8_cache(family: str, device: torch.device) -> None:
     """Against itself without drafts: devices and the interpreter round to float8 each in its own way."""
-    model, asked, greedy = tiny_model(family, kernels="triton"), prompts(2, longest=6), SamplingParams(max_tokens=3, temperature=0)
+    model, asked, greedy = tiny_model(family, kernels="triton"), prompts(1, longest=6), SamplingParams(max_tokens=3, temperature=0)
     texts = [
         run(tiny_engine(model, shape, page_size=16, backend="triton", stored=torch.float8_e4m3fn, device=device), asked, greedy)
         for shape in (0, CHAIN, TREE)
