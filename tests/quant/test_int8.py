@@ -14,10 +14,11 @@ from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.planning import plan
+from mtpserve.engine.storage import int8_of
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.linear import Linear
 from mtpserve.quant.int8 import Int8
-from tests.tiny import run
+from tests.tiny import run, tiny_arch
 
 ASKED, GREEDY = [[40, 41, 300], [270], [7, 8, 9, 10]], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 
@@ -100,3 +101,12 @@ def test_without_the_kernels_it_is_refused(options: dict[str, str]) -> None:
     name = "quantization" if "quantization" in options else "speculative-draft-model-quantization"
     with pytest.raises(ConfigError, match=f"--{name} int8: only the kernels of a CPU multiply int8, and what computes here is torch"):
         plan(config(backend="reference", **options))
+
+
+def test_a_trunk_in_int8_has_a_draft_model_in_int8_however_small() -> None:
+    small, found = tiny_arch("mimo"), {}
+    for weights in ("int8", "auto"):
+        for draft in ("auto", "int8", "none"):
+            found[weights, draft] = int8_of(config(weights, draft), small, torch.float32, "cpu")
+    assert found["int8", "auto"] == found["int8", "int8"] == (True, True) and found["int8", "none"] == (True, False)
+    assert found["auto", "auto"] == found["auto", "none"] == (False, False) and found["auto", "int8"] == (False, True)

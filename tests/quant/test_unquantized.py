@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtpserve.layers.linear import Linear
+from mtpserve.layers.onednn import packs
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.unquantized import Unquantized
 
@@ -70,3 +71,12 @@ def test_on_a_gpu_the_sums_are_not_rounded(dtype: torch.dtype) -> None:
     layer, x = linear_of("cuda", dtype)
     exact = x.double() @ layer.weight.double().T
     torch.testing.assert_close(layer(x, torch.float32).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_onednn_packs_bfloat16_where_it_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere it raises for the layout."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    for supported in (False, True):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported)
+        assert [packs(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)] == [True, supported, False]
