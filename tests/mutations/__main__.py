@@ -24,7 +24,7 @@ from typing import Literal
 from tests.mutations.catalogue import Mutation, MutationError, mutations
 from tests.mutations.copies import Copy, Run
 
-LIMIT_S, WHOLE_S = 300.0, 4 * 3600.0  # a run that takes longer hangs
+LIMIT_S, WHOLE_S = 600.0, 4 * 3600.0  # a run that takes longer hangs
 WHOLE = ("tests", "--ignore=tests/mutations")
 
 Outcome = Literal["killed", "survived", "error"]
