@@ -68,9 +68,10 @@ class Trial:
         original = (copy.folder / mutation.file).read_text(encoding="utf-8")
         copy.write(mutation.file, mutation.applied(original))
         try:
-            run = copy.run(mutation.tests, LIMIT_S)
+            compiles = mutation.file.endswith((".cpp", ".h"))
+            run = copy.run(mutation.tests, LIMIT_S, compiles)
             if run.passed and self._whole:
-                run = copy.run(WHOLE, WHOLE_S)
+                run = copy.run(WHOLE, WHOLE_S, compiles)
         finally:
             copy.write(mutation.file, original)
         outcome: Outcome = "survived" if run.passed else "killed"

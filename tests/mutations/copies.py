@@ -69,9 +69,10 @@ class Copy:
         changed = path.stat().st_mtime + self._writes
         os.utime(path, (changed, changed))
 
-    def run(self, tests: Sequence[str], limit: float) -> Run:
+    def run(self, tests: Sequence[str], limit: float, compiles: bool = False) -> Run:
+        """`compiles`: kernels from changed sources, which are kept in the copy and not in the user's cache."""
         receiver, sender = FORKS.Pipe(duplex=False)
-        process = FORKS.Process(target=run_pytest, args=(self.folder, tests, self._every_test, sender))
+        process = FORKS.Process(target=run_pytest, args=(self.folder, tests, self._every_test, compiles, sender))
         started = time.monotonic()
         process.start()
         sender.close()
@@ -86,13 +87,15 @@ class Copy:
         return Run(code == pytest.ExitCode.OK, time.monotonic() - started, failed, reason)
 
 
-def run_pytest(folder: Path, tests: Sequence[str], every_test: bool, sender: Connection) -> None:
+def run_pytest(folder: Path, tests: Sequence[str], every_test: bool, compiles: bool, sender: Connection) -> None:
     """In a process that was forked for it. The copy's packages come first on the path, in the subprocesses of tests, too."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody else would end it
     os.chdir(folder)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder / "kernels")])
+    if compiles:
+        os.environ["XDG_CACHE_HOME"] = str(folder / ".cache")
     os.environ[SELECTION] = "1" if every_test else "0"
     sys.path[:] = [str(folder), *(path for path in sys.path if path and Path(path) != ROOT)]
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
