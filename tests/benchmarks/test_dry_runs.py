@@ -21,6 +21,7 @@ def test_depths_that_are_chosen_side_by_side(tmp_path: Path) -> None:
     assert 0 < row["least"] <= row["most"] and row["against_plain"] > 0 and row["accept_length"] > 1.3 and sum(row["depths"]) > 10
 
 
+@pytest.mark.thorough
 def test_traces_of_depths(tmp_path: Path) -> None:
     command = ["depth_traces.py", "--model", "demo", "--requests", "2", "--turns", "1", "--turn-seconds", "0.05"]
     output([*command, "--out", str(tmp_path / "out.json")])
@@ -59,6 +60,7 @@ def test_gpus_on_paper(tmp_path: Path) -> None:
         assert 1 < row["step_over_plain"] < 2 and row["speed_up"] < row["acceptance_length"]
 
 
+@pytest.mark.thorough
 def test_pages_travel_by_each_way_that_is_there(tmp_path: Path) -> None:
     output(["handover.py", "--pages", "9", "--kib", "4", "--rounds", "2", "--json", str(tmp_path / "out.json")])
     numbers = json.loads((tmp_path / "out.json").read_text())["numbers"]

@@ -52,6 +52,7 @@ def held_by(config: EngineConfig, request: Request) -> int:
         gc.unfreeze()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("spec", [SpecConfig(speculative_algorithm="none"), CHAIN, TREE], ids=["plain", "chain", "tree"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [2048, 40000])

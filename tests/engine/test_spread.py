@@ -149,7 +149,8 @@ def test_engines_of_several_ranks_outlive_the_death_of_one(tmp_path: Path) -> No
     serve(config, tmp_path, work)
 
 
-@pytest.mark.parametrize("devices", [pytest.param("--tp-size 4 --dp 4 --ep 4", marks=pytest.mark.thorough), "--tp-size 4 --dp-size 2"])
+@pytest.mark.thorough  # two engines that share experts are above, ranks in test_ranks.py
+@pytest.mark.parametrize("devices", ["--tp-size 4 --dp 4 --ep 4", "--tp-size 4 --dp-size 2"])
 def test_the_sources_commands(tmp_path: Path, devices: str) -> None:
     """SGLang's for eight GPUs, of which each, or four, are an engine; with half as many, and a small model of random weights, which are the
     same in parts as in one engine."""

@@ -26,9 +26,8 @@ def test_logits_are_transformers(tmp_path: Path) -> None:
     compare(glm_dsa(tmp_path, **few), 4, "triton", FEW if selection.ALL else FEW[1:])
 
 
-@pytest.mark.parametrize(  # the logits above have chains of drafts
-    "shape", [pytest.param(CHAIN, id="chain", marks=pytest.mark.thorough), pytest.param(TREE, id="tree")]
-)
+@pytest.mark.thorough  # the logits above have drafts, and tests/spec/test_identity.py has both shapes in plain torch
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_tokens_are_those_of_plain_torch(shape: SpecConfig, device: torch.device) -> None:
     """Replayed steps, padding rows and all. One layer, the second is the MTP layer."""
     asked, greedy = [prompts(1, longest=4)[0], list(range(14))], SamplingParams(max_tokens=3, temperature=0)

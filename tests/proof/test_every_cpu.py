@@ -34,7 +34,7 @@ def run(command: list[str], environment: dict[str, str]) -> subprocess.Completed
         # An empty PATH does not matter to the others, either, and defaults are proved in test_proof.py.
         pytest.param("auto", {"PATH": NOTHING}, "1", id="defaults, empty PATH", marks=pytest.mark.thorough),
         pytest.param("bfloat16", OLD | {"PATH": NOTHING}, "3", id="bfloat16 without its units, tree"),
-        pytest.param("float32", OLDEST, "3", id="float32 on an old CPU, tree"),
+        pytest.param("float32", OLDEST, "3", id="float32 on an old CPU, tree", marks=pytest.mark.thorough),
     ],
 )
 def test_the_proof_holds(tmp_path: Path, dtype: str, environment: dict[str, str], topk: str) -> None:

@@ -119,6 +119,7 @@ def real(*options: str) -> AbstractContextManager[tuple[subprocess.Popen[str], s
 
 
 @linux
+@pytest.mark.thorough  # an engine that hangs is below, a rank that dies in tests/engine/test_ranks.py
 def test_a_hung_rank_is_noticed_as_the_engine_is() -> None:
     """Rank 0 waits for it in the middle of a layer, and would for ten minutes."""
 
