@@ -27,7 +27,7 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno
 
 
 def emulated_sets() -> dict[str, build.InstructionSet]:
-    # The headers are a part of what is compiled, so of its name. At -O3 gcc takes minutes for the masks of SIMDe, at -O1 three times as long
+    # The headers are a part of what is compiled, so of its name. At -O3 gcc takes minutes for the masks of SIMDe, at -O1 thrice as long
     # as at -Og.
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(HEADERS.glob("*.h")))).hexdigest()[:16]
     common = ("-Og", "-mfma", f"-DEMULATED={digest}", "-I", str(HEADERS), "-include")
