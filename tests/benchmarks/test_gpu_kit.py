@@ -148,6 +148,7 @@ def test_predicted_launches_are_those_of_a_step(
     assert cell["prediction"]["launches"] == pytest.approx(two + 34 * (three - two), rel=0.1), (drafts, two, three)
 
 
+@pytest.mark.thorough
 def test_predicted_bytes_are_no_less_than_a_step_reads(model: tuple[str, list[dict[str, Any]]]) -> None:
     stdout, cells = model
     for cell in cells:

@@ -96,7 +96,7 @@ def launches(spec: SpecConfig, layers: int, monkeypatch: pytest.MonkeyPatch, fam
 @pytest.mark.parametrize(
     ("spec", "most"),
     # Outside the trunk's layers: the batch, logits, acceptance, seats; with drafts the MTP layer's passes (three with its layer in each).
-    [(PLAIN, 9), (CHAIN, 67), (TREE, 213)],
+    [(PLAIN, 9), (CHAIN, 67), pytest.param(TREE, 213, marks=pytest.mark.thorough)],
     ids=["plain", "chain", "tree"],
 )
 def test_a_step_launches_no_more_than_it_did(spec: SpecConfig, most: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_a_body_is_as_long_as_the_option_says(serving: Serving) -> None:
     assert send(http, "POST", COMPLETIONS, json=HELLO).status_code == 200
 
 
-@pytest.mark.parametrize("route", [COMPLETIONS, "/generate"])
+@pytest.mark.parametrize("route", [COMPLETIONS, pytest.param("/generate", marks=pytest.mark.thorough)])
 def test_patience_ends(serving: Serving, client: FakeClient, route: str) -> None:
     client.pause = 0.05
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 4000}

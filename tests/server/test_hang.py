@@ -28,7 +28,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="what other processes
 REASON = "the engine process gave no sign of life for 1 s (--engine-timeout)"
 
 
-@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_stopped_engine_is_503_and_its_stacks_are_logged(checkpoint: Path, busy: bool) -> None:
     async def work(http: httpx.AsyncClient) -> None:
         streams = await opened(http) if busy else []

@@ -48,7 +48,7 @@ def text(response: httpx.Response) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_forty_of_forty_requests_end_well_when_an_engine_is_killed(checkpoint: Path, count: int) -> None:
     async def work(http: httpx.AsyncClient) -> None:
         whole = text(await http.post("/v1/completions", json=SPOKEN))

@@ -65,7 +65,7 @@ def test_one_socket_listens_and_on_loopback_alone(server: Server) -> None:
 UNFINISHED = [b"", b"\r\n", b"POST /generate HTTP/1.1\r\nHost: x\r\nX-A", HEAD % 100, HEAD % 100 + b'{"text": ']
 
 
-@pytest.mark.parametrize("trickled", [False, True])
+@pytest.mark.parametrize("trickled", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_requests_that_do_not_come_to_their_end_are_cut_off(checkpoint: Path, trickled: bool) -> None:
     """Whether nothing more comes, or a byte now and then."""
     with launched(checkpoint, "--read-timeout", "1") as server, contextlib.ExitStack() as stack:
