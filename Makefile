@@ -20,7 +20,7 @@ UV_PIP = uv pip install --python $(BIN)/python --index-strategy unsafe-best-matc
 # What is never imported is not compiled to bytecode, which takes as long as the rest.
 PIP = $(BIN)/pip install --disable-pip-version-check --no-compile
 # Bars are for terminals.
-pip = @quiet=; test -t 1 || quiet=--quiet; set -x; $(if $(UV),$(UV_PIP),$(PIP)) $$quiet --constraint $(VENV)/constraints.txt
+INSTALL = @quiet=; test -t 1 || quiet=--quiet; set -x; $(if $(UV),$(UV_PIP),$(PIP)) $$quiet --constraint $(VENV)/constraints.txt
 
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
@@ -54,18 +54,18 @@ $(BIN)/python:
 $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 	@# torch for a GPU brings the triton that it was built with; the pin is for the CPU build, which comes without.
 	@$(if $(GPU),grep -v '^triton==',cat) constraints.txt > $(VENV)/constraints.txt
-	$(pip) $(TORCH_SOURCE) --no-deps $(if $(UV),pip) setuptools torch
-	$(pip) --no-build-isolation --editable .
+	$(INSTALL) $(TORCH_SOURCE) --no-deps $(if $(UV),pip) setuptools torch
+	$(INSTALL) --no-build-isolation --editable .
 	@# Otherwise the first start compiles them. Without a compiler everything runs on plain torch.
 	@$(BIN)/python -m mtpserve_kernels.cpu.build || true
 	@touch $@
 
 $(EXTRAS:%=$(VENV)/.%): $(VENV)/.%: $(VENV)/.serve
-	$(pip) --no-build-isolation --editable '.[$*]'
+	$(INSTALL) --no-build-isolation --editable '.[$*]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(pip) --no-build-isolation --editable '.[dev]'
+	$(INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $(EXTRAS:%=$(VENV)/.%) $@
 
 serve: $(VENV)/.serve

@@ -31,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run all tests, not the selection of tests/selection.py")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all") and not selection.ALL:  # PYTEST_ADDOPTS, for example
+        raise pytest.UsageError("--all must stand on the command line; MTPSERVE_TEST_ALL=1 does the same")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if selection.ALL or any("[" in argument for argument in config.args):  # a case that is named runs
         return

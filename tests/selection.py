@@ -18,8 +18,7 @@ from itertools import combinations
 import pytest
 from hypothesis import HealthCheck, settings
 
-VARIABLE = "MTPSERVE_TEST_ALL"  # --all sets it: modules read it while they are imported, and processes that a test starts
-ALL = os.environ.get(VARIABLE) == "1"
+ALL = os.environ.get("MTPSERVE_TEST_ALL") == "1"  # set by tests/conftest.py: modules read it while they are imported
 FEWER_EXAMPLES = 8
 
 Case = tuple[tuple[str, int], ...]  # parameter and identity of its value
