@@ -17,7 +17,7 @@ from tests.server.test_end_to_end import Running, running
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running("--no-speculative-adaptive") as started:  # how deep it would draft otherwise depends on what else this machine does
+    with running() as started:
         yield started
 
 

@@ -3,6 +3,8 @@
 - It patches `triton.language` at each call of a device function: once in a launch is enough.
 - It reduces by a function of ours number by number: here neighbours are combined, half a block at once, as on a GPU.
 - It works out anew for each block what follows from its type and its shape: here that is kept.
+- It computes each sum and product of integers a second time in 64 bits, for an assertion that only its debug mode makes.
+- It looks for the common type and shape of two operands also where both have the same ones, as most have.
 
 Where a release of Triton has other names inside, its interpreter stays as it is.
 """
@@ -10,14 +12,15 @@ Where a release of Triton has other names inside, its interpreter stays as it is
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
-NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "ReduceOps")
+NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "ReduceOps", "interpreter_builder", "interpreter_semantic")
 
 
 class Patches:
@@ -105,6 +108,46 @@ def block_type(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any
     return new
 
 
+def equal(of: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda self, other: self is other or of(self, other)
+
+
+def common_type(of: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """In the place of TritonSemantic.binary_op_type_checking_impl."""
+    known = dict[Any, tuple[Any, Any]]()  # of a type and a number: the types that both become
+
+    @wraps(of)
+    def operands(self: Any, lhs: Any, rhs: Any, *flags: bool, **options: bool) -> tuple[Any, Any]:
+        if type(lhs) is not core.tensor or type(rhs) not in (core.tensor, bool, int, float) or options:
+            return of(self, lhs, rhs, *flags, **options)
+        if type(rhs) is core.tensor:
+            is_division = len(flags) > 3  # converts 16-bit numbers
+            same = not is_division and lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr()
+            return (lhs, rhs) if same else of(self, lhs, rhs, *flags)
+        key = lhs.dtype.name, type(rhs), rhs, flags
+        if (types := known.get(key)) is None:
+            both = of(self, lhs, rhs, *flags)
+            known[key] = both[0].dtype, both[1].dtype
+            return both
+        left = lhs if lhs.dtype.name == types[0].name else self.cast(lhs, types[0])
+        return tuple(self.broadcast_impl_value(left, self.scalar_constant(rhs, types[1])))
+
+    return operands
+
+
+def common_shape(of: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """In the place of TritonSemantic.broadcast_impl_value."""
+
+    @wraps(of)
+    def operands(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        # A number has a shape of (1,) in the interpreter, as a block of one has.
+        if lhs.handle.data.shape == rhs.handle.data.shape and lhs.type.is_block() == rhs.type.is_block():
+            return lhs, rhs
+        return of(self, lhs, rhs)
+
+    return operands
+
+
 def quicken() -> None:
     if any(not hasattr(interpreter, name) for name in NEEDED) or isinstance(interpreter._patch_lang, Patches):
         return
@@ -113,3 +156,8 @@ def quicken() -> None:
     interpreter.ReduceOps.generic_reduce = reduce
     core.tensor.__init__ = tensor(core.tensor.__init__)
     core.block_type.__init__ = block_type(core.block_type.__init__)
+    core.dtype.__eq__ = equal(core.dtype.__eq__)
+    semantic.TritonSemantic.binary_op_type_checking_impl = common_type(semantic.TritonSemantic.binary_op_type_checking_impl)
+    semantic.TritonSemantic.broadcast_impl_value = common_shape(semantic.TritonSemantic.broadcast_impl_value)
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.sanitize_overflow and options.debug)

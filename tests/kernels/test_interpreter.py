@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 from tests.kernels import interpreter
 
@@ -47,6 +52,40 @@ def test_reductions_by_any_function(device: torch.device, m: int, n: int, axis: 
     reduce_kernel[(1,)](x.to(device), *found, anywhere, axis, m, n)
     assert [part.tolist() for part in found] == [first, [top for top, _ in best], [-place for _, place in best]]
     assert anywhere.item() == next((number for number in x.flatten().tolist() if number), 0)
+
+
+def tensors() -> list[tl.tensor]:
+    """A number, two blocks and a pointer of each of some types."""
+    made = []
+    for kind in (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5):
+        numbers = triton.runtime.interpreter._get_np_dtype(kind)
+        made += [tl.tensor(TensorHandle(np.ones(1, numbers), kind), kind)]
+        made += [tl.tensor(TensorHandle(np.ones(shape, numbers), kind), tl.block_type(kind, shape)) for shape in ([1], [2, 4])]
+    pointer = tl.pointer_type(tl.float32)
+    return [*made, tl.tensor(TensorHandle(np.ones(1, np.uint64), pointer), pointer)]
+
+
+def outcome(function: Any, semantic: Any, *operands: Any) -> Any:
+    """Types and numbers of both operands, or what is wrong with them."""
+    try:
+        with np.errstate(all="ignore"):
+            found = function(semantic, *operands)
+        return [(str(each.type), each.handle.data.dtype, each.handle.data.tolist()) for each in found]
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted")
+@pytest.mark.parametrize("flags", [(), (True, True), (True, False), (False, False, True, True)])
+def test_common_types_and_shapes(flags: tuple[bool, ...]) -> None:
+    semantic = triton.runtime.interpreter.interpreter_semantic
+    types, shapes = type(semantic).binary_op_type_checking_impl, type(semantic).broadcast_impl_value
+    for _ in range(2):  # the second time from what is known
+        for lhs, rhs in product(tensors(), [*tensors(), True, 0, -1, 300, 1 << 40, 0.5, 1e300, float("inf")]):
+            assert outcome(types, semantic, lhs, rhs, *flags) == outcome(types.__wrapped__, semantic, lhs, rhs, *flags)
+            assert outcome(types, semantic, rhs, lhs, *flags) == outcome(types.__wrapped__, semantic, rhs, lhs, *flags)
+            if isinstance(rhs, tl.tensor):
+                assert outcome(shapes, semantic, lhs, rhs) == outcome(shapes.__wrapped__, semantic, lhs, rhs)
 
 
 @triton.jit

@@ -39,8 +39,9 @@ class Running:
 
 @contextmanager
 def running(*options: str, stderr: IO[str] | None = None) -> Iterator[Running]:
+    """Its depth is fixed: what an adaptive one drafts depends on the machine's load, and its start takes seconds to measure steps."""
     command = [sys.executable, "-m", "mtpserve", "launch", "--model", "demo", "--speculative-algorithm", "NEXTN", "--port", "0"]
-    command += options
+    command += ["--no-speculative-adaptive", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=Path(__file__).parents[2]) as process:
         try:
             assert process.stdout is not None
@@ -61,8 +62,6 @@ def server() -> Iterator[Running]:
 
 
 def test_the_openai_client_streams_and_counts(server: Running) -> None:
-    # On a busy machine plain decoding may be expected to be faster, and nothing be drafted.
-    assert httpx.post(server.url + "/v1/spec", json={"adaptive": False}).status_code == 200
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
     asked = {"model": "demo", "prompt": "import os\n\ndef read_lines(path):", "max_tokens": 48, "temperature": 0}
     whole = client.completions.create(**asked)  # type: ignore[call-overload]
@@ -72,7 +71,6 @@ def test_the_openai_client_streams_and_counts(server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(**asked | {"temperature": -1})  # type: ignore[call-overload]
     assert server.metric("spec_accepted_tokens_total") > 0
-    assert httpx.post(server.url + "/v1/spec", json={"adaptive": True}).status_code == 200
 
 
 @pytest.mark.parametrize("fields", [

@@ -25,7 +25,7 @@ def server(demo: Running) -> Running:
 
 @pytest.fixture(scope="module")
 def choosing(browser: Any) -> Iterator[Running]:
-    yield from launched()
+    yield from launched("--max-running-requests", "4")
 
 
 @pytest.fixture

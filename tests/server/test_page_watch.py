@@ -35,7 +35,7 @@ def trees(browser: Any) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def guarded(browser: Any) -> Iterator[Running]:
     """A chain of drafts whose depth is chosen, behind keys."""
-    yield from launched(*KEYS)
+    yield from launched("--max-running-requests", "4", *KEYS)
 
 
 def ask(running: Running, key: str = "", **fields: Any) -> dict[str, Any]:
