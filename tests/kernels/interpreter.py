@@ -20,7 +20,7 @@ import numpy as np
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
-NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "ReduceOps", "interpreter_builder", "interpreter_semantic")
+NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "ReduceOps", "_patch_attr", "interpreter_builder", "interpreter_semantic")
 
 
 class Patches:
@@ -114,23 +114,23 @@ def equal(of: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
 def common_type(of: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     """In the place of TritonSemantic.binary_op_type_checking_impl."""
-    known = dict[Any, tuple[Any, Any]]()  # of a type and a number: the types that both become
+    known = dict[Any, tuple[Any, Any]]()  # of two types, or of a type and a number: the types that both become
+
+    def cast(self: Any, value: Any, kind: Any) -> Any:
+        if type(value) is not core.tensor:
+            return self.scalar_constant(value, kind)
+        return value if value.dtype.name == kind.name else self.cast(value, kind)
 
     @wraps(of)
     def operands(self: Any, lhs: Any, rhs: Any, *flags: bool, **options: bool) -> tuple[Any, Any]:
-        if type(lhs) is not core.tensor or type(rhs) not in (core.tensor, bool, int, float) or options:
+        if type(lhs) is not core.tensor or type(rhs) not in (core.tensor, bool, int, float):
             return of(self, lhs, rhs, *flags, **options)
-        if type(rhs) is core.tensor:
-            is_division = len(flags) > 3  # converts 16-bit numbers
-            same = not is_division and lhs.type.name == rhs.type.name and not lhs.dtype.is_ptr()
-            return (lhs, rhs) if same else of(self, lhs, rhs, *flags)
-        key = lhs.dtype.name, type(rhs), rhs, flags
+        key = lhs.dtype.name, rhs.dtype.name if type(rhs) is core.tensor else (type(rhs), rhs), flags, *options.items()
         if (types := known.get(key)) is None:
-            both = of(self, lhs, rhs, *flags)
+            both = of(self, lhs, rhs, *flags, **options)
             known[key] = both[0].dtype, both[1].dtype
             return both
-        left = lhs if lhs.dtype.name == types[0].name else self.cast(lhs, types[0])
-        return tuple(self.broadcast_impl_value(left, self.scalar_constant(rhs, types[1])))
+        return tuple(self.broadcast_impl_value(cast(self, lhs, types[0]), cast(self, rhs, types[1])))
 
     return operands
 
@@ -140,18 +140,39 @@ def common_shape(of: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any,
 
     @wraps(of)
     def operands(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        # A number has a shape of (1,) in the interpreter, as a block of one has.
-        if lhs.handle.data.shape == rhs.handle.data.shape and lhs.type.is_block() == rhs.type.is_block():
+        left, right = lhs.handle.data.shape, rhs.handle.data.shape
+        blocks = lhs.type.is_block() + rhs.type.is_block()  # a number has a shape of (1,) in the interpreter, as a block of one has
+        if left == right and blocks != 1:
             return lhs, rhs
-        return of(self, lhs, rhs)
+        if blocks < 2 or len(left) != len(right) or any(m != n and 1 not in (m, n) for m, n in zip(left, right, strict=True)):
+            return of(self, lhs, rhs)
+        shape = [max(sizes) for sizes in zip(left, right, strict=True)]
+        return tuple(
+            each
+            if list(each.handle.data.shape) == shape
+            else self.make_tensor(self.builder.create_broadcast(each.handle, shape), core.block_type(each.dtype, shape))
+            for each in (lhs, rhs)
+        )
 
     return operands
+
+
+def patch_attribute(owner: Any, name: str, builtin: Any, builder: Any, scope: Any) -> None:
+    """In the place of interpreter._patch_attr: without the check that there are semantics, which are added here."""
+    function = getattr(builtin, "__wrapped__", builtin)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        options["_semantic"] = interpreter.interpreter_semantic
+        return function(*arguments, **options)
+
+    scope.set_attr(owner, name, call)
 
 
 def quicken() -> None:
     if any(not hasattr(interpreter, name) for name in NEEDED) or isinstance(interpreter._patch_lang, Patches):
         return
     interpreter._patch_lang = Patches(interpreter._patch_lang)
+    interpreter._patch_attr = patch_attribute
     interpreter._get_np_dtype = numpy_type(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = reduce
     core.tensor.__init__ = tensor(core.tensor.__init__)
