@@ -46,8 +46,8 @@ def test_a_family(tmp_path: Path) -> None:
 def test_an_attention_backend() -> None:
     asked = prompts(3)
     with BACKENDS.extended("own", "tests.own_parts:OwnAttention"):
-        engine = tiny_engine(tiny_model(), 3, backend="own")
-    assert run(engine, asked, GREEDY) == run(tiny_engine(tiny_model(), 3), asked, GREEDY)
+        engine = tiny_engine(tiny_model(kernels="torch"), 3, backend="own")
+    assert run(engine, asked, GREEDY) == run(tiny_engine(tiny_model(kernels="torch"), 3), asked, GREEDY)
     assert "attention" in own_parts.CALLED
 
 
@@ -55,12 +55,12 @@ def test_a_devices_kernels() -> None:
     asked = prompts(3)
     with KERNELS.extended("own", "tests.own_parts:own_kernels"):
         model = tiny_model("mimo", kernels="own")
-    assert run(tiny_engine(model, 3), asked, GREEDY) == run(tiny_engine(tiny_model("mimo"), 3), asked, GREEDY)
+    assert run(tiny_engine(model, 3), asked, GREEDY) == run(tiny_engine(tiny_model("mimo", kernels="torch"), 3), asked, GREEDY)
     assert "kernels" in own_parts.CALLED
 
 
 def test_a_number_format() -> None:
-    asked, plain = prompts(3), tiny_model("mimo")
+    asked, plain = prompts(3), tiny_model("mimo", kernels="torch")
     with METHODS.extended("doubled", "tests.own_parts:Doubled"):
         model: DecoderModel = own_parts.built(tiny_arch("mimo"), "doubled")
     given = dict(plain.named_parameters())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.config import EngineConfig, SamplingConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.arch import (
     Attention,
     ClampedGate,
@@ -28,6 +30,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.rope import RopeArch
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
+from mtpserve.engine.compute import why_not_cpu
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS, Kernels
@@ -36,6 +39,7 @@ from mtpserve.quant.unquantized import Unquantized
 from mtpserve.runtime.graphs import Recorder, StepGraphs
 
 CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
+BACKENDS = WeakKeyDictionary[DecoderModel, str]()  # the attention that goes with a tiny model's kernels
 
 
 def tiny_arch(family: str = "deepseek", layers: int = 2, window: int | None = None) -> ModelArch:
@@ -107,11 +111,20 @@ def built(family: str, kernels: Kernels, dtype: torch.dtype = torch.float32, **a
     return build(tiny_arch(family, **arch), Methods.all(Unquantized(kernels)), dtype, CONTEXT + 160, kernels)
 
 
+@cache
+def native() -> str:
+    """The kernels that compute tiny models by default: the CPU's own take half the time of plain torch's, and need a compiler."""
+    return "cpu" if why_not_cpu(EngineConfig(), CPU) is None else "torch"
+
+
 def tiny_model(
-    family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32, kernels: str = "torch", **arch: Any
+    family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32, kernels: str | None = None, **arch: Any
 ) -> DecoderModel:
-    """`kernels`: of layers/kernels; "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
-    return finished(filled(built(family, KERNELS.get(kernels)(), dtype, **arch), seed, dtype))
+    """`kernels`: of layers/kernels, None: native(); "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
+    kernels = kernels or native()
+    model = finished(filled(built(family, KERNELS.get(kernels)(), dtype, **arch), seed, dtype))
+    BACKENDS[model] = "cpu" if kernels == "cpu" else "reference"
+    return model
 
 
 def filled(model: DecoderModel, seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderModel:
@@ -153,12 +166,12 @@ def tiny_engine(
     exact: bool = False,
     adaptive: bool = False,
     processed_logprobs: bool = False,
-    backend: str = "reference",
+    backend: str | None = None,
     recorder: Recorder | None = None,
     device: torch.device = CPU,
     **options: Any,
 ) -> Engine:
-    """`options` are those of EngineOptions; the model is moved to `device`.
+    """`options` are those of EngineOptions; the model is moved to `device`. `backend` None: the one that goes with the model's kernels.
 
     The pool is full of NaN: whatever reads a slot that was not written fails its request."""
     return assemble(
@@ -176,7 +189,7 @@ def tiny_engine(
             sampling=SamplingConfig(logprobs_mode="processed_logprobs" if processed_logprobs else "raw_logprobs"),
             device=device,
             dtype=model.norm.weight.dtype,
-            backend=backend,
+            backend=backend or BACKENDS.get(model, "reference"),
             eos_ids=eos,
             graphs=lambda step, sampling: None if recorder is None else StepGraphs(step, sampling, recorder, seats),
             poison=True,

@@ -46,7 +46,7 @@ def config_of(directory: Path, spec: SpecConfig, **parallel: Any) -> EngineConfi
         model=ModelConfig(model=str(directory), dtype="float32", device="cpu"),
         cache=CacheConfig(max_total_tokens=512, page_size=4),
         scheduler=SchedulerConfig(max_running_requests=8, chunked_prefill_size=16),
-        spec=replace(spec, speculative_draft_model_quantization="none"),
+        spec=replace(spec, speculative_draft_model_quantization="none", speculative_adaptive=False),
         parallel=ParallelConfig(**parallel),
     )
 
@@ -121,7 +121,6 @@ def test_two_engines_are_one_and_outlive_the_death_of_either(tmp_path: Path) -> 
         assert len(made) == 4 and [each.restarts_total for each in replicas.engines] == [1, 1]
         used = [each.stats for each in replicas.engines]
         assert all(stats.generation_tokens_total > 0 for stats in used) and sum(stats.cached_prompt_tokens_total for stats in used) > 0
-        # How many are accepted is a matter of luck: few are drafted once drafts have turned out not to be worth it.
         assert sum(stats.draft_tokens_total for stats in used) > 0
 
     serve(config, tmp_path, work)

@@ -44,7 +44,7 @@ def spec_of(name: str, path: Path, steps: int, **options: Any) -> SpecConfig:
     )  # fmt: skip
 
 
-def engine_of(directory: Path, spec: SpecConfig, tokens: int = 400, backend: str = "reference", page_size: int = 4, **model: Any) -> Engine:
+def engine_of(directory: Path, spec: SpecConfig, tokens: int = 400, backend: str = "auto", page_size: int = 4, **model: Any) -> Engine:
     config = EngineConfig(
         model=ModelConfig(**{"model": str(directory), "device": "cpu", "dtype": "float32", "attention_backend": backend} | model),
         cache=CacheConfig(page_size=page_size, max_total_tokens=tokens),

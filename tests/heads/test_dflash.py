@@ -265,7 +265,7 @@ def test_a_captured_step_reads_nothing_on_the_host(
     # The stand-in for attention knows one group of pages.
     write(tmp_path / "drafter", {key: value for key, value in second().items() if key != "layer_types"})
     spec = spec_of("DFLASH", tmp_path / "drafter", 3, **shape)
-    assert captured(engine_of(trunk.directory, spec), monkeypatch) > 2
+    assert captured(engine_of(trunk.directory, spec, backend="reference"), monkeypatch) > 2
 
 
 def test_dummy_weights(trunk: Tiny, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_tokens_are_those_of_plain_torch(family: str, shape: str, device: torch.
         SamplingParams(max_tokens=4, temperature=1.0, seed=6, top_k=5, frequency_penalty=0.5, logprobs=2),
         SamplingParams(max_tokens=4, temperature=0, min_tokens=3, logit_bias={3: 4.0}),
     ]
-    wanted = run(tiny_engine(tiny_model(family), spec, page_size=16, device=device), asked, params)
+    wanted = run(tiny_engine(tiny_model(family, kernels="torch"), spec, page_size=16, device=device), asked, params)
     engine = tiny_engine(tiny_model(family, kernels="triton"), spec, page_size=16, backend="triton", device=device)
     assert run(engine, asked, params) == wanted
     assert engine.stats.accepted_tokens_total > 0
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_plain_torch(family: str, shape: str, device: torch.
 def test_replayed_and_late(device: torch.device) -> None:
     """Padding rows and all, through the kernels; a graph's replay is the step called again."""
     params = [SamplingParams(max_tokens=4, temperature=0.7 * (i % 2), seed=i) for i in range(3)]
-    wanted = run(tiny_engine(tiny_model(), CHAIN, page_size=16, device=device), prompts(3, longest=6), params)
+    wanted = run(tiny_engine(tiny_model(kernels="torch"), CHAIN, page_size=16, device=device), prompts(3, longest=6), params)
     recorder = Again()
     model = tiny_model(kernels="triton")
     engine = tiny_engine(model, CHAIN, page_size=16, backend="triton", overlap=1, recorder=recorder, seats=4, device=device)
@@ -72,7 +72,7 @@ def test_captured_launched_and_in_plain_torch(family: str, shape: int | SpecConf
     """All sizes are captured first, as at start."""
     params = [SamplingParams(max_tokens=20 + i, temperature=0.7 * (i % 2), top_p=1 - 0.1 * (i % 3), seed=i) for i in range(11)]
     asked = prompts(11, longest=40)
-    wanted = run(tiny_engine(tiny_model(family), shape, page_size=16, device=device), asked, params)
+    wanted = run(tiny_engine(tiny_model(family, kernels="torch"), shape, page_size=16, device=device), asked, params)
     given: dict[str, Any] = {"page_size": 16, "backend": "triton", "device": device}
     assert run(tiny_engine(tiny_model(family, kernels="triton"), shape, **given), asked, params) == wanted
     engine = tiny_engine(tiny_model(family, kernels="triton"), shape, overlap=1, recorder=CudaRecorder(), seats=12, **given)

@@ -31,12 +31,12 @@ def test_logits_are_transformers(tmp_path: Path) -> None:
 def test_tokens_are_those_of_plain_torch(shape: SpecConfig, device: torch.device) -> None:
     """Replayed steps, padding rows and all. One layer, the second is the MTP layer."""
     asked, greedy = [prompts(1, longest=4)[0], list(range(14))], SamplingParams(max_tokens=3, temperature=0)
-    wanted = run(tiny_engine(tiny_model("sparse", layers=1), 0), asked, greedy)
+    wanted = run(tiny_engine(tiny_model("sparse", layers=1, kernels="torch"), 0), asked, greedy)
     model, recorder = tiny_model("sparse", kernels="triton", layers=1), Again()
     engine = tiny_engine(model, shape, page_size=16, backend="triton", overlap=1, recorder=recorder, seats=4, device=device)
     assert run(engine, asked, greedy) == wanted
     assert recorder.replayed
-    assert wanted != run(tiny_engine(tiny_model(layers=1), 0), asked, greedy), "the choice would not matter"
+    assert wanted != run(tiny_engine(tiny_model(layers=1, kernels="torch"), 0), asked, greedy), "the choice would not matter"
 
 
 def test_what_rows_see_is_computed_on_the_device(device: torch.device) -> None:

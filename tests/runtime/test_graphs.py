@@ -79,7 +79,7 @@ def test_the_guard_sees_every_way_to_read(read: Callable[[torch.Tensor], object]
 @pytest.mark.parametrize(("spec", "family"), diagonal(SPECS, ["modules", "mimo", "chained"]))
 def test_a_captured_step_reads_nothing_on_the_host(spec: SpecConfig, greedy: bool, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tier, as at start."""
-    engine = tiny_engine(tiny_model(family), spec, recorder=Watched())
+    engine = tiny_engine(tiny_model(family, kernels="torch"), spec, recorder=Watched())
     runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
     asked = Asked.of([], runner.drafter.coupled) if greedy else sampled(runner.drafter.coupled)
     graphs.record_all([asked], spec is TREE)
@@ -101,7 +101,7 @@ def test_nothing_is_read_beside_requests_that_do_and_after_them(
 ) -> None:
     """Predictions of requests beside it and of ended ones, rules and prompt chunks beside it: the captured step knows none of them."""
     recorder = Watched()
-    engine = tiny_engine(tiny_model("mimo"), spec, recorder=recorder, budget=24, seats=6)
+    engine = tiny_engine(tiny_model("mimo", kernels="torch"), spec, recorder=recorder, budget=24, seats=6)
     blinded(engine, monkeypatch)
     hot: dict[str, Any] = {"temperature": temperature, "seed": 5}
     requests = [
@@ -132,7 +132,7 @@ def test_nothing_is_read_beside_requests_that_do_and_after_them(
 )
 def test_nor_does_what_options_add(spec: SpecConfig, greedy: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     shape = spec if options else replace(spec, speculative_accept_threshold_single=0.5, speculative_accept_threshold_acc=0.7)
-    engine = tiny_engine(tiny_model("mimo"), shape, recorder=Watched(), seats=2, **options)
+    engine = tiny_engine(tiny_model("mimo", kernels="torch"), shape, recorder=Watched(), seats=2, **options)
     runner, graphs = blinded(engine, monkeypatch), graphs_of(engine)
     recorded = graphs.record(graphs.key(2, 3, True, GREEDY if greedy else sampled(runner.drafter.coupled), spec is TREE))
     assert recorded is not None
@@ -142,7 +142,7 @@ def test_nor_does_what_options_add(spec: SpecConfig, greedy: bool, options: dict
 
 @pytest.mark.parametrize("end", ["abort", "finish"])
 def test_a_prediction_goes_with_its_request(end: str) -> None:
-    engine = tiny_engine(tiny_model(), CHAIN)
+    engine = tiny_engine(tiny_model(kernels="torch"), CHAIN)
     seats = runner_of(engine).seats
     engine.add(Request("0", [1, 2], SamplingParams(max_tokens=6), prediction=[3, 4, 5]))
     engine.add(Request("1", [1, 2, 3], SamplingParams(max_tokens=40)))
@@ -169,7 +169,7 @@ def test_tiers_cover_every_number_of_requests() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 7])
 def test_a_step_is_as_wide_as_the_engine_drafts(steps: int) -> None:
     """k + 1 rows, not the next power of two; fewer drafts, as near the end of a text, are masked and need no graph of their own."""
-    graphs = graphs_of(tiny_engine(tiny_model(), chain(steps), recorder=Again()))
+    graphs = graphs_of(tiny_engine(tiny_model(kernels="torch"), chain(steps), recorder=Again()))
     for drafts in range(1, steps + 1):
         assert graphs.key(3, drafts, steps, GREEDY, False).width == steps + 1
     whole = graphs.key(4, steps, steps, GREEDY, False)
@@ -179,7 +179,7 @@ def test_a_step_is_as_wide_as_the_engine_drafts(steps: int) -> None:
 
 
 def test_chains_that_are_less_deep_have_a_few_widths_of_their_own() -> None:
-    graphs = graphs_of(tiny_engine(tiny_model(), chain(7), recorder=Again()))
+    graphs = graphs_of(tiny_engine(tiny_model(kernels="torch"), chain(7), recorder=Again()))
     assert [graphs.key(3, depth, depth, GREEDY, False).width for depth in range(1, 8)] == [2, 4, 4, 8, 8, 8, 8]
     # The step in which the depth changes verifies what the last one left, and drafts what the next one verifies.
     assert graphs.key(3, 3, 1, GREEDY, False) == graphs.key(3, 1, 3, GREEDY, False) == graphs.key(3, 3, 3, GREEDY, False)
@@ -193,7 +193,7 @@ def test_chains_that_are_less_deep_have_a_few_widths_of_their_own() -> None:
 
 
 def test_a_tree_is_as_wide_as_its_nodes() -> None:
-    graphs = graphs_of(tiny_engine(tiny_model(), TREE, recorder=Again()))
+    graphs = graphs_of(tiny_engine(tiny_model(kernels="torch"), TREE, recorder=Again()))
     assert graphs.key(3, 2, TREE.steps, GREEDY, True).width == TREE.nodes + 1 == 8
 
 
@@ -202,7 +202,7 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
     most: int, above: int | None, expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Again()
-    engine = tiny_engine(tiny_model(), CHAIN, recorder=recorder, seats=most)
+    engine = tiny_engine(tiny_model(kernels="torch"), CHAIN, recorder=recorder, seats=most)
     graphs = graphs_of(engine)
     with caplog.at_level(logging.INFO, "mtpserve"):
         graphs.record_all([GREEDY, sampled(False)], False, above, prompts=48)
@@ -219,7 +219,7 @@ def test_all_tiers_are_captured_at_start_and_said_to_be(
 
 
 def test_what_pads_a_captured_step_touches_nobody() -> None:
-    engine = tiny_engine(tiny_model(), CHAIN, recorder=Again())
+    engine = tiny_engine(tiny_model(kernels="torch"), CHAIN, recorder=Again())
     runner, graphs = runner_of(engine), graphs_of(engine)
     pool, seats = runner.step.stores.stores[0].pool, runner.seats
     before = pool.k[:, : -seats.page_size].clone()
@@ -239,7 +239,7 @@ def test_a_graph_keeps_what_the_host_reads_and_nothing_else() -> None:
             made, _ = super().record(body)
             return made, lambda: None
 
-    engine = tiny_engine(tiny_model(), CHAIN, recorder=Marked())
+    engine = tiny_engine(tiny_model(kernels="torch"), CHAIN, recorder=Marked())
     runner, graphs, drawn = runner_of(engine), graphs_of(engine), []
     draft = runner.drafter.draft
 
@@ -272,9 +272,9 @@ class Refusing(Again):
 @KINDS
 def test_what_cannot_be_captured_is_launched(spec: SpecConfig, caplog: pytest.LogCaptureFixture) -> None:
     params = [SamplingParams(max_tokens=9 + 3 * i, temperature=0.7 * (i % 2), seed=i) for i in range(6)]
-    wanted = run(tiny_engine(tiny_model(), spec), prompts(6, seed=3), params)
+    wanted = run(tiny_engine(tiny_model(kernels="torch"), spec), prompts(6, seed=3), params)
     recorder = Refusing()
-    engine = tiny_engine(tiny_model(), spec, recorder=recorder, overlap=1)
+    engine = tiny_engine(tiny_model(kernels="torch"), spec, recorder=recorder, overlap=1)
     with caplog.at_level(logging.WARNING, "mtpserve"):
         assert run(engine, prompts(6, seed=3), params) == wanted
     recorded = graphs_of(engine).recorded
@@ -384,7 +384,7 @@ def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(fault: str, m
 @pytest.mark.parametrize("exact", [False, True])
 def test_exact_steps_are_never_captured(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the design says. A device that is called a GPU, whose captures are stood in for."""
-    runner = runner_of(tiny_engine(tiny_model("mimo"), CHAIN, exact=exact, recorder=Again()))
+    runner = runner_of(tiny_engine(tiny_model("mimo", kernels="torch"), CHAIN, exact=exact, recorder=Again()))
     if not exact:
         runner.step.attention.graph_safe = True
     monkeypatch.setattr(build, "CudaRecorder", Again)

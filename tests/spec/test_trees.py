@@ -69,7 +69,7 @@ def test_preemption_between_trees() -> None:
 
 def test_a_branch_drafts_on_its_own_keys() -> None:
     """What the tree's nodes were scored with is what a chain through them, drafted alone, would be scored with."""
-    model = tiny_model()
+    model = tiny_model(kernels="torch")
     engine = tiny_engine(model, tree(3, 3, 20))
     heard: list[tuple[list[int], torch.Tensor]] = []
     assert model.mtp_head is not None

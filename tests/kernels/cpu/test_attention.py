@@ -217,7 +217,7 @@ def test_queries_beside_other_numbers() -> None:
 @pytest.mark.parametrize("window", [None, 10])
 def test_the_engines_tokens_are_those_of_plain_torch(family: str, shape: SpecConfig, window: int | None) -> None:
     asked, greedy = prompts(4, longest=40), SamplingParams(max_tokens=12, temperature=0)
-    wanted = run_engine(tiny_engine(tiny_model(family, window=window), shape, page_size=16), asked, greedy)
-    engine = tiny_engine(tiny_model(family, window=window), shape, page_size=16, backend="cpu")
+    wanted = run_engine(tiny_engine(tiny_model(family, window=window, kernels="torch"), shape, page_size=16), asked, greedy)
+    engine = tiny_engine(tiny_model(family, window=window, kernels="torch"), shape, page_size=16, backend="cpu")
     assert run_engine(engine, asked, greedy) == wanted
     assert engine.stats.accepted_tokens_total > 0
