@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ import openai
 import pytest
 
 from tests.server.conftest import events
+from tests.server.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = {"prompt": "a", "max_tokens": 4000}
@@ -30,7 +29,7 @@ LONG = {"prompt": "a", "max_tokens": 4000}
 
 @dataclass
 class Server:
-    process: subprocess.Popen[str]
+    process: Forked
     url: str
 
     def engine(self) -> int:
@@ -46,11 +45,9 @@ class Server:
 
 @contextmanager
 def launched(checkpoint: Path, *options: str, ready: bool = True, **env: str) -> Iterator[Server]:
-    command = [sys.executable, "-m", "tests.server.fake_engine", "--tokenizer", str(checkpoint), *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
+    with Forked(["--tokenizer", str(checkpoint), *options], environment) as process:
         try:
-            assert process.stdout is not None
             line = process.stdout.readline() if ready else ""
             found = re.search(r"https?://\S+", line)
             assert found or not ready, process.communicate(timeout=5)
