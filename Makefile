@@ -74,8 +74,9 @@ serve: $(VENV)/.serve
 # A process for each core: most tests keep one busy and no more.
 PYTEST = $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
+# `make check` runs the house tests.
 test: $(VENV)/.test
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) --ignore tests/house $(PYTEST_ARGS)
 
 test-all: $(VENV)/.test
 	$(PYTEST) --all $(PYTEST_ARGS)

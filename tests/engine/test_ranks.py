@@ -227,6 +227,8 @@ def test_pages_of_all_ranks_in_host_memory_and_on_disk(tmp_path: Path) -> None:
             to_the_end(engine)
             assert engine.stats.transfers_total["spill"] > 5 or start == "second"
             assert engine.stats.loaded_pages["disk"] > 5 or start == "first"
+    if not selection.ALL:
+        return  # damaged files are in tests/spec/test_tiers.py, and what makes a page another one in test_fingerprint.py
     # Pages of another number of ranks are others.
     with built(below(1, folder=tmp_path)) as engine:
         assert rounds(engine) == expected and not engine.stats.loaded_pages["disk"]
