@@ -17,8 +17,8 @@ TORCH_SOURCE = $(if $(GPU)$(findstring --find-links,$(SOURCES)),,--extra-index-u
 UV = $(shell command -v uv 2>/dev/null)
 # unsafe-best-match: as pip does, the best version of all indexes and not of the first that has the package.
 UV_PIP = uv pip install --python $(BIN)/python --index-strategy unsafe-best-match $(SOURCES)
-# What is never imported is not compiled to bytecode, which takes as long as the rest.
-PIP = $(BIN)/pip install --disable-pip-version-check --no-compile
+# What is never imported is not compiled to bytecode, which takes as long as the rest: Python does that, unless it may not.
+PIP = $(BIN)/pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # Bars are for terminals.
 INSTALL = @quiet=; test -t 1 || quiet=--quiet; set -x; $(if $(UV),$(UV_PIP),$(PIP)) $$quiet --constraint $(VENV)/constraints.txt
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
+from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SpecConfig
 from mtpserve.engine.drafter import planned
 from mtpserve.engine.fingerprint import fingerprint
 
 
-def made(dtype: str = "float32", page_size: int = 16, cache: str = "auto", **spec: object) -> bytes:
+def made(dtype: str = "float32", page_size: int = 16, cache: str = "auto", ranks: int = 1, **spec: object) -> bytes:
     config = EngineConfig(
         model=ModelConfig(dtype=dtype, context_length=64),
         cache=CacheConfig(max_total_tokens=256, page_size=page_size, kv_cache_dtype=cache),
         spec=SpecConfig(**spec),  # type: ignore[arg-type]
+        parallel=ParallelConfig(tensor_parallel_size=ranks),
     )
     plan = planned(config)
     return fingerprint(plan.config, plan)
@@ -25,6 +26,7 @@ def test_what_pages_depend_on_is_in_the_fingerprint() -> None:
         made(page_size=32, **drafted),
         made(cache="bfloat16", **drafted),
         made(speculative_exact=True, **drafted),
+        made(ranks=2, **drafted),
         made(speculative_algorithm="none"),
     ]
     assert len(set(prints)) == len(prints)
