@@ -58,7 +58,7 @@ def asked(which: str, bare: Path) -> tuple[list[str], str, str | None]:
     return ["--model", "demo", *off], "none, plain decoding: as --speculative-algorithm says" if off else OWN, None if off else "MTP"
 
 
-@pytest.mark.parametrize("which", [*MODELS[:-1], pytest.param("off", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("which", [MODELS[0], *(pytest.param(which, marks=pytest.mark.thorough) for which in MODELS[1:])])
 def test_launch(which: str, bare: Path, text: str, tmp_path: Path) -> None:
     options, why, algorithm = asked(which, bare)
     command = [sys.executable, "-m", "mtpserve", "launch", *options, *SMALL, "--port", "0"]

@@ -259,6 +259,7 @@ def test_every_tensor_has_its_place(tmp_path: Path, published: Published) -> Non
             assert sum(parameter.numel() for parameter in model.parameters()) == published.parameters
 
 
+@pytest.mark.thorough  # the same models, and those of test_published_commands.py have no checkpoint, either
 @pytest.mark.parametrize("published", PUBLISHED.values(), ids=PUBLISHED.keys())
 def test_without_a_checkpoint(tmp_path: Path, published: Published) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published.config))
