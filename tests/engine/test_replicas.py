@@ -265,8 +265,10 @@ def test_requests_go_where_their_beginning_is() -> None:
     async def work(bench: Bench) -> None:
         beginnings = [[i] * (3 * BLOCK) for i in range(4)]
         for i, beginning in enumerate(beginnings):
-            bench.now(0).counted.running = bench.now(1).counted.running = 0
+            bench.now(i % 2).counted.running, bench.now(1 - i % 2).counted.running = 0, 2
             await bench.ask(asked(f"first {i}", prompt=beginning))
+            assert bench.where(f"first {i}") == [i % 2]
+        bench.now(0).counted.running = bench.now(1).counted.running = 0
         for i, beginning in enumerate(beginnings):
             for more in range(3):
                 await bench.ask(asked(f"{i} {more}", prompt=[*beginning, *range(more + 9)]))
