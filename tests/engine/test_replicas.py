@@ -264,11 +264,14 @@ def test_a_request_that_kills_engines_is_given_up() -> None:
 def test_requests_go_where_their_beginning_is() -> None:
     async def work(bench: Bench) -> None:
         beginnings = [[i] * (3 * BLOCK) for i in range(4)]
-        for i, beginning in enumerate(beginnings):
-            bench.now(i % 2).counted.running, bench.now(1 - i % 2).counted.running = 0, 2
-            await bench.ask(asked(f"first {i}", prompt=beginning))
-            assert bench.where(f"first {i}") == [i % 2]
-        bench.now(0).counted.running = bench.now(1).counted.running = 0
+        for local in (bench.now(0), bench.now(1)):
+            local.held.clear()
+        tasks = [asyncio.create_task(bench.ask(asked(f"first {i}", prompt=beginning))) for i, beginning in enumerate(beginnings)]
+        await settle(lambda: sum(len(bench.now(number).served) for number in (0, 1)) == 4)
+        for local in (bench.now(0), bench.now(1)):
+            local.held.set()
+        await asyncio.gather(*tasks)
+        assert sorted(bench.where(f"first {i}") for i in range(4)) == [[0], [0], [1], [1]]
         for i, beginning in enumerate(beginnings):
             for more in range(3):
                 await bench.ask(asked(f"{i} {more}", prompt=[*beginning, *range(more + 9)]))
