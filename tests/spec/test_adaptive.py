@@ -63,7 +63,7 @@ def plain_texts(family: str) -> list[list[int]]:
 def test_texts_are_those_of_plain_decoding(family: str, kind: str, overlap: int) -> None:
     """Sampled ones too: with a seed, drafts are coupled to the noise of the choice."""
     for seed in range(3 if selection.ALL else 1):
-        engine = erratic(tiny_engine(tiny_model(family), KINDS[kind], adaptive=True, overlap=overlap), seed)
+        engine = erratic(tiny_engine(tiny_model(family, kernels="torch"), KINDS[kind], adaptive=True, overlap=overlap), seed)
         assert run(engine, prompts(4, seed=1), PARAMS) == plain_texts(family)
 
 

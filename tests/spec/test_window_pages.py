@@ -29,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=24 if selection.ALL else 16, temperature=0)
 
 @pytest.fixture(scope="module", params=["deepseek", "mimo"])
 def model(request: pytest.FixtureRequest) -> DecoderModel:
-    return tiny_model(request.param, layers=3, window=WINDOW)
+    return tiny_model(request.param, layers=3, window=WINDOW, kernels="torch" if request.param == "deepseek" else None)
 
 
 @pytest.fixture(scope="module")
