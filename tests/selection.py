@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
 ALL = os.environ.get("MTPSERVE_TEST_ALL") == "1"  # set by tests/conftest.py: modules read it while they are imported
@@ -32,6 +34,14 @@ def examples(count: int) -> settings:
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
+
+
+def every_nth(cases: Mapping[str, tuple[Any, ...]], n: int) -> list[ParameterSet]:
+    """For `parametrize`: arguments by id, of which `make test` takes numbers n-1, 2n-1, …; the others are thorough."""
+    return [
+        pytest.param(*arguments, id=name, marks=() if number % n == n - 1 else pytest.mark.thorough)
+        for number, (name, arguments) in enumerate(cases.items())
+    ]
 
 
 def covering(cases: Sequence[Case], strength: int) -> list[int]:

@@ -112,7 +112,7 @@ def built(family: str, kernels: Kernels, dtype: torch.dtype = torch.float32, **a
 
 
 @cache
-def native() -> str:
+def default_kernels() -> str:
     """The kernels that compute tiny models by default: the CPU's own take half the time of plain torch's, and need a compiler."""
     return "cpu" if why_not_cpu(EngineConfig(), CPU) is None else "torch"
 
@@ -120,8 +120,8 @@ def native() -> str:
 def tiny_model(
     family: str = "deepseek", seed: int = 0, dtype: torch.dtype = torch.float32, kernels: str | None = None, **arch: Any
 ) -> DecoderModel:
-    """`kernels`: of layers/kernels, None: native(); "triton" and "exact" need an engine made for them. `arch` are tiny_arch's options."""
-    kernels = kernels or native()
+    """`kernels`: of layers/kernels, default: default_kernels(); "triton" and "exact" need their own engine. `arch`: tiny_arch's."""
+    kernels = kernels or default_kernels()
     model = finished(filled(built(family, KERNELS.get(kernels)(), dtype, **arch), seed, dtype))
     BACKENDS[model] = "cpu" if kernels == "cpu" else "reference"
     return model

@@ -18,6 +18,7 @@ from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.weights.checkpoint import Checkpoint
+from tests import selection
 from tests.models.checkpoints import Tiny, deepseek, glm4_moe, glm4_moe_lite, llama, mimo, qwen2, qwen2_moe, qwen3, qwen3_moe
 from tests.models.harness import Harness
 from tests.models.hybrids import qwen3_5, qwen3_5_moe, qwen3_next
@@ -84,13 +85,7 @@ CASES: dict[str, tuple[Make, dict[str, int]]] = {
 }
 
 
-# The quick selection takes every second one: neighbours are alike.
-ENLARGED = [
-    pytest.param(*case, id=name, marks=() if number % 2 == 0 else pytest.mark.thorough) for number, (name, case) in enumerate(CASES.items())
-]
-
-
-@pytest.mark.parametrize(("make", "larger"), ENLARGED)
+@pytest.mark.parametrize(("make", "larger"), selection.every_nth(CASES, 2))
 def test_the_function_is_the_same(inflate: Any, tmp_path: Path, make: Make, larger: dict[str, int]) -> None:
     tiny = make(tmp_path / "small")
     vocab = tiny.config["vocab_size"]

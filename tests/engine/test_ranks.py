@@ -227,9 +227,14 @@ def test_pages_of_all_ranks_in_host_memory_and_on_disk(tmp_path: Path) -> None:
             to_the_end(engine)
             assert engine.stats.transfers_total["spill"] > 5 or start == "second"
             assert engine.stats.loaded_pages["disk"] > 5 or start == "first"
-    if not selection.ALL:
-        return  # damaged files are in tests/spec/test_tiers.py, and what makes a page another one in test_fingerprint.py
-    # Pages of another number of ranks are others.
+
+
+@pytest.mark.thorough  # damaged files are in tests/spec/test_tiers.py, and what makes a page another one in test_fingerprint.py
+def test_pages_on_disk_of_another_number_of_ranks_and_damaged_ones(tmp_path: Path) -> None:
+    with built(below(2, folder=tmp_path)) as engine:
+        expected = rounds(engine)
+        to_the_end(engine)
+        assert engine.stats.transfers_total["spill"] > 5
     with built(below(1, folder=tmp_path)) as engine:
         assert rounds(engine) == expected and not engine.stats.loaded_pages["disk"]
     for file in tmp_path.rglob("*.kv"):

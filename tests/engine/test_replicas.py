@@ -123,6 +123,20 @@ class Bench:
     def now(self, number: int) -> Local:
         return self.made[number][-1]
 
+    async def hold(self, requests: list[Request]) -> Callable[[], Awaitable[object]]:
+        """Returns once the engines have all requests, which wait for their first step until the result is called."""
+        for engines in self.made:
+            engines[-1].held.clear()
+        tasks = [asyncio.create_task(self.ask(request)) for request in requests]
+        await settle(lambda: sum(len(engines[-1].served) for engines in self.made) == len(requests))
+
+        def release() -> Awaitable[object]:
+            for engines in self.made:
+                engines[-1].held.set()
+            return asyncio.gather(*tasks)
+
+        return release
+
     def where(self, id: str) -> list[int]:
         return [number for number, made in enumerate(self.made) for local in made for served in local.served if served.id == id]
 
@@ -264,13 +278,8 @@ def test_a_request_that_kills_engines_is_given_up() -> None:
 def test_requests_go_where_their_beginning_is() -> None:
     async def work(bench: Bench) -> None:
         beginnings = [[i] * (3 * BLOCK) for i in range(4)]
-        for local in (bench.now(0), bench.now(1)):
-            local.held.clear()
-        tasks = [asyncio.create_task(bench.ask(asked(f"first {i}", prompt=beginning))) for i, beginning in enumerate(beginnings)]
-        await settle(lambda: sum(len(bench.now(number).served) for number in (0, 1)) == 4)
-        for local in (bench.now(0), bench.now(1)):
-            local.held.set()
-        await asyncio.gather(*tasks)
+        release = await bench.hold([asked(f"first {i}", prompt=beginning) for i, beginning in enumerate(beginnings)])
+        await release()
         assert sorted(bench.where(f"first {i}") for i in range(4)) == [[0], [0], [1], [1]]
         for i, beginning in enumerate(beginnings):
             for more in range(3):
@@ -288,14 +297,9 @@ def test_load_outweighs_beginnings() -> None:
     """Of 24 requests with one beginning the other engine gets nearly half."""
 
     async def work(bench: Bench) -> None:
-        for local in (bench.now(0), bench.now(1)):
-            local.held.clear()
-        tasks = [asyncio.create_task(bench.ask(asked(f"r{i}", prompt=[1] * (2 * BLOCK)))) for i in range(24)]
-        await settle(lambda: sum(len(bench.now(number).served) for number in (0, 1)) == 24)
+        release = await bench.hold([asked(f"r{i}", prompt=[1] * (2 * BLOCK)) for i in range(24)])
         assert 8 <= len(bench.now(0).served) <= 16
-        for local in (bench.now(0), bench.now(1)):
-            local.held.set()
-        await asyncio.gather(*tasks)
+        await release()
 
     run(work)
 
@@ -303,16 +307,11 @@ def test_load_outweighs_beginnings() -> None:
 def test_full_engines_are_passed_over_and_capacity_is_that_of_all() -> None:
     async def work(bench: Bench) -> None:
         assert bench.replicas.card.capacity == 4 and bench.replicas.card.context_length == 4096
-        for local in (bench.now(0), bench.now(1)):
-            local.held.clear()
-        tasks = [asyncio.create_task(bench.ask(asked(f"r{i}", prompt=[1] * (2 * BLOCK)))) for i in range(4)]
-        await settle(lambda: sum(len(bench.now(number).served) for number in (0, 1)) == 4)
+        release = await bench.hold([asked(f"r{i}", prompt=[1] * (2 * BLOCK)) for i in range(4)])
         assert len(bench.now(0).served) == 2
         with pytest.raises(QueueFull, match="4 requests run and wait"):
             await bench.ask(asked("fifth"))
-        for local in (bench.now(0), bench.now(1)):
-            local.held.set()
-        await asyncio.gather(*tasks)
+        await release()
 
     run(work, capacity=2)
 

@@ -108,50 +108,51 @@ def block_type(init: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any
     return new
 
 
-def equal(of: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda self, other: self is other or of(self, other)
+def equal(original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """In the place of dtype.__eq__."""
+    return lambda self, other: self is other or original(self, other)
 
 
-def common_type(of: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+def common_type(original: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     """In the place of TritonSemantic.binary_op_type_checking_impl."""
-    known = dict[Any, tuple[Any, Any]]()  # of two types, or of a type and a number: the types that both become
+    result_types = dict[Any, tuple[Any, Any]]()  # of two types, or of a type and a number
 
-    def cast(self: Any, value: Any, kind: Any) -> Any:
+    def cast(self: Any, value: Any, dtype: Any) -> Any:
         if type(value) is not core.tensor:
-            return self.scalar_constant(value, kind)
-        return value if value.dtype.name == kind.name else self.cast(value, kind)
+            return self.scalar_constant(value, dtype)
+        return value if value.dtype.name == dtype.name else self.cast(value, dtype)
 
-    @wraps(of)
+    @wraps(original)
     def operands(self: Any, lhs: Any, rhs: Any, *flags: bool, **options: bool) -> tuple[Any, Any]:
         if type(lhs) is not core.tensor or type(rhs) not in (core.tensor, bool, int, float):
-            return of(self, lhs, rhs, *flags, **options)
+            return original(self, lhs, rhs, *flags, **options)
         key = lhs.dtype.name, rhs.dtype.name if type(rhs) is core.tensor else (type(rhs), rhs), flags, *options.items()
-        if (types := known.get(key)) is None:
-            both = of(self, lhs, rhs, *flags, **options)
-            known[key] = both[0].dtype, both[1].dtype
-            return both
+        if (types := result_types.get(key)) is None:
+            tensors = original(self, lhs, rhs, *flags, **options)
+            result_types[key] = tensors[0].dtype, tensors[1].dtype
+            return tensors
         return tuple(self.broadcast_impl_value(cast(self, lhs, types[0]), cast(self, rhs, types[1])))
 
     return operands
 
 
-def common_shape(of: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+def common_shape(original: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
     """In the place of TritonSemantic.broadcast_impl_value."""
 
-    @wraps(of)
+    @wraps(original)
     def operands(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         left, right = lhs.handle.data.shape, rhs.handle.data.shape
-        blocks = lhs.type.is_block() + rhs.type.is_block()  # a number has a shape of (1,) in the interpreter, as a block of one has
-        if left == right and blocks != 1:
+        num_blocks = lhs.type.is_block() + rhs.type.is_block()  # a number has a shape of (1,) in the interpreter, as a block of one has
+        if left == right and num_blocks != 1:
             return lhs, rhs
-        if blocks < 2 or len(left) != len(right) or any(m != n and 1 not in (m, n) for m, n in zip(left, right, strict=True)):
-            return of(self, lhs, rhs)
+        if num_blocks < 2 or len(left) != len(right) or any(m != n and 1 not in (m, n) for m, n in zip(left, right, strict=True)):
+            return original(self, lhs, rhs)
         shape = [max(sizes) for sizes in zip(left, right, strict=True)]
         return tuple(
-            each
-            if list(each.handle.data.shape) == shape
-            else self.make_tensor(self.builder.create_broadcast(each.handle, shape), core.block_type(each.dtype, shape))
-            for each in (lhs, rhs)
+            operand
+            if list(operand.handle.data.shape) == shape
+            else self.make_tensor(self.builder.create_broadcast(operand.handle, shape), core.block_type(operand.dtype, shape))
+            for operand in (lhs, rhs)
         )
 
     return operands

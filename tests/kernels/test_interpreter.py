@@ -56,21 +56,21 @@ def test_reductions_by_any_function(device: torch.device, m: int, n: int, axis: 
 
 def tensors() -> list[tl.tensor]:
     """A number, two blocks and a pointer of each of some types."""
-    made = []
+    values = []
     for kind in (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5):
         numbers = triton.runtime.interpreter._get_np_dtype(kind)
-        made += [tl.tensor(TensorHandle(np.ones(1, numbers), kind), kind)]
-        made += [tl.tensor(TensorHandle(np.ones(shape, numbers), kind), tl.block_type(kind, shape)) for shape in ([1], [2, 4])]
+        values += [tl.tensor(TensorHandle(np.ones(1, numbers), kind), kind)]
+        values += [tl.tensor(TensorHandle(np.ones(shape, numbers), kind), tl.block_type(kind, shape)) for shape in ([1], [2, 4])]
     pointer = tl.pointer_type(tl.float32)
-    return [*made, tl.tensor(TensorHandle(np.ones(1, np.uint64), pointer), pointer)]
+    return [*values, tl.tensor(TensorHandle(np.ones(1, np.uint64), pointer), pointer)]
 
 
 def outcome(function: Any, semantic: Any, *operands: Any) -> Any:
     """Types and numbers of both operands, or what is wrong with them."""
     try:
         with np.errstate(all="ignore"):
-            found = function(semantic, *operands)
-        return [(str(each.type), each.handle.data.dtype, each.handle.data.tolist()) for each in found]
+            results = function(semantic, *operands)
+        return [(str(result.type), result.handle.data.dtype, result.handle.data.tolist()) for result in results]
     except Exception as error:
         return type(error), str(error)
 

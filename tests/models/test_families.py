@@ -219,8 +219,8 @@ def test_texts_do_not_depend_on_drafts(tmp_path: Path, make: Make, stored: str) 
     alone = engine_of(tiny, SpecConfig(speculative_algorithm="none"), 400, 64, stored)  # no prompt is the beginning of another one
     plain = [run(alone, [ids], one)[0] for ids, one in zip(asked, sampling, strict=True)]
     assert alone.stats.cached_prompt_tokens_total == 0
-    by_turns = SHAPES[1 + WITH_MTP.index(make) % 2] if tiny.mtp is not None else SHAPES[-1]  # in the quick selection: a chain, or a tree
-    for shape in SHAPES if selection.ALL and tiny.mtp is not None else [by_turns]:
+    quick_shape = SHAPES[1 + WITH_MTP.index(make) % 2] if tiny.mtp is not None else SHAPES[-1]  # a chain or a tree, by turns
+    for shape in SHAPES if selection.ALL and tiny.mtp is not None else [quick_shape]:
         # A small pool preempts, and its budget cuts prompts; one shape has a large one, too.
         for tokens, budget in ((110, 14), (400, 64)) if shape is SHAPES[1] or tiny.mtp is None else ((110, 14),):
             engine = engine_of(tiny, shape, tokens, budget, stored)

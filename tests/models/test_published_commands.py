@@ -21,11 +21,6 @@ from tests.models.test_published import PUBLISHED, Published, tensors, write
 
 # Otherwise a CPU drafts in int8.
 PLAIN = ("--speculative-algorithm", "MTP", "--speculative-draft-model-quantization", "none")
-# The quick selection inspects every third one; test_published.py has the tensors and the parameters of each.
-INSPECTED = [
-    pytest.param(published, id=name, marks=() if number % 3 == 1 else pytest.mark.thorough)
-    for number, (name, published) in enumerate(PUBLISHED.items())
-]
 COPIES = "MTP layer: copies of embedding and head, not loaded"
 
 
@@ -38,7 +33,8 @@ def total(report: dict[str, Any], column: str, *, mtp: bool) -> int:
     return sum(row[column] for row in report["weights"] if row["group"].startswith("MTP layer") == mtp)
 
 
-@pytest.mark.parametrize("published", INSPECTED)
+# Tensors and parameters of all are in test_published.py.
+@pytest.mark.parametrize("published", selection.every_nth({name: (published,) for name, published in PUBLISHED.items()}, 3))
 def test_inspect(tmp_path: Path, published: Published, capsys: pytest.CaptureFixture[str]) -> None:
     trunk, mtp = tensors(published)
     write(tmp_path, published.config, trunk | mtp)

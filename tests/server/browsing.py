@@ -24,7 +24,7 @@ WIDE, NARROW, PHONE = {"width": 1280, "height": 900}, {"width": 375, "height": 8
 Open = Callable[..., Any]
 
 # What the page does after a time, such as its next look at the server, it does after a quarter of it.
-SOON = "const later = window.setTimeout; window.setTimeout = (work, after, ...rest) => later(work, after / 4, ...rest);"
+TIMEOUT_SCRIPT = "const later = window.setTimeout; window.setTimeout = (work, after, ...rest) => later(work, after / 4, ...rest);"
 
 # Elements whose content is wider than they are; those that scroll are meant to be.
 TOO_WIDE = """() => [...document.querySelectorAll('main *')].filter((each) => each.clientWidth && each.scrollWidth > each.clientWidth + 1
@@ -131,7 +131,7 @@ def opened(browser: Any) -> Iterator[Open]:
         pages.append(page)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda said: complaints.append(said.text) if said.type == "error" and "load resource" not in said.text else None)
-        page.add_init_script(SOON)
+        page.add_init_script(TIMEOUT_SCRIPT)
         page.goto(f"{running.url}{path}#{view}")
         page.wait_for_selector(ready)
         return page

@@ -1,4 +1,4 @@
-"""The server with a fake engine in a process that is forked from one with all imports behind it: these take four fifths of a start."""
+"""The server with a fake engine in a process that is forked from one with all imports behind it: these take two thirds of a start."""
 
 from __future__ import annotations
 

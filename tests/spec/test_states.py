@@ -29,7 +29,7 @@ BACKENDS = ["reference", *(["cpu"] if available() else [])]  # without a compile
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
 
-def model_for(backend: str, family: str = "hybrid") -> Any:
+def model_for(backend: str = BACKENDS[-1], family: str = "hybrid") -> Any:
     return tiny_model(family, kernels="cpu" if backend == "cpu" else "torch", layers=4 if family == "hybrid" else 2)
 
 
@@ -94,7 +94,7 @@ def test_the_next_turn_finds_prompt_and_answer(shape: str, options: dict[str, An
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_an_answer_may_end_anywhere_in_an_accepted_run(overlap: int) -> None:
     """Drafts are the client's prediction, which is right: each step passes some tokens, of which the state has those of the step before."""
-    model, page, params = model_for(BACKENDS[-1]), 16, SamplingParams(max_tokens=60, temperature=0)
+    model, page, params = model_for(), 16, SamplingParams(max_tokens=60, temperature=0)
     text = run(tiny_engine(model, 0, fingerprint=None), [SYSTEM], params)[0]
     engine = tiny_engine(model, 3, page_size=page, overlap=overlap, states=96)
     cut = {str(n): n for n in range(4, 36)}
@@ -124,7 +124,7 @@ def served(engine: Engine, requests: Iterable[Request], cut: dict[str, int] | No
 
 
 def test_without_room_for_states_nothing_is_found_and_nothing_is_wrong() -> None:
-    model, asked = model_for(BACKENDS[-1]), prompts(5, longest=30)
+    model, asked = model_for(), prompts(5, longest=30)
     engine = tiny_engine(model, 3, states=0)
     first = run(engine, asked, GREEDY)
     assert run(engine, asked, GREEDY) == first and engine.stats.cached_prompt_tokens_total == 0
@@ -140,7 +140,7 @@ def test_states_come_back_from_host_memory(shape: str, backend: str) -> None:
 
 
 def test_another_engine_finds_states_on_disk(tmp_path: Path) -> None:
-    tiers, model = CacheConfig(kv_offload_dir=str(tmp_path)), model_for(BACKENDS[-1])
+    tiers, model = CacheConfig(kv_offload_dir=str(tmp_path)), model_for()
     first = talk(engine_with("chain", "hybrid", tiers, model=model, states=16), turns=1)
     second = engine_with("chain", "hybrid", tiers, model=model, states=16)
     assert talk(second, turns=1) == first
@@ -178,7 +178,7 @@ def vars_of(arch: Any) -> dict[str, Any]:
 
 
 def test_texts_that_are_drawn_do_not_depend_on_company() -> None:
-    model, asked = model_for(BACKENDS[-1]), prompts(6, longest=30)
+    model, asked = model_for(), prompts(6, longest=30)
     params = [SamplingParams(max_tokens=20, temperature=0.8, seed=i) for i in range(len(asked))]
     alone = [run(tiny_engine(model, 3), [ids], one)[0] for ids, one in zip(asked, params, strict=True)]
     assert run(tiny_engine(model, 3, pages=40, budget=14), asked, params) == alone
