@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,6 +21,7 @@ from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.moe import MoE
 from mtpserve.proof import two_sample
+from mtpserve.runtime.expert_load import ExpertLoad
 from mtpserve.runtime.placement import ExpertPlacement
 from mtpserve.runtime.rounds import Rounds
 from tests import selection
@@ -29,11 +32,13 @@ TREE = SpecConfig(speculative_algorithm="MTP", speculative_num_steps=3, speculat
 GREEDY, SEEDED = SamplingParams(max_tokens=12, temperature=0), SamplingParams(max_tokens=12, temperature=1.0, seed=3)
 
 
-def part_of(whole: DecoderModel, family: str, kernels: str, placement: ExpertPlacement, peers: ThreadPeers) -> tuple[DecoderModel, Rounds]:
+def part_of(
+    whole: DecoderModel, family: str, kernels: str, placement: ExpertPlacement, peers: ThreadPeers, load: ExpertLoad | None = None
+) -> tuple[DecoderModel, Rounds]:
     """The same model with some of its experts."""
     arch = tiny_arch(family)
     assert arch.moe is not None
-    rounds = Rounds(placement)
+    rounds = Rounds(placement, load)
     model = built(family, replace(KERNELS.get(kernels)(), spread=rounds))
     own = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     weights = dict(whole.named_parameters())
@@ -97,6 +102,29 @@ def test_texts_are_those_of_one_engine(family: str, kernels: str, backend: str, 
     together(size, work)
     assert [next(of[str(i)] for of in texts if str(i) in of) for i in range(len(asked))] == expected
     assert size > 2 or sum(preempted), "the pool is too small for all of one engine's requests"
+
+
+def test_how_often_experts_are_chosen_is_in_a_file(tmp_path: Path) -> None:
+    """Of all rows since the first tick, which is the trial's; written when no other engine has work."""
+    whole, table = filled(built("deepseek", KERNELS.get("torch")())), Table(2)
+
+    def work(rank: int) -> None:
+        load = ExpertLoad(tmp_path / f"load.{rank}")
+        model, rounds = part_of(whole, "deepseek", "torch", ExpertPlacement(rank, 2), ThreadPeers(table, rank), load)
+        engine = tiny_engine(model, 0)
+        for name, first in (("trial", 1), ("request", 2)):
+            if rank == 0:
+                engine.add(Request(name, [first] * 20, SamplingParams(max_tokens=5, temperature=0)))
+            while engine.has_work:
+                engine.step()
+            rounds.finish()
+            assert load.file.exists() == (rank == 0 and name == "request")
+
+    together(2, work)
+    counts = {int(layer): counts for layer, counts in json.loads((tmp_path / "load.0").read_text()).items()}
+    rows = 20 + 5 - 1  # the last token is not computed
+    assert {layer: (len(numbers), sum(numbers)) for layer, numbers in counts.items()} == {1: (8, 2 * rows)}
+    assert not (tmp_path / "load.1").exists(), "it had no rows"
 
 
 FEATURES: dict[str, dict[str, Any]] = {
