@@ -10,11 +10,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -27,10 +29,15 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.build import build_engine
 from mtpserve.engine.client import ProcessClient
 from mtpserve.engine.planning import describe, load_model, plan
+from mtpserve.engine.rank_messages import FinishTick
+from mtpserve.engine.ranks import RankProcesses
 from mtpserve.engine.replicas import Replicas
+from mtpserve.engine.spread import ticks_of
 from mtpserve.engine.storage import Storage
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS
+from mtpserve.runtime.peers import TorchPeers
+from mtpserve.runtime.rounds import Rounds
 from tests import selection
 from tests.models.checkpoints import DEEPSEEK, deepseek, glm4_moe, llama
 
@@ -70,6 +77,27 @@ def alone(config: EngineConfig, requests: list[Request]) -> list[list[int]]:
             assert event.error is None, event.error
             texts.setdefault(event.id, []).extend(event.tokens)
     return [texts[request.id] for request in requests]
+
+
+def test_all_ranks_of_an_engine_finish_its_tick_together() -> None:
+    calls = list[object]()
+
+    class Ranks:
+        size = 2
+
+        @contextmanager
+        def together(self) -> Iterator[None]:
+            calls.append("begin")
+            yield
+            calls.append("end")
+
+        def tell(self, order: object) -> None:
+            calls.append(order)
+
+    spread = SimpleNamespace(finish=lambda: calls.append("finish"))
+    ticks = ticks_of(cast(Rounds, spread), cast(TorchPeers, None), cast(RankProcesses, Ranks()))
+    ticks.finish()
+    assert calls == ["begin", FinishTick(), "finish", "end"]
 
 
 def serve(config: EngineConfig, folder: Path, work: Callable[[Replicas, list[ProcessClient]], Awaitable[None]]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from mtpserve.core.errors import EngineDead
 from mtpserve.core.request import EngineStats, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
+from mtpserve.engine import process
 from mtpserve.engine.messages import Abort, Down, Join, ResetCache, Shutdown, Submit
 from mtpserve.engine.process import IDLE_MS, EngineLike, Pipe, loop
 from mtpserve.engine.profiling import Profiling
@@ -165,6 +167,24 @@ def test_whatever_comes_when_all_requests_are_computed_and_all_end(size: int) ->
 
         group = run(size, front, random=random)
         assert len({engine.peers.gathered for engine in group.engines}) == 1
+
+
+def test_freed_memory_goes_back_to_the_system_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here at each turn of the loop."""
+    trims = list[int]()
+    monkeypatch.setattr(process, "TRIM_S", -1.0)
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trims.append))
+
+    def front(group: Group) -> None:
+        group.submit(0, Request("0", [0] * 3, SamplingParams()))
+        until(lambda: "0" in group.engines[0].done)
+        for pipe in group.pipes:
+            pipe.inbox.put(Shutdown())
+
+    group = run(2, front)
+    assert len(trims) >= group.engines[0].steps == 3 and set(trims) == {0}
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: SimpleNamespace())
+    process.give_back()  # a C library that is not glibc has no such function
 
 
 def test_they_sleep_while_there_is_nothing_to_do() -> None:

@@ -49,6 +49,15 @@ def test_drafts(device: torch.device, vocab: int, given: dict[str, Any], with_q:
     compare(device, case(vocab, vocab, given), with_q, **options)
 
 
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_one_kind_of_cut(device: torch.device, name: str) -> None:
+    """The kernel has no pointer of the other two. Some chunks of a row lie below the cut."""
+    given = {other: value for other, value in NO_CUTS.items() if other != name} | {"temperature": 0.7}
+    options = {f"any_{other}": other == name for other in NO_CUTS}
+    for with_q in (False, True):
+        compare(device, case(9001, 5, given), with_q, **options)
+
+
 def test_all_coupled(device: torch.device) -> None:
     """Without `coupled` each takes the noise of the target's choice."""
     arguments = case(300, 3, NO_CUTS | {"temperature": 1.0, "coupled": 1})
