@@ -151,7 +151,7 @@ def common_shape(original: Callable[..., tuple[Any, Any]]) -> Callable[..., tupl
         return tuple(
             operand
             if list(operand.handle.data.shape) == shape
-            else self.make_tensor(self.builder.create_broadcast(operand.handle, shape), core.block_type(operand.dtype, shape))
+            else core.tensor(self.builder.create_broadcast(operand.handle, shape), core.block_type(operand.dtype, shape))
             for operand in (lhs, rhs)
         )
 

@@ -49,7 +49,8 @@ def _slot_of(p_pages, o_column, m, PAGE: tl.constexpr, SHIFT: tl.constexpr):
 def _ordered(b_scores):
     """Integers without a sign in the order of the numbers."""
     b_bits = b_scores.to(tl.uint32, bitcast=True)
-    return tl.where((b_bits >> 31) == 1, ~b_bits, b_bits | 0x80000000)
+    # Triton's interpreter before 3.9 has no ~ of such integers where NumPy is 2.
+    return tl.where((b_bits >> 31) == 1, b_bits ^ 0xFFFFFFFF, b_bits | 0x80000000)
 
 
 @triton.jit(do_not_specialize=["first", "stride_scores"])
