@@ -71,6 +71,13 @@ def instead(page: Any, text: str, reasoning: str = "") -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, body=body, content_type="text/event-stream"))
 
 
+def never_ending(page: Any) -> None:
+    """Answers have all tokens that they may have."""
+    page.route(
+        "**/v1/chat/completions", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
+    )
+
+
 def say(page: Any, text: str = "read lines", *, answers: int = 1, tokens: int = 24) -> dict[str, Any]:
     """What was sent, after its answer is complete."""
     page.fill("#talk-max-tokens", str(tokens))
@@ -148,6 +155,7 @@ def test_retry_and_edit(demo: Running, opened: Open) -> None:
 @pytest.mark.parametrize("how", ["Stop", "Escape"])
 def test_stopping(demo: Running, opened: Open, how: str) -> None:
     page = opened(demo, view="talk")
+    never_ending(page)
     page.fill("#talk-max-tokens", "1900")
     page.fill("#message", "read")
     page.click("#talk-send")
