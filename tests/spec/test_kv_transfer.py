@@ -130,6 +130,11 @@ def test_many_at_once_with_too_little_memory(family: str, shape: str) -> None:
     model, asked = tiny_model(family), {f"{i}": [*PROMPT[: 20 + 2 * i], *((i + j) % VOCAB for j in range(9))] for i in range(8)}
     prefill, decode = node("prefill", model, shape, host=1 << 17), node("decode", model, shape, host=1 << 16, pages=26)
     alone = node("null", model, shape)
+    # Two whose prompts are computed here do not fit together, however late the others' pages come.
+    here = {name: [*PROMPT[:30], i] for i, name in enumerate(("here", "here, too"))}
+    for engine in (decode, alone):
+        for seed, (name, prompt) in enumerate(here.items()):
+            ask(engine, name, prompt, temperature=0.8, seed=seed, max_tokens=40)
     for name, prompt in asked.items():
         ask(prefill, name, prompt, lease=name, max_tokens=1)
         ask(alone, name, prompt, temperature=0.8, seed=int(name))
@@ -139,7 +144,7 @@ def test_many_at_once_with_too_little_memory(family: str, shape: str) -> None:
         assert offer is not None
         ask(decode, name, prompt, source=source(offer), temperature=0.8, seed=int(name))
     seen, wanted = drain(decode), drain(alone)
-    assert {name: [t for e in seen[name] for t in e.tokens] for name in asked} == {
-        name: [t for e in wanted[name] for t in e.tokens] for name in asked
+    assert {name: [t for e in seen[name] for t in e.tokens] for name in [*here, *asked]} == {
+        name: [t for e in wanted[name] for t in e.tokens] for name in [*here, *asked]
     }
     assert decode.stats.preemptions_total > 0 and decode.stats.transfers_total["pull"] > 0 and free_blocks(decode)
