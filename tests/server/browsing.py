@@ -5,6 +5,7 @@ Tests that use `browser` are skipped where playwright (the extra `browser`) or C
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -62,6 +63,21 @@ TOO_PALE = """() => {
   }
   return [...poor];
 }"""
+
+
+# What the page reads of an answer: its first parts, and no end.
+ENDLESS = """
+(path) => {
+    const real = window.fetch;
+    window.fetch = async (url, options) => {
+        const response = await real(url, options);
+        if (!new URL(url, location).pathname.endsWith(path)) return response;
+        let parts = 0;
+        const first = { transform: (part, to) => { if (parts++ < 3) to.enqueue(part); }, flush: () => new Promise(() => {}) };
+        return new Response(response.body.pipeThrough(new TransformStream(first)), response);
+    };
+}
+"""
 
 
 class Running:
@@ -140,6 +156,12 @@ def opened(browser: Any) -> Iterator[Open]:
     for page in pages:
         page.close()
     assert not complaints
+
+
+def never_ending(page: Any, path: str) -> None:
+    """Answers go on until the page stops them, however slow it is. The server's ends with all tokens that it may have."""
+    page.evaluate(ENDLESS, path)
+    page.route(f"**{path}", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True})))
 
 
 def wait_for(text: str, page: Any, selector: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.browsing import PHONE, ROOT, WIDE, Open, Running, sound, wait_for
+from tests.server.browsing import PHONE, ROOT, WIDE, Open, Running, never_ending, sound, wait_for
 
 VERDICT = r"^[\d.]+ × the speed with speculation\. "
 
@@ -84,6 +84,7 @@ def test_where_texts_differ_it_says_at_which_token_and_whether_that_was_a_tie(de
 def test_a_refused_race_says_why_and_one_can_be_stopped(demo: Running, opened: Open) -> None:
     page = opened(demo, view="race")
     race(page, tokens=100_000, verdict="must be below the context of 2048")
+    never_ending(page, "/v1/completions")
     page.fill("#race-tokens", "1900")
     page.click("#race-start")
     wait_for("^Measuring .*: ", page, "#race-verdict")

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.browsing import NARROW, PHONE, ROOT, WIDE, Open, Running, sound, wait_for
+from tests.server.browsing import NARROW, PHONE, ROOT, WIDE, Open, Running, never_ending, sound, wait_for
 
 MARKDOWN = """# Reading lines
 
@@ -69,13 +69,6 @@ def instead(page: Any, text: str, reasoning: str = "") -> None:
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, body=body, content_type="text/event-stream"))
-
-
-def never_ending(page: Any) -> None:
-    """Answers have all tokens that they may have."""
-    page.route(
-        "**/v1/chat/completions", lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
-    )
 
 
 def say(page: Any, text: str = "read lines", *, answers: int = 1, tokens: int = 24) -> dict[str, Any]:
@@ -155,7 +148,7 @@ def test_retry_and_edit(demo: Running, opened: Open) -> None:
 @pytest.mark.parametrize("how", ["Stop", "Escape"])
 def test_stopping(demo: Running, opened: Open, how: str) -> None:
     page = opened(demo, view="talk")
-    never_ending(page)
+    never_ending(page, "/v1/chat/completions")
     page.fill("#talk-max-tokens", "1900")
     page.fill("#message", "read")
     page.click("#talk-send")
