@@ -22,8 +22,8 @@ from rich.table import Table
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.build import build_engine
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

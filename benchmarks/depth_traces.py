@@ -22,12 +22,12 @@ from common.record import context
 from never_slower import DEPTH, Load, engine_of, large, untrained
 
 from mtpserve.config import ModelConfig, SchedulerConfig, SpecConfig
+from mtpserve.engine.depth.policy import DepthPolicy
+from mtpserve.engine.depth.step_shapes import StepShapes
+from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.policy import DepthPolicy
-from mtpserve.engine.scheduler import Outcome, Planned
-from mtpserve.engine.step_shapes import StepShapes
+from mtpserve.engine.steps import Outcome, Planned
 from mtpserve.spec.sizes import draft_sizes
-from mtpserve.spec.watchdog import Watchdog
 
 PARTS = (0, 1, 0)  # the engines
 SETTLED = 2  # steps of a turn that are left out: the first ones verify the drafts of the turn before

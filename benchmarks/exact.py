@@ -16,7 +16,7 @@ from common.record import save
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
+from mtpserve.engine.startup.build import build_engine
 
 GROUPS = (1, 5, 32)
 

@@ -24,9 +24,9 @@ from mtpserve.cache.leases import Leases
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.kv_transfer import PageSource
 from mtpserve.runtime.remote.client import PageClient, WantedPage
-from mtpserve.runtime.remote.memory import SharedBlocks
 from mtpserve.runtime.remote.nixl import Nixl
 from mtpserve.runtime.remote.server import PageServer
+from mtpserve.runtime.remote.shared_memory import SharedBlocks
 
 FACTS = {"what": "a measurement"}
 WAYS = ("shm", "tcp", "nixl")

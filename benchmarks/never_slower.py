@@ -37,9 +37,9 @@ from safetensors.torch import load_file, save_file
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.weights.hub import fetched
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.weights.checkpoint.hub import fetched
 
 DEPTH, TOKENS, PROMPT = 3, 128, 128
 SLICE_S = 0.25  # plain decoding's turn: what slows the machine down for seconds slows all arms down. Slow steps need longer ones

@@ -45,7 +45,7 @@ from mtpserve.core.sequence import Sequence
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.scheduler import Scheduler
 from mtpserve.runtime.paging import WORKERS
-from mtpserve.spec.simulated import SimulatedDevice
+from mtpserve.tools.simulate.simulated import SimulatedDevice
 
 CONTEXT = 40960
 CONFIG: dict[str, Any] = {

@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
-from mtpserve.engine.messages import Events, Up
+from mtpserve.engine.process.messages import Events, Up
+from mtpserve.engine.startup.build import build_engine
 
 Times = dict[str, list[float]]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}

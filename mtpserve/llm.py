@@ -18,7 +18,7 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import request_of, spelling_of
 from mtpserve.text.tokenizer import Tokenizer, tokenizer_of
-from mtpserve.weights.hub import fetched
+from mtpserve.weights.checkpoint.hub import fetched
 
 if TYPE_CHECKING:
     from mtpserve.engine.engine import Engine
@@ -143,7 +143,10 @@ class LLM:
         self.config = fetched(engine_config({"model": model, **options}))
         self.tokenizer = tokenizer_of(self.config.model)
         # Not at the top: it imports torch, and the tokenizer's errors are raised before that.
-        build, as_chosen = import_module("mtpserve.engine.build").build_engine, import_module("mtpserve.engine.drafter").as_chosen
+        build, as_chosen = (
+            import_module("mtpserve.engine.startup.build").build_engine,
+            import_module("mtpserve.engine.startup.drafter").as_chosen,
+        )
         self.engine: Engine = build(self.config, progress=sys.stderr.isatty())
         self.config = replace(self.config, spec=as_chosen(self.config.spec, self.engine.card))
         self._ids = itertools.count()

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from mtpserve.attention.contexts import LayerContext
 from mtpserve.attention.reference import PlannedAttention, ReferenceAttention
-from mtpserve.core.arch import ClampedGate, ModelArch
+from mtpserve.core.arch.model import ClampedGate, ModelArch
 from mtpserve.core.batch import Batch
-from mtpserve.core.protocols import LinearKernels
+from mtpserve.core.protocols.linear import LinearKernels
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.torch_kernels import gated, torch_kernels
 from mtpserve.models.family import Family
 from mtpserve.models.mimo import MIMO
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 CALLED: list[str] = []  # by what was added
 

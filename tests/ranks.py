@@ -10,7 +10,7 @@ import torch
 from mtpserve_kernels.cpu.ranks import PeerGone
 from torch import Tensor
 
-from mtpserve.core.parallel import Ranks
+from mtpserve.core.protocols.parallel import Ranks
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Peer")

@@ -12,7 +12,7 @@ from mtpserve.attention.registry import BACKENDS
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
+from mtpserve.engine.startup.build import build_engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.models.registry import FAMILIES

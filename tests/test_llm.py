@@ -30,13 +30,13 @@ class Narrow(FakeEngine):
 
 @pytest.fixture
 def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    module = ModuleType("mtpserve.engine.build")
+    module = ModuleType("mtpserve.engine.startup.build")
 
     def build_engine(config: EngineConfig, *, progress: bool) -> FakeEngine:
         return Narrow(config.model.model, 0.0)
 
     module.build_engine = build_engine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mtpserve.engine.build", module)
+    monkeypatch.setitem(sys.modules, "mtpserve.engine.startup.build", module)
     with LLM(str(tiny.write(tmp_path, temperature=0.6)), speculative_algorithm="MTP", page_size=32) as made:
         yield made
 

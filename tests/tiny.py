@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from mtpserve.config import EngineConfig, SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import (
+from mtpserve.core.arch.model import (
     Attention,
     ClampedGate,
     FeedForward,
@@ -26,17 +26,17 @@ from mtpserve.core.arch import (
     page_groups,
     recurrent_kinds,
 )
+from mtpserve.core.arch.rope import RopeArch
 from mtpserve.core.request import Request
-from mtpserve.core.rope import RopeArch
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
-from mtpserve.engine.compute import why_not_cpu
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assemble
+from mtpserve.engine.startup.compute import why_not_cpu
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS, Kernels
 from mtpserve.models import deepseek, gqa, nemotron_h, qwen3_next
 from mtpserve.quant.unquantized import Unquantized
-from mtpserve.runtime.graphs import Recorder, StepGraphs
+from mtpserve.runtime.graphs.graphs import Recorder, StepGraphs
 
 CPU, VOCAB, CONTEXT = torch.device("cpu"), 37, 160
 BACKENDS = WeakKeyDictionary[DecoderModel, str]()  # the attention that goes with a tiny model's kernels

@@ -8,8 +8,8 @@ from pathlib import Path
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.build import build_engine
 from mtpserve.text.tokenizer import tokenizer_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo_model"))

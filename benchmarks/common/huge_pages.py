@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from mtpserve.engine.client import HUGE_PAGES
+from mtpserve.engine.process.client import HUGE_PAGES
 
 
 def on_huge_pages() -> None:

@@ -51,13 +51,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.widened import Widener
-from mtpserve.core.arch import ModelArch, MoEArch
+from mtpserve.core.arch.model import ModelArch, MoEArch
 from mtpserve.core.errors import MTPServeError
 from mtpserve.models.family import Family
 from mtpserve.models.registry import family_of
-from mtpserve.weights.checkpoint import INDEX, Checkpoint
-from mtpserve.weights.hf import HFConfig, read_config
-from mtpserve.weights.layouts import MTPLayout, mtp_layers
+from mtpserve.weights.checkpoint.checkpoint import INDEX, Checkpoint
+from mtpserve.weights.checkpoint.hf import read_config
+from mtpserve.weights.checkpoint.hf_config import HFConfig
+from mtpserve.weights.checkpoint.layouts import MTPLayout, mtp_layers
 
 FLOATS = "BF16", "F16", "F32"
 COPIED = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"

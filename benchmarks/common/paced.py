@@ -16,7 +16,7 @@ import mtpserve
 from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.request import EngineStats, Finish, FirstTokenTimes, ModelCard, Proposal, Request, TokenEvent, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.engine.ticks import Ticks
+from mtpserve.engine.parallel.ticks import Ticks
 from mtpserve.server.launch import serve
 from mtpserve.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from math import log2, sqrt
 import torch
 from torch import Tensor
 
-from mtpserve.core.arch import Attention, ModelArch, MoEArch
+from mtpserve.core.arch.model import Attention, ModelArch, MoEArch
 from mtpserve.weights.rules import Arranged, Drop, Expert, How, Matcher, Rule, Stack
 
 STD = 0.02

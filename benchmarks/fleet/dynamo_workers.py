@@ -85,7 +85,7 @@ def answers(url: str) -> bool:
 def engine_of(worker: subprocess.Popen[bytes]) -> int:
     children = Path(f"/proc/{worker.pid}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
-    (engine,) = [pid for pid in pids if b"mtpserve.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (engine,) = [pid for pid in pids if b"mtpserve.engine.process.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return engine
 
 

@@ -35,7 +35,7 @@ from ray import serve
 from mtpserve.integrations.ray import app
 
 OPTIONS = {"model": "demo", "speculative_algorithm": "NEXTN", "max_total_tokens": "32768", "log_interval": "0"}
-ENGINE, REPLICA = b"mtpserve.engine.process", b"ray::ServeReplica:default:mtpserve"
+ENGINE, REPLICA = b"mtpserve.engine.process.process", b"ray::ServeReplica:default:mtpserve"
 
 
 def engines() -> dict[int, int]:

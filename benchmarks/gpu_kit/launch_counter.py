@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from gpu_kit.launches import Launch, LaunchRecorder, recording
 from gpu_kit.models import Cell, DeviceConfig, engine_of, fake_model, key_of, runner_of, traffic_of
-from mtpserve.runtime.graphs import Body, GraphOutput
+from mtpserve.runtime.graphs.graphs import Body, GraphOutput
 from mtpserve.runtime.transfer import staged
 
 PROCESSORS = 132  # of an H100 and an H200
 CPU = torch.device("cpu")
 # Their kernels ask for the device's processors. A module that is imported later would ask for the real ones.
-KERNEL_MODULES = "mtpserve.layers.triton_kernels", "mtpserve_kernels.attention.span", "mtpserve_kernels.attention.select"
+KERNEL_MODULES = "mtpserve.layers.devices.triton_kernels", "mtpserve_kernels.attention.span", "mtpserve_kernels.attention.select"
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
@@ -72,7 +72,7 @@ def fake() -> Iterator[None]:
 
 
 class CountingRecorder:
-    """mtpserve.runtime.graphs.Recorder that captures nothing: it writes down the launches of the body's second run, without memory."""
+    """runtime.graphs.graphs.Recorder that captures nothing: it writes down the launches of the body's second run, without memory."""
 
     def __init__(self) -> None:
         self.recorder: LaunchRecorder | None = None

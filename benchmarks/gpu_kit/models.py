@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 from gpu_kit.launches import Traffic, storage_of
 from mtpserve.config import SchedulerConfig, SpecConfig
-from mtpserve.core.arch import ModelArch, MTPArch, page_groups
-from mtpserve.engine.assemble import EngineOptions, EngineSizes, assemble
+from mtpserve.core.arch.model import ModelArch, MTPArch, page_groups
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assemble
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.rope import Rope
 from mtpserve.models.registry import family_of
 from mtpserve.quant.unquantized import Unquantized
-from mtpserve.runtime.graphs import GraphOutput, Key, Recorded, Recorder, StepGraphs
-from mtpserve.runtime.prompt_rows import PROMPTS, Prompts
+from mtpserve.runtime.graphs.graphs import GraphOutput, Key, Recorded, Recorder, StepGraphs
+from mtpserve.runtime.graphs.prompt_rows import PROMPTS, Prompts
 from mtpserve.runtime.runner import Runner
-from mtpserve.runtime.sampling import Asked
+from mtpserve.runtime.sampling.sampling import Asked
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.dummy import fill
 from mtpserve.weights.finish import Finisher
-from mtpserve.weights.hf import HFConfig
 
 PAGE, ROOM = 64, 64  # tokens of a page; tokens beyond the context that a seat has room for
 PROMPT_ROWS = 512

@@ -19,7 +19,7 @@ from gpu_kit.calls import Call, Run
 from gpu_kit.mixtures import mixture, router
 from gpu_kit.models import PAGE, DeviceConfig, arch_of
 from gpu_kit.timing import rotation
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch.model import ModelArch
 
 PRODUCTS = ("linear", "gated")  # kinds
 PRODUCT_MODELS = ("7b", "0.5b", "30b-a3b", "475m")  # the order in which their products are tuned; others follow

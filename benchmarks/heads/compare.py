@@ -29,14 +29,14 @@ from common.inflate import Shape, inflate, opened
 from common.record import save
 from train_heads import TOKEN_MAP
 
-from mtpserve.cli.bench_spec import SpecGrid, config_of, measure, named
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.config.spec import MAX_ROWS
 from mtpserve.core.draft_sizes import DraftShape
-from mtpserve.engine.planning import describe
-from mtpserve.spec.grid import PLAIN, SpecFigures, SpecLoad, as_row
-from mtpserve.weights.checkpoint import Checkpoint
-from mtpserve.weights.hub import fetched
+from mtpserve.engine.startup.planning import describe
+from mtpserve.tools.bench.spec.bench_spec import SpecGrid, config_of, measure, named
+from mtpserve.tools.bench.spec.grid import PLAIN, SpecFigures, SpecLoad, as_row
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.hub import fetched
 
 ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "medusa": "MEDUSA", "dflash": "DFLASH", "standalone": "STANDALONE"}
 WITH_NGRAMS = ("EAGLE3",)  # beside the model's own layer

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "demo_model"))
 from corpus import files, held_out, is_held_out, read
 from muon import Muon
 
-from mtpserve.engine.compute import has_bfloat16_units
+from mtpserve.engine.startup.compute import has_bfloat16_units
 
 LENGTH, TEXTS = 256, 4  # tokens of a text, and texts of a step
 TEMPERATURE, DECAY = 0.6, 0.8

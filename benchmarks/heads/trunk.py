@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.core.arch import Attention, Features
+from mtpserve.core.arch.model import Attention, Features
 from mtpserve.core.errors import UnsupportedModel
-from mtpserve.engine.planning import describe, load_model
-from mtpserve.engine.storage import Storage
+from mtpserve.engine.startup.planning import describe, load_model
+from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.text.tokenizer import Tokenizer
-from mtpserve.weights.hub import fetched
+from mtpserve.weights.checkpoint.hub import fetched
 
 
 class WholeTexts:

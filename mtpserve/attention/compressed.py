@@ -24,7 +24,7 @@ from mtpserve.attention.rows import BLOCK, padded, seen_by_rows
 from mtpserve.attention.selected import MAX_TOKENS, ChosenRows, best_of
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store
-from mtpserve.core.arch import Compressed
+from mtpserve.core.arch.model import Compressed
 from mtpserve.core.batch import Batch
 
 

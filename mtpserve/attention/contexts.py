@@ -11,7 +11,7 @@ from torch import Tensor
 from mtpserve.cache.pool import IndexKeys, KVPool
 from mtpserve.cache.stores import Stores
 from mtpserve.core.batch import Batch
-from mtpserve.core.protocols import Context
+from mtpserve.core.protocols.attention import Context
 
 
 class SelectingContext(Context, Protocol):

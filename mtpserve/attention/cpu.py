@@ -15,7 +15,7 @@ from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import Attention, LayerKind
+from mtpserve.core.arch.model import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 

@@ -22,9 +22,9 @@ from mtpserve.attention.rows import padded, seen_by_rows
 from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import Attention, LayerKind
+from mtpserve.core.arch.model import Attention, LayerKind
 from mtpserve.core.batch import Batch
-from mtpserve.core.protocols import Context
+from mtpserve.core.protocols.attention import Context
 
 
 class ExactAttention:

@@ -12,9 +12,9 @@ from mtpserve_kernels.recurrent.reference import LayerState, Rule, StateSpans, r
 from torch import Tensor
 
 from mtpserve.cache.states import States
-from mtpserve.core.arch import Attention, LayerKind, Recurrent
+from mtpserve.core.arch.model import Attention, LayerKind, Recurrent
 from mtpserve.core.batch import Batch
-from mtpserve.core.protocols import AttentionBackend, Context
+from mtpserve.core.protocols.attention import AttentionBackend, Context
 
 ONE_ROW = torch.tensor([0, 1])
 

@@ -17,7 +17,7 @@ from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.attention.selected import ChosenRows, PlannedSelected, plan_selected
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
-from mtpserve.core.arch import Attention, LayerKind
+from mtpserve.core.arch.model import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 MAX_SCORES = 1 << 24  # numbers in one block of scores: bounds the memory of a long prompt's chunk

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from mtpserve.cache.stores import Stores
-from mtpserve.core.protocols import AttentionBackend
+from mtpserve.core.protocols.attention import AttentionBackend
 from mtpserve.core.registry import Registry
 
 # Made of the stores, the number of query heads, and the scale of the scores.

@@ -11,7 +11,7 @@ from mtpserve.attention.contexts import Contexts, slots_of
 from mtpserve.attention.triton_selected import ChosenSlots, RowsSeen, SelectedSpans
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Store, Stores
-from mtpserve.core.arch import Attention, LayerKind
+from mtpserve.core.arch.model import Attention, LayerKind
 from mtpserve.core.batch import Batch
 
 

@@ -16,7 +16,7 @@ import torch
 from mtpserve_kernels.cache import reference
 from torch import Tensor
 
-from mtpserve.core.arch import KVLayout
+from mtpserve.core.arch.model import KVLayout
 
 Compact = Callable[[Tensor, Tensor, Tensor], None]
 FP8, LARGEST = torch.float8_e4m3fn, 448.0

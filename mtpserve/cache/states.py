@@ -15,7 +15,7 @@ import torch
 from mtpserve_kernels.recurrent.reference import LayerState
 from torch import Tensor
 
-from mtpserve.core.arch import Recurrent
+from mtpserve.core.arch.model import Recurrent
 
 
 class States:

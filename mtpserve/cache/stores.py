@@ -22,7 +22,7 @@ from mtpserve_kernels.cache import reference
 from torch import Tensor
 
 from mtpserve.cache.pool import Compact, KVPool
-from mtpserve.core.arch import Attention, page_groups
+from mtpserve.core.arch.model import Attention, page_groups
 
 N = TypeVar("N", int, Tensor)
 

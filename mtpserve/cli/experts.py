@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtpserve.cli.parser import Parser
 from mtpserve.core.errors import ConfigError
-from mtpserve.runtime.placement import balanced, imbalance, in_order
+from mtpserve.runtime.parallel.placement import balanced, imbalance, in_order
 
 Loads = Mapping[int, Sequence[int]]  # of each layer, how often each of its experts was chosen
 

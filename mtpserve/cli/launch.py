@@ -19,6 +19,6 @@ def parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     chosen = settings(given(parser().parse(arguments)))
     from mtpserve.server.launch import serve
-    from mtpserve.weights.hub import fetched
+    from mtpserve.weights.checkpoint.hub import fetched
 
     return serve(chosen.engine, chosen.server, fetch=fetched)

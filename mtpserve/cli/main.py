@@ -23,6 +23,16 @@ COMMANDS = {
 }
 
 ALIASES = {"serve": "launch"}  # vLLM's
+TOOLS = {
+    "inspect": "mtpserve.tools.inspect.inspect_command",
+    "prove": "mtpserve.tools.prove.prove",
+    "replay": "mtpserve.tools.replay.replay_command",
+    "bench": "mtpserve.tools.bench.bench",
+}
+
+
+def module_of(command: str) -> str:
+    return TOOLS.get(command, f"mtpserve.cli.{ALIASES.get(command, command)}")
 
 
 def usage() -> str:
@@ -42,7 +52,7 @@ def dispatch(arguments: Sequence[str]) -> int:
         return 0
     if command not in (*COMMANDS, *ALIASES):
         raise ConfigError(f"unknown command {command!r}{suggest(command, COMMANDS)} (see mtpserve --help)")
-    code: int = import_module(f"mtpserve.cli.{ALIASES.get(command, command)}").run(arguments[1:])
+    code: int = import_module(module_of(command)).run(arguments[1:])
     return code
 
 

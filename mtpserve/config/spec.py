@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mtpserve.config.drafters import DRAFTERS, SEPARATE
 from mtpserve.config.options import check, option
-from mtpserve.core.drafters import DRAFTERS, SEPARATE
 
 # Without an algorithm they are the default drafter's: an error where there is none.
 NEED_DRAFTER = (
@@ -98,7 +98,7 @@ class SpecConfig:
 
     @property
     def named(self) -> bool:
-        """What drafts is said, be it nothing; else the model decides, see engine/drafter.py. Until it has, nothing drafts."""
+        """What drafts is said, be it nothing; else the model decides, see engine/startup/drafter.py. Until it has, nothing drafts."""
         return self.speculative_algorithm is not None and self.speculative_algorithm.lower() != AUTO
 
     @property

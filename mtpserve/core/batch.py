@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from mtpserve.core.protocols import Sampler, Seats
 
 
 class Source(IntEnum):
@@ -148,3 +146,104 @@ class Drafts:
     probs: Tensor | None = None  # [D, K, vocabulary] float32, the distribution each was drawn from
     tree: Tree | None = None  # None: a chain
     sources: Tensor | None = None  # [D, K] int64, of Source; None: MODEL
+
+
+class Seats(Protocol):
+    """The tensors that a step changes, one row per running request."""
+
+    tokens: Tensor  # [seats, max_len + lookahead] int64: committed tokens, then the waiting drafts
+    length: Tensor  # [seats] int64: committed tokens
+    computed: Tensor  # [seats] int64: tokens whose KV is in the pages
+    page_tables: Tensor  # [groups, seats, columns] int64, see core.arch.page_groups
+    spare_slots: list[int]  # of each group: a slot that is never read
+    draft_probs: Tensor  # [seats, K, vocabulary] float32: what the waiting drafts of a chain were drawn from
+
+    def slots(self, seat_ids: Tensor, index: Tensor, group: int = 0) -> Tensor:
+        """Where the KV of token `index` of each seat's request is stored, in the pages of this group."""
+        ...
+
+    def following(self, seat_ids: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the token after each `index` [n] of these seats' requests [n]: which one it is, its index, and its slot in the pages of
+        group 0; [n] each."""
+        ...
+
+    def prompt_length(self, seat_ids: Tensor) -> Tensor: ...
+
+
+class SeatParameters(NamedTuple):
+    """What the sampling kernels read, each [seats]; and whether any request of the batch uses the cut at all."""
+
+    temperature: Tensor  # float32, 0 is greedy
+    top_k: Tensor  # int64, 0 is off
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    seed: Tensor  # int64
+    coupled: Tensor  # bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+
+
+class Sampler(Protocol):
+    """Logits to tokens, by the parameters of each request of the batch.
+
+    A `path` is the tokens after the committed ones where a row's logits come from: the drafts that lead to its node.
+    """
+
+    @property
+    def all_greedy(self) -> bool: ...
+
+    @property
+    def all_coupled(self) -> bool:
+        """All drafts are point masses, so that the target's own choice decides: see spec/verify/accept."""
+        ...
+
+    @property
+    def has_rules(self) -> bool:
+        """Some request of the batch has more parameters than temperature, top_k, top_p and min_p: `processed` needs paths."""
+        ...
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """The largest number of alternatives whose log-probabilities a request wants; None: no request wants any."""
+        ...
+
+    @property
+    def parameters(self) -> SeatParameters: ...
+
+    def greedy(self, seat_ids: Tensor) -> Tensor:
+        """[rows] bool"""
+        ...
+
+    def coupled(self, seat_ids: Tensor) -> Tensor | None:
+        """[rows] bool: requests whose drafts are point masses. None: no request's."""
+        ...
+
+    def processed(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+        """[rows, vocabulary], path [rows, D] of which the first `count` [rows] count → logits after everything but temperature,
+        top_k, top_p and min_p."""
+        ...
+
+    def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
+        """Processed logits → the distribution of each row's request, float32; greedy rows are one-hot."""
+        ...
+
+    def uniform(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        """[rows], [rows, n] → [rows, n] in [0, 1), float64, from (the request's seed, the token's index, the stream) alone."""
+        ...
+
+    def choose(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        """weights [rows, vocabulary] ≥ 0, index [rows] → [rows], a token drawn in proportion: the one with the largest `race`."""
+        ...
+
+    def race(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        """[rows, vocabulary] float64: weights over exponential noise that (seed, index, stream, token) alone decide."""
+        ...
+
+    def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Tokens that grammars leave no choice about, after what is committed now: [rows, limit] and how many [rows]."""
+        ...
+
+    def advance(self, batch: Batch, verdict: Verdict) -> None:
+        """A verdict was committed."""
+        ...

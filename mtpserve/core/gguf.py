@@ -1,4 +1,5 @@
-"""A GGUF file's header: its metadata, and where its tensors are. Reads no weights: weights/gguf.py does, and text/gguf.py the tokenizer.
+"""A GGUF file's header: its metadata, and where its tensors are. Reads no weights: weights/checkpoint/gguf.py does, and
+text/gguf.py the tokenizer.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, read by hand, so that a damaged file is reported in plain words and a
 vocabulary, which takes seconds with the format's own package, is only read where it is used.

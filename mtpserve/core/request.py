@@ -172,7 +172,7 @@ DraftState = Literal["off", "unmeasured", "ok", "weak", "suspended"]
 
 @dataclass(slots=True)
 class DraftHealth:
-    """What the engine knows of its draft model: see spec/watchdog."""
+    """What the engine knows of its draft model: see engine/depth/watchdog."""
 
     state: DraftState = "off"
     start: float | None = None  # share of the first drafts that were accepted at start; None: not measured

@@ -57,7 +57,7 @@ class Sequence:
     loading: int = 0  # number of the last loading of pages that it has waited for
     loads: int = 0  # how many it has waited for since it had a seat
     source: PageSource | None = None  # who has the pages of its prompt
-    pulls: frozenset[int] | None = None  # what it waits for from there: see engine/pulls; None: it has not asked yet
+    pulls: frozenset[int] | None = None  # what it waits for from there: see engine/pages/pulls; None: it has not asked yet
     lease: str | None = None  # the name under which its prompt's pages are kept for another node once it has ended
     offer: PageOffer | None = None  # these
     cached: int = 0  # prompt tokens that it had not to compute when it was first seated
@@ -79,8 +79,8 @@ class Sequence:
     launched: int = 0  # `computed`, and the committed tokens of the spans in flight
     ahead: int = 0  # spans in flight that give tokens
     drafts: int = 0  # proposals that wait on the device to be verified by the next span; with spans in flight at most so many
-    factor: float = 1.0  # how much more often than others' its drafts are accepted: spec/survival
-    tried: int = 0  # the last trial of another depth that drafted for it: engine/policy
+    factor: float = 1.0  # how much more often than others' its drafts are accepted: engine/depth/survival
+    tried: int = 0  # the last trial of another depth that drafted for it: engine/depth/policy
     held: list[Held] = field(default_factory=list)  # by group of pages; empty while it waits
     grown: bool = False  # it holds pages that no plan has named
     seat: int | None = None  # its row in the runner's tensors while it runs
@@ -98,6 +98,11 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def prefill_end(self) -> int:
+        """Up to where it is computed before it decodes."""
+        return len(self.tokens) - (1 if self.output_len > 0 else 0)
 
     @property
     def room(self) -> int:

@@ -26,28 +26,29 @@ from time import perf_counter
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.keys import root
 from mtpserve.config import SchedulerConfig
+from mtpserve.config.drafters import MTP
 from mtpserve.core.draft_sizes import DraftShape
-from mtpserve.core.drafters import MTP
 from mtpserve.core.errors import ConfigError, EngineDead, InvalidRequest, LoadError, QueueFull
-from mtpserve.core.observers import CacheObserver
-from mtpserve.core.protocols import Launched, ModelRunner
+from mtpserve.core.protocols.observers import CacheObserver
+from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.request import EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.core.sequence import Sequence
-from mtpserve.engine.clock import StepClock
+from mtpserve.engine.depth.clock import StepClock
+from mtpserve.engine.depth.first_times import ladder, measure
+from mtpserve.engine.depth.policy import DepthPolicy, report
+from mtpserve.engine.depth.step_shapes import passes_of
+from mtpserve.engine.depth.watchdog import Watchdog
 from mtpserve.engine.faults import is_fatal
-from mtpserve.engine.first_times import ladder, measure
 from mtpserve.engine.grammars import PreparedGrammars
 from mtpserve.engine.lengths import require_fit, require_room
-from mtpserve.engine.line import ServiceOrder
-from mtpserve.engine.policy import DepthPolicy, report
-from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
+from mtpserve.engine.pages.tiers import Tiers
+from mtpserve.engine.parallel.ticks import Ticks
+from mtpserve.engine.queue import ServiceOrder
+from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.stats import count, count_step, event_of
-from mtpserve.engine.step_shapes import passes_of
-from mtpserve.engine.ticks import Ticks
-from mtpserve.engine.tiers import Tiers
+from mtpserve.engine.steps import Outcome, Planned
 from mtpserve.spec.counts import new_stats
-from mtpserve.spec.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +102,7 @@ class Engine:
         self.card = ModelCard(
             name, vocab, self.context_length, eos_ids, want, lossy, page_size=pages.page_size, capacity=capacity, kernels=kernels
         )
-        self._grammars = grammars
-        self._runner, self._want = runner, want
+        self._grammars, self._runner, self._want = grammars, runner, want
         self.policy = DepthPolicy(sizes, want, captured, apart) if adaptive and want > 0 else None
         self._seeded = config.random_seed is not None
         self._clock = StepClock()

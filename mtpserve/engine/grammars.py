@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from threading import Lock
 
-from mtpserve.core.grammars import Grammar, GrammarCompiler
+from mtpserve.core.protocols.grammars import Grammar, GrammarCompiler
 from mtpserve.core.sampling import GrammarSpec
 
 MOST = 1024  # compiled and not taken: of requests that wait, or went away before they were seated

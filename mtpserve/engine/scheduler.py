@@ -19,42 +19,22 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence as Seq
 from itertools import islice
-from typing import NamedTuple
-
-import msgspec
 
 from mtpserve.cache.groups import PageGroups
+from mtpserve.config.drafters import MTP
 from mtpserve.core.batch import Source
-from mtpserve.core.drafters import MTP
-from mtpserve.core.observers import CacheObserver
 from mtpserve.core.plan import Admission, KeptState, SpanPlan, SpanResult, StepPlan, StepResult
-from mtpserve.core.request import Finish, Proposal, TokenLogprob
+from mtpserve.core.protocols.observers import CacheObserver
+from mtpserve.core.request import Finish, Proposal
 from mtpserve.core.sequence import Sequence
-from mtpserve.engine.line import LOOKS, RANK, UNLIMITED, Line, ServiceOrder
-from mtpserve.engine.prefixes import Prefixes
-from mtpserve.engine.spans import admission, chunk, decodes, deferred, ends, new_pages, next_span, prefill_end, to_compute, useful_drafts
+from mtpserve.engine.pages.prefixes import Prefixes
+from mtpserve.engine.pages.tiers import Tiers
+from mtpserve.engine.queue import LOOKS, RANK, UNLIMITED, Line, ServiceOrder
+from mtpserve.engine.spans import admission, chunk, decodes, deferred, ends, new_pages, next_span, to_compute, useful_drafts
+from mtpserve.engine.steps import Outcome, Planned
 from mtpserve.engine.stopping import until_stop
-from mtpserve.engine.tiers import Tiers
 
 MOST_EXPECTED = 4096  # tokens that a request is expected to produce at most, whatever its limit is
-
-
-class Planned(NamedTuple):
-    """A plan, and whose its spans are: by the time of the result, their seats may be others'."""
-
-    plan: StepPlan
-    seqs: list[Sequence]
-
-
-class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave one request, surplus after a stop already dropped. `seq.finish` says whether it goes on."""
-
-    seq: Sequence
-    tokens: list[int]
-    accepted: int = 0  # of `tokens`, from the front
-    proposal: Proposal = Proposal()  # the drafts that were verified
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class Scheduler:
@@ -62,7 +42,7 @@ class Scheduler:
     given, is lost for want of pages alone.
 
     running | a b c d |  waiting | e f g |
-                    d ←──────── admission takes the first in the policy's order (engine/line) that may run now
+                    d ←──────── admission takes the first in the policy's order (engine/queue) that may run now
                     └─────────→ preemption takes the last that runs, and puts it in its place in line
 
     A request that waits for its turn is passed over in two cases: another one is just computing pages that it can use, or as many long
@@ -206,14 +186,14 @@ class Scheduler:
                 break
             if len(chosen) >= len(running):
                 admitted.append(seq)
-            rows = min(prefill_end(seq) - seq.launched, left, left if limit is None else limit)
+            rows = min(seq.prefill_end - seq.launched, left, left if limit is None else limit)
             chosen.append((seq, rows))
             left -= rows
         return chosen, admitted
 
     def _is_long(self, seq: Sequence, start: int) -> bool:
         """A prompt that is computed from token `start` on. It stays long to its end."""
-        return self._service.long_prompt is not None and prefill_end(seq) - start > self._service.long_prompt
+        return self._service.long_prompt is not None and seq.prefill_end - start > self._service.long_prompt
 
     def _admit(self, long: bool) -> Sequence | None:
         """Seat the next that waits, with pages for all that it has to compute. `long`: a long prompt may be next. None: nobody can be
@@ -225,7 +205,7 @@ class Scheduler:
             if columns is None:
                 continue
             # The last token always is computed: what follows it is unknown.
-            start = min(columns * self._pages.page_size, prefill_end(seq) - 1)
+            start = min(columns * self._pages.page_size, seq.prefill_end - 1)
             if not long and self._is_long(seq, columns * self._pages.page_size):
                 continue
             # With the rows of a verification this is no less than a victim of preemption gave up, of which an older request has

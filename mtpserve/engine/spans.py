@@ -44,12 +44,7 @@ def chunk(seq: Sequence, rows: int) -> SpanPlan:
     fresh prompt   |=======|=======|====|      the last chunk reaches the end and samples
     recomputed     |=======|=======|===|x      stops before x, which it once sampled: x is verified with drafts, as it was
     """
-    return next_span(seq, min(prefill_end(seq) - seq.launched, rows))
-
-
-def prefill_end(seq: Sequence) -> int:
-    """Up to where it is computed before it decodes."""
-    return len(seq.tokens) - (1 if seq.output_len > 0 else 0)
+    return next_span(seq, min(seq.prefill_end - seq.launched, rows))
 
 
 def deferred(decoding: list[tuple[Sequence, SpanPlan]], want: int, most: int, beside: bool) -> list[tuple[Sequence, SpanPlan]]:

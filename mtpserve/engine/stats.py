@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from mtpserve.core.request import STEP_TOKENS, EngineStats, Finish, FirstTokenTimes, TokenEvent
-from mtpserve.engine.scheduler import Outcome, Planned
+from mtpserve.engine.steps import Outcome, Planned
 from mtpserve.spec.counts import count_verification
 
 

@@ -5,7 +5,7 @@ The block is the embeddings of the last token and of a mask for each draft. Its 
 those before them, and a mask's output is the draft at its place. Embedding and language-model head are the trunk's.
 
 DFlash2 has two more parts. Convolutions over the block's rows before and after each attention and feed-forward block mix a row with those
-before it (layers/block_convolution). And a selector rescores a place's best candidates by the token before it:
+before it (layers/mixers/block_convolution). And a selector rescores a place's best candidates by the token before it:
 logit + <A[token before] * H(h), B[candidate]>. Other tokens are not proposed.
 
 A corrector on a block backbone fits as the selector does: the state that is handed from draft to draft is the outputs for those that are
@@ -27,24 +27,25 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import Attention, DraftArch, Features, LayerKind, ModelArch
+from mtpserve.core.arch.model import Attention, DraftArch, Features, LayerKind, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import Context, LinearMethod
+from mtpserve.core.protocols.attention import Context
+from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.heads.dflash_config import DFlashArch, Selector, read
 from mtpserve.heads.head import Head, Separate, opened
-from mtpserve.layers.attention import GQA
-from mtpserve.layers.block_convolution import BlockConvolution
 from mtpserve.layers.decoder import DecoderModel, Methods, shared_head
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
+from mtpserve.layers.mixers.attention import GQA
+from mtpserve.layers.mixers.block_convolution import BlockConvolution
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope, Rotation
 from mtpserve.models.family import trunk_layers
 from mtpserve.models.gqa import layer_names
-from mtpserve.weights.hf import read_config
+from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.rules import Copy, Rule
 
 

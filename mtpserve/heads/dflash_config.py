@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch
+from mtpserve.core.arch.model import Attention, KVLayout, LayerKind, ModelArch
 from mtpserve.heads.head import same
 from mtpserve.models import gqa
 from mtpserve.models.gqa import SLIDING, layer_types
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 DFLASH, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
 # Parts of the section that other drafters of this kind have, and the value with which there is none.

@@ -17,22 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import Attention, DraftArch, Features, ModelArch
+from mtpserve.core.arch.model import Attention, DraftArch, Features, ModelArch
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Context, DraftModel, LinearMethod, Trunk
+from mtpserve.core.protocols.attention import Context
+from mtpserve.core.protocols.linear import LinearMethod
+from mtpserve.core.protocols.models import DraftModel, Trunk
 from mtpserve.heads import gqa
 from mtpserve.heads.eagle3 import EAGLE3
 from mtpserve.heads.head import Head, Separate, opened, same
 from mtpserve.heads.kinds import STANDALONE, algorithm_of
-from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer, DecoderModel, Methods, shared_head
 from mtpserve.layers.kernels import Kernels, Residual
 from mtpserve.layers.linear import Linear
+from mtpserve.layers.mixers.attention import GQA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.rope import Rope, Rotation
 from mtpserve.models.family import one_layer
 from mtpserve.models.gqa import layer_names
-from mtpserve.weights.hf import read_config
+from mtpserve.weights.checkpoint.hf import read_config
 
 THE_TRUNKS = "the trunk's"
 

@@ -24,24 +24,25 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import Attention, DraftArch, Features, ModelArch
+from mtpserve.core.arch.model import Attention, DraftArch, Features, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.errors import LoadError
-from mtpserve.core.protocols import Context
+from mtpserve.core.protocols.attention import Context
 from mtpserve.heads import gqa
 from mtpserve.heads.head import Head, Separate, opened, same
-from mtpserve.layers.attention import GQA
 from mtpserve.layers.decoder import DecoderLayer, DecoderModel, Methods, shared_head
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.kernels import Kernels, Residual
 from mtpserve.layers.linear import Linear
+from mtpserve.layers.mixers.attention import GQA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope, Rotation
 from mtpserve.models.family import one_layer
 from mtpserve.models.gqa import layer_names
-from mtpserve.weights.checkpoint import Checkpoint
-from mtpserve.weights.hf import HFConfig, read_config
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.hf import read_config
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Rule
 
 IDS = "eagle_aux_hidden_state_layer_ids"

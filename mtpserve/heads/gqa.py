@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mtpserve.core.arch import Attention, ModelArch
+from mtpserve.core.arch.model import Attention, ModelArch
 from mtpserve.core.errors import UnsupportedModel
 from mtpserve.models import gqa
-from mtpserve.weights.checkpoint import Checkpoint
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import DraftArch, ModelArch
+from mtpserve.core.arch.model import DraftArch, ModelArch
 from mtpserve.core.errors import ConfigError, LoadError
-from mtpserve.core.protocols import DraftModel, DraftSource, Trunk
+from mtpserve.core.protocols.models import DraftModel, DraftSource, Trunk
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.weights.checkpoint import Checkpoint
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Rule
 
 # For a shell. Nothing but tensors is read.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mtpserve.core.drafters import DRAFTERS
+from mtpserve.config.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.gguf import SUFFIX
 from mtpserve.models.registry import FAMILIES
-from mtpserve.weights.checkpoint import Checkpoint
-from mtpserve.weights.hf import HFConfig, read_config
-from mtpserve.weights.layouts import NUMBERED, numbers_in
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.hf import read_config
+from mtpserve.weights.checkpoint.hf_config import HFConfig
+from mtpserve.weights.checkpoint.layouts import NUMBERED, numbers_in
 
 # By their names in --speculative-algorithm, for people.
 HEADS = {

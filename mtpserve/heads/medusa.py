@@ -19,15 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import DraftArch, Features, LayerKind, ModelArch
+from mtpserve.core.arch.model import DraftArch, Features, LayerKind, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import Context
+from mtpserve.core.protocols.attention import Context
 from mtpserve.heads.head import Head, Separate, opened, same
 from mtpserve.layers.decoder import DecoderModel, Methods, shared_head
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
-from mtpserve.weights.hf import HFConfig, read_config
+from mtpserve.weights.checkpoint.hf import read_config
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Drop, Rule
 
 

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import Attention, DraftArch, Features, LayerKind, ModelArch
+from mtpserve.core.arch.model import Attention, DraftArch, Features, LayerKind, ModelArch
 from mtpserve.core.batch import Hidden
 from mtpserve.core.errors import UnsupportedModel
-from mtpserve.core.protocols import Context
+from mtpserve.core.protocols.attention import Context
 from mtpserve.heads.head import Head, Separate, opened
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.models.family import Family, dropped
 from mtpserve.models.registry import family_of
-from mtpserve.weights.hf import read_config
-from mtpserve.weights.layouts import mtp_layers
+from mtpserve.weights.checkpoint.hf import read_config
+from mtpserve.weights.checkpoint.layouts import mtp_layers
 
 log = logging.getLogger(__name__)
 

@@ -34,12 +34,12 @@ from mtpserve.cli.options import Settings, given
 from mtpserve.config.kv_events import KVEventsConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, EngineDead, InvalidRequest, MTPServeError
 from mtpserve.core.request import TokenLogprob
-from mtpserve.engine.replicas import Replicas
+from mtpserve.engine.process.replicas import Replicas
 from mtpserve.integrations.engines import Engines, chosen
 from mtpserve.integrations.preprocessed import HEADER, body_of, chunk_of, last_of
-from mtpserve.server.generation import Choice, Generation, requests_of
+from mtpserve.server.chat.generation import Choice, Generation, requests_of
+from mtpserve.server.chat.service import Service
 from mtpserve.server.openai.usage import Usage
-from mtpserve.server.service import Service
 
 # Its frontend listens, and it drains.
 DYNAMOS = ("host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "api_key", "admin_api_key", "drain_timeout", "drain_delay")

@@ -13,12 +13,12 @@ from fastapi import FastAPI
 
 from mtpserve.cli.options import Settings, Values, from_tree, settings
 from mtpserve.core.errors import ConfigError
-from mtpserve.engine.process import DEFAULT_FACTORY
-from mtpserve.engine.replicas import Replicas
+from mtpserve.engine.process.process import DEFAULT_FACTORY
+from mtpserve.engine.process.replicas import Replicas
 from mtpserve.server.app import create_app
 from mtpserve.server.launch import engines_of, load_tokenizer, meetings_of
 from mtpserve.text.tokenizer import Tokenizer
-from mtpserve.weights.hub import fetched
+from mtpserve.weights.checkpoint.hub import fetched
 
 log = logging.getLogger(__name__)
 

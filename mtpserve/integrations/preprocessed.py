@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import Finish, TokenLogprob
-from mtpserve.server.constraints import NATIVE
+from mtpserve.server.chat.bodies import CompletionRequest
+from mtpserve.server.chat.constraints import NATIVE
+from mtpserve.server.chat.service import StepOutput
 from mtpserve.server.http.errors import validation_message
-from mtpserve.server.openai.body import CompletionRequest
 from mtpserve.server.openai.usage import Usage
-from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 
 HEADER = "mtpserve"  # x-dynamo-meta-mtpserve

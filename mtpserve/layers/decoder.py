@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.core.arch import Features, ModelArch
+from mtpserve.core.arch.model import Features, ModelArch
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Context, LinearMethod
+from mtpserve.core.protocols.attention import Context
+from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.layers.embedding import Embedding, TiedHead, VocabularyHead
 from mtpserve.layers.fusion import Fusion, StreamFusion
 from mtpserve.layers.kernels import Kernels, Residual, RunFusedLayer, RunLayers

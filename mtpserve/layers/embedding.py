@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.core.parallel import ALONE, Ranks, share
-from mtpserve.core.protocols import LinearMethod, Packed
+from mtpserve.core.protocols.linear import LinearMethod, Packed
+from mtpserve.core.protocols.parallel import ALONE, Ranks, share
 from mtpserve.layers.linear import Linear
 
 

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.arch import ModelArch
-from mtpserve.core.protocols import LinearMethod
+from mtpserve.core.arch.model import ModelArch
+from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.norm import RMSNorm

@@ -13,9 +13,10 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtpserve.core.arch import ClampedGate, MoEArch, Ungated
-from mtpserve.core.parallel import ALONE, Ranks, SpreadExperts
-from mtpserve.core.protocols import Context, LinearStored, Pack, PackInt8
+from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
+from mtpserve.core.protocols.attention import Context
+from mtpserve.core.protocols.linear import LinearStored, Pack, PackInt8
+from mtpserve.core.protocols.parallel import ALONE, Ranks, SpreadExperts
 from mtpserve.core.registry import Registry
 from mtpserve.layers.rope import Rotation
 
@@ -263,7 +264,7 @@ KERNELS: Registry[Callable[[], Kernels]] = Registry(
     {
         "torch": "mtpserve.layers.torch_kernels:torch_kernels",
         "exact": "mtpserve.layers.torch_kernels:exact_kernels",
-        "triton": "mtpserve.layers.triton_kernels:triton_kernels",
-        "cpu": "mtpserve.layers.cpu_kernels:cpu_kernels",
+        "triton": "mtpserve.layers.devices.triton_kernels:triton_kernels",
+        "cpu": "mtpserve.layers.devices.cpu_kernels:cpu_kernels",
     },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.protocols import LinearKernels, LinearMethod, Packed
+from mtpserve.core.protocols.linear import LinearKernels, LinearMethod, Packed
 from mtpserve.quant.unquantized import Unquantized
 
 

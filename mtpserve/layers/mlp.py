@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.core.arch import ClampedGate, Ungated
-from mtpserve.core.parallel import ALONE
-from mtpserve.core.protocols import LinearMethod
+from mtpserve.core.arch.model import ClampedGate, Ungated
+from mtpserve.core.protocols.linear import LinearMethod
+from mtpserve.core.protocols.parallel import ALONE
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.linear import Linear
 

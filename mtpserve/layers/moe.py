@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.core.arch import MoEArch
-from mtpserve.core.parallel import SpreadExperts
-from mtpserve.core.protocols import LinearMethod
+from mtpserve.core.arch.model import MoEArch
+from mtpserve.core.protocols.linear import LinearMethod
+from mtpserve.core.protocols.parallel import SpreadExperts
 from mtpserve.layers.kernels import Gate, Kernels, MixExperts, Route, SharedExpert
 from mtpserve.layers.linear import Float32Linear, Linear, in_float32
 from mtpserve.layers.mlp import MLP

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.rope import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
+from mtpserve.core.arch.rope import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.arch import ModelArch
-from mtpserve.core.streams import StreamsArch
+from mtpserve.core.arch.model import ModelArch
+from mtpserve.core.arch.streams import StreamsArch
 from mtpserve.layers.kernels import Kernels, Residual
 from mtpserve.layers.linear import Float32Linear, in_float32
 from mtpserve.layers.norm import RMSNorm

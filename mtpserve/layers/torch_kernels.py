@@ -13,8 +13,8 @@ from mtpserve_kernels.quant import reference as quant
 from torch import Tensor
 
 from mtpserve.cache.pool import store
-from mtpserve.core.arch import ClampedGate, MoEArch, Ungated
-from mtpserve.core.protocols import Context
+from mtpserve.core.arch.model import ClampedGate, MoEArch, Ungated
+from mtpserve.core.protocols.attention import Context
 from mtpserve.core.pulse import PULSE
 from mtpserve.layers import onednn
 from mtpserve.layers.kernels import (

@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch
-from mtpserve.core.rope import YarnArch
+from mtpserve.core.arch.model import Attention, KVLayout, MLAArch, ModelArch, MoEArch, MTPArch
+from mtpserve.core.arch.rope import YarnArch
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.mla import MLA
+from mtpserve.layers.mixers.mla import MLA
+from mtpserve.layers.mixers.sparse import SparseMLA
 from mtpserve.layers.rope import yarn_mscale
-from mtpserve.layers.sparse import SparseMLA
 from mtpserve.models.family import Family, Names, ends, experts as routed, feed_forward, gated, one_layer, trunk_layers
-from mtpserve.weights import hf
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint import hf
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule, Stack
 
 

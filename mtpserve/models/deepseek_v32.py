@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mtpserve.core.arch import Attention, IndexerArch, ModelArch, Selected
+from mtpserve.core.arch.model import Attention, IndexerArch, ModelArch, Selected
 from mtpserve.models import deepseek
 from mtpserve.models.family import Family, Names, trunk_layers
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule
 
 INDEXER: Names = [

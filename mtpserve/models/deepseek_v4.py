@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mtpserve.core.arch import (
+from mtpserve.core.arch.model import (
     Attention,
     ClampedGate,
     Compressed,
@@ -20,15 +20,15 @@ from mtpserve.core.arch import (
     Selected,
     SharedKVArch,
 )
-from mtpserve.core.rope import RopeArch
-from mtpserve.core.streams import StreamsArch
+from mtpserve.core.arch.rope import RopeArch
+from mtpserve.core.arch.streams import StreamsArch
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.mixers.shared_kv import SharedKV
 from mtpserve.layers.moe import TokenMoE
-from mtpserve.layers.shared_kv import SharedKV
 from mtpserve.models.family import Family, Names, one_layer, trunk_layers
-from mtpserve.weights import hf
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint import hf
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

@@ -7,10 +7,10 @@ final norm to the head; in further steps it gets its own raw output.
 
 from __future__ import annotations
 
-from mtpserve.core.arch import ModelArch, MoEArch, MTPArch
+from mtpserve.core.arch.model import ModelArch, MoEArch, MTPArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, Names, ends, experts, gated, one_layer, trunk_layers
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Arranged, Copy, Rule
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from mtpserve.core.arch import ModelArch, MoEArch
-from mtpserve.core.protocols import LinearMethod
+from mtpserve.core.arch.model import ModelArch, MoEArch
+from mtpserve.core.protocols.linear import LinearMethod
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.moe import MoE
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, How, Rule, Stack
 
 Names = list[tuple[str, str, How]]  # the checkpoint's name inside a layer as a pattern, the parameter's, how
@@ -33,7 +33,7 @@ class Family:
     `uncounted`: how many it has where its config does not count them.
 
     `tool_call_parser`, `reasoning_parser`: the formats that its models write, by the names of text/parsers/registry. Where they differ, a
-    checkpoint's chat template says more than its family (server/formats); None: it alone says."""
+    checkpoint's chat template says more than its family (server/chat/formats); None: it alone says."""
 
     arch: Callable[[HFConfig, int], ModelArch]
     build: Callable[[ModelArch, Methods, torch.dtype, int, Kernels], DecoderModel]

@@ -3,10 +3,10 @@ in the same names (https://arxiv.org/abs/2508.06471). GLM-4.7-Flash ("lite") has
 
 from __future__ import annotations
 
-from mtpserve.core.arch import ModelArch, MTPArch
+from mtpserve.core.arch.model import ModelArch, MTPArch
 from mtpserve.models import deepseek, gqa
 from mtpserve.models.family import Family
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Rule
 
 

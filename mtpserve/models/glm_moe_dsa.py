@@ -3,10 +3,10 @@ indexer, and those after one select the same tokens (https://arxiv.org/abs/2603.
 
 from __future__ import annotations
 
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch.model import ModelArch
 from mtpserve.models import deepseek, deepseek_v32
 from mtpserve.models.family import Family
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 FULL, SHARED = "full", "shared"
 LETTERS = {"F": FULL, "S": SHARED}

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtpserve.core.arch import Attention, ClampedGate, KVLayout, LayerKind, ModelArch, MoEArch
+from mtpserve.core.arch.model import Attention, ClampedGate, KVLayout, LayerKind, ModelArch, MoEArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, Names, ends, trunk_layers
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Arranged, Copy, Rule
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch, MoEArch, MTPArch
-from mtpserve.layers.attention import GQA
+from mtpserve.core.arch.model import Attention, KVLayout, LayerKind, ModelArch, MoEArch, MTPArch
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.mixers.attention import GQA
 from mtpserve.models.family import Names, ends, experts, feed_forward, gated, trunk_layers
-from mtpserve.weights import hf
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint import hf
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Rule, Stack
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -8,10 +8,10 @@ number is greater than those that `layer_types` lists.
 
 from __future__ import annotations
 
-from mtpserve.core.arch import ModelArch, MTPArch
+from mtpserve.core.arch.model import ModelArch, MTPArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, one_layer
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Rule
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch, MoEArch, MTPArch, attention_kinds
+from mtpserve.core.arch.model import Attention, KVLayout, LayerKind, ModelArch, MoEArch, MTPArch, attention_kinds
 from mtpserve.models import deepseek, gqa
 from mtpserve.models.family import Family, Names, dropped, ends, experts, gated, one_layer, trunk_layers
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Arranged, Copy, Rule
 
 PUBLISHED_MODULES = 3

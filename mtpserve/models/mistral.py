@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtpserve.core.arch import Attention, KVLayout, LayerKind, ModelArch
+from mtpserve.core.arch.model import Attention, KVLayout, LayerKind, ModelArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:

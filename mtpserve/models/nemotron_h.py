@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from mtpserve.core.arch import Attention, FeedForward, LayerKind, ModelArch, MoEArch, MTPArch, Recurrent
-from mtpserve.core.rope import RopeArch
-from mtpserve.layers.attention import GQA
+from mtpserve.core.arch.model import Attention, FeedForward, LayerKind, ModelArch, MoEArch, MTPArch, Recurrent
+from mtpserve.core.arch.rope import RopeArch
 from mtpserve.layers.decoder import Blocks, DecoderModel, Methods
 from mtpserve.layers.kernels import Kernels
-from mtpserve.layers.mamba2 import Mamba2
+from mtpserve.layers.mixers.attention import GQA
+from mtpserve.layers.mixers.mamba2 import Mamba2
 from mtpserve.models import deepseek, gqa
 from mtpserve.models.family import Family, Names, feed_forward, made, one_layer, trunk_layers
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
 
 MAMBA, ATTENTION, MOE, DENSE = "M", "*", "E", "-"  # in a pattern, one letter for each layer

@@ -3,10 +3,10 @@ are a softmax over all experts; a shared expert has a gate (https://arxiv.org/ab
 
 from __future__ import annotations
 
-from mtpserve.core.arch import ModelArch, MoEArch
+from mtpserve.core.arch.model import ModelArch, MoEArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, gated, trunk_layers
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Rule
 
 

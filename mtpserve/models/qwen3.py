@@ -3,10 +3,10 @@ over the chosen ones where the config says so (https://arxiv.org/abs/2505.09388)
 
 from __future__ import annotations
 
-from mtpserve.core.arch import ModelArch, MoEArch
+from mtpserve.core.arch.model import ModelArch, MoEArch
 from mtpserve.models import gqa, qwen2
 from mtpserve.models.family import Family
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 
 def arch(config: HFConfig, mtp_layers: int) -> ModelArch:

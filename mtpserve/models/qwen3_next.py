@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from mtpserve.core.arch import LayerKind, ModelArch, MoEArch, MTPArch, Recurrent
-from mtpserve.layers.attention import GQA
+from mtpserve.core.arch.model import LayerKind, ModelArch, MoEArch, MTPArch, Recurrent
 from mtpserve.layers.decoder import DecoderModel, Methods
-from mtpserve.layers.delta_net import GatedDeltaNet
 from mtpserve.layers.kernels import Kernels
+from mtpserve.layers.mixers.attention import GQA
+from mtpserve.layers.mixers.delta_net import GatedDeltaNet
 from mtpserve.models import gqa, qwen2
 from mtpserve.models.family import Family, Names, dropped, feed_forward, gated, made, one_layer
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, Drop, Expert, Rule, Stack
 
 PLUS_ONE = Copy(plus=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mtpserve.core.errors import UnsupportedModel
 from mtpserve.core.registry import Registry
 from mtpserve.models.family import Family
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 FAMILIES: Registry[Family] = Registry(
     "architecture",

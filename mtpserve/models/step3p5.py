@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mtpserve.core.arch import Attention, ClampedGate, LayerGates, LayerKind, ModelArch, MoEArch, MTPArch
-from mtpserve.core.rope import RopeArch
+from mtpserve.core.arch.model import Attention, ClampedGate, LayerGates, LayerKind, ModelArch, MoEArch, MTPArch
+from mtpserve.core.arch.rope import RopeArch
 from mtpserve.models import gqa
 from mtpserve.models.family import Family, Names, dropped, ends, gated, one_layer, trunk_layers
-from mtpserve.weights import hf
-from mtpserve.weights.hf import HFConfig
+from mtpserve.weights.checkpoint import hf
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 from mtpserve.weights.rules import Copy, EveryExpert, Expert, Rule
 
 PLUS_ONE = Copy(plus=1.0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.arch import FP8_BLOCK
+from mtpserve.core.arch.model import FP8_BLOCK
 
 BLOCK = FP8_BLOCK
 FP8 = torch.float8_e4m3fn

@@ -9,7 +9,7 @@ import torch
 from mtpserve_kernels.quant.reference import quantize_int8
 from torch import Tensor, nn
 
-from mtpserve.core.protocols import LinearKernels, Packed
+from mtpserve.core.protocols.linear import LinearKernels, Packed
 
 NUMBERS = 1 << 20  # of a matrix that are widened at a time: a whole one in float32, several times, would be the largest thing in memory
 

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.protocols import LinearKernels
+from mtpserve.core.protocols.linear import LinearKernels
 from mtpserve.quant.fp8 import BLOCK
 from mtpserve.quant.stored import QuantisedMatrix, widen
 from mtpserve.quant.unquantized import Unquantized

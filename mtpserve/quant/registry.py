@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mtpserve.core.protocols import LinearKernels, LinearMethod
+from mtpserve.core.protocols.linear import LinearKernels, LinearMethod
 from mtpserve.core.registry import Registry
 
 METHODS: Registry[Callable[[LinearKernels], LinearMethod]] = Registry(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.protocols import LinearKernels, Packed
+from mtpserve.core.protocols.linear import LinearKernels, Packed
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 

@@ -14,8 +14,8 @@ from mtpserve.cache.states import States
 from mtpserve.core.plan import Admission, NewPages
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.records import Record
-from mtpserve.runtime.rules import LogitRules, biases
-from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.sampling.rules import LogitRules, biases
+from mtpserve.runtime.sampling.sampling import SeatSampling
 from mtpserve.runtime.seats import STOPS, SeatTensors
 from mtpserve.runtime.transfer import bits, floats, staged
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mtpserve.attention.exact import part_of
-from mtpserve.core.arch import Features
+from mtpserve.core.arch.model import Features
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Context, Trunk
+from mtpserve.core.protocols.attention import Context
+from mtpserve.core.protocols.models import Trunk
 
 TILE = 8
 

@@ -19,9 +19,8 @@ from torch.nn.functional import pad
 from mtpserve.attention.contexts import slots_of
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
-from mtpserve.core.batch import Batch, Hidden, Keep, Verdict, Want
+from mtpserve.core.batch import Batch, Hidden, Keep, Sampler, Verdict, Want
 from mtpserve.core.plan import SpanPlan
-from mtpserve.core.protocols import Sampler
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.runtime.transfer import staged

@@ -11,7 +11,7 @@ from mtpserve_kernels.tiling import MAX_SCORES
 
 from mtpserve.cache.pool import FP8, SCALE_BYTES
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import Attention, ModelArch, attention_kinds, page_groups, recurrent_kinds
+from mtpserve.core.arch.model import Attention, ModelArch, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.errors import NoRoom
 from mtpserve.spec.sizes import draft_sizes
 
@@ -213,7 +213,7 @@ def divided(shares: list[PageShare], total: int, running: int, page_size: int, w
 
 
 def deferred_rows(config: EngineConfig, arch: ModelArch) -> int:
-    """Of each request. Layers with a window defer nothing, nor do chained ones: see engine/assemble."""
+    """Of each request. Layers with a window defer nothing, nor do chained ones: see engine/startup/assemble."""
     every = page_groups(arch.layers) == (None,) and not arch.features.chained
     return draft_sizes(config.spec, config.scheduler.step_tokens).deferred if every else 0
 

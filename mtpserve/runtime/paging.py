@@ -1,4 +1,4 @@
-"""What moves pages between the device's pool, host memory, the disk and other nodes; which ones, engine/tiers says.
+"""What moves pages between the device's pool, host memory, the disk and other nodes; which ones, engine/pages/tiers says.
 
 A block of host memory holds one page of one group: what all layers with these pages stored for its tokens, side by side, and the boundary
 row (cache/boundary). So a page moves as one piece.

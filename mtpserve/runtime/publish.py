@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mtpserve.core.batch import Batch, Hidden, Logprobs, Verdict
 from mtpserve.core.plan import NOT_FINITE, SpanPlan, SpanResult
-from mtpserve.core.protocols import Trunk
+from mtpserve.core.protocols.models import Trunk
 from mtpserve.core.request import TokenLogprob
 from mtpserve.runtime.records import Record
 from mtpserve.runtime.transfer import upload
-from mtpserve.spec.logprobs import ranked
+from mtpserve.spec.verify.logprobs import ranked
 
 SCORED = 128  # rows of a prompt whose logits are there at a time
 

@@ -5,8 +5,8 @@ A step keeps the records of its spans until it is read, not their seats: by then
 
 from __future__ import annotations
 
-from mtpserve.core.grammars import Grammar
 from mtpserve.core.plan import Admission
+from mtpserve.core.protocols.grammars import Grammar
 
 
 class Record:

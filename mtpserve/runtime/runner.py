@@ -17,18 +17,18 @@ from torch import Tensor
 from mtpserve.core.batch import Keep, Logprobs, Want
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.core.grammars import GrammarCompiler
 from mtpserve.core.plan import KeptState, SpanPlan, SpanResult, StepPlan, StepResult
-from mtpserve.core.protocols import Drafter
+from mtpserve.core.protocols.grammars import GrammarCompiler
+from mtpserve.core.protocols.models import Drafter
 from mtpserve.runtime.admissions import seat, start_states
-from mtpserve.runtime.graphs import StepGraphs
+from mtpserve.runtime.graphs.graphs import StepGraphs
+from mtpserve.runtime.graphs.prompt_rows import Prompts
 from mtpserve.runtime.inputs import Rows, after_others, is_first, row_layout
 from mtpserve.runtime.paging import Transfers
-from mtpserve.runtime.prompt_rows import Prompts
 from mtpserve.runtime.publish import Columns, prompt_logprobs, results
 from mtpserve.runtime.records import Record
-from mtpserve.runtime.rules import BatchRules
-from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.sampling.rules import BatchRules
+from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.step import Step
 from mtpserve.runtime.transfer import Download, Moment, moment, staged
 from mtpserve.spec.build import DraftersByShape

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
-from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict
-from mtpserve.core.protocols import AttentionBackend, Drafter, Sampler, Trunk
+from mtpserve.core.batch import Batch, Drafts, Hidden, Sampler, Verdict
+from mtpserve.core.protocols.attention import AttentionBackend
+from mtpserve.core.protocols.models import Drafter, Trunk
 from mtpserve.runtime.inputs import RowLayout, Rows, build, compact, place
 from mtpserve.runtime.publish import Columns, result_columns
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.spec.accept import LOSSLESS, Decide, accept
-from mtpserve.spec.thresholds import Thresholds
+from mtpserve.spec.verify.accept import LOSSLESS, Decide, accept
+from mtpserve.spec.verify.thresholds import Thresholds
 
 
 class Computed(NamedTuple):
@@ -48,7 +49,7 @@ class Step:
     """The parts that a step is made of. `states`: of the trunk's recurrent layers, where it has any. `decide` is the kernel that decides
     where all is lossless.
 
-    `mark` is called after each part, with its name, for measurements: runtime/parts."""
+    `mark` is called after each part, with its name, for measurements: runtime/graphs/parts."""
 
     def __init__(
         self, model: Trunk, attention: AttentionBackend, stores: Stores, drafter: Drafter, seats: SeatTensors, *,

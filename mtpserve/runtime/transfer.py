@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtpserve.core.protocols import StepEnd
+from mtpserve.core.protocols.runner import StepEnd
 
 ALIGNED = 2  # numbers, 16 bytes: kernels are compiled anew for pointers with less
 

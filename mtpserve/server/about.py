@@ -13,10 +13,10 @@ from starlette.responses import Response
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.config.server import NONE
-from mtpserve.core.errors import EngineBusy
+from mtpserve.core.errors import EngineBusy, InvalidRequest
 from mtpserve.core.request import DraftState
+from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import Served, Service
 
 
 class Healthy(Rendered):
@@ -188,6 +188,14 @@ def model_for_anthropic(service: Service, name: str) -> AnthropicModel:
 def from_anthropic(request: Request) -> bool:
     """Its clients ask for models under OpenAI's paths, and are told apart by a header that they all send."""
     return "anthropic-version" in request.headers
+
+
+async def history(service: Served, since: float = 0) -> Response:
+    """The last ten minutes, or what came after `since`, in seconds since the server began."""
+    if not abs(since) < float("inf"):
+        raise InvalidRequest(f"since must be a finite number of seconds, got {since}", "since")
+    service.history.sample()
+    return JSON(service.history.since(since), headers={"Cache-Control": "no-store"})
 
 
 async def models(request: Request, service: Served) -> Response:

@@ -13,35 +13,35 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from mtpserve import __version__
 from mtpserve.config import EngineConfig, ServerConfig
-from mtpserve.core.clients import EngineClient
+from mtpserve.core.protocols.clients import EngineClient
 from mtpserve.server import about
 from mtpserve.server.anthropic.messages import CountedTokens, MessageObject, count_tokens, messages
-from mtpserve.server.document.made import Server
-from mtpserve.server.formats import formats_of
+from mtpserve.server.chat.formats import formats_of
+from mtpserve.server.chat.service import Served, Service
+from mtpserve.server.chat.tools import default_variables
 from mtpserve.server.http.access import Keys, RequestLog, RootPath, SocketOrigins
 from mtpserve.server.http.errors import ANTHROPICS, AnthropicError, ErrorAnswer, add_error_handlers, no_socket
 from mtpserve.server.http.limits import BodyLimit
 from mtpserve.server.http.rendering import JSON, REFERENCE, described
-from mtpserve.server.observe.history import HistoryObject, history
+from mtpserve.server.observe.history import HistoryObject
 from mtpserve.server.observe.metrics import Metrics
-from mtpserve.server.observe.page import LiveRequests, Stats, docs, page, requests, stats
 from mtpserve.server.openai.chat import chat
 from mtpserve.server.openai.completions import completions
 from mtpserve.server.openai.objects import ChatObject, CompletionObject
 from mtpserve.server.openai.others import invocations, no_vectors
 from mtpserve.server.openai.responses import routes as responses
-from mtpserve.server.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ResponseObject
+from mtpserve.server.openai.responses.response_objects import DeletedResponse, InputTokens, ItemList, ResponseObject
 from mtpserve.server.openai.responses.socket import responses_socket
 from mtpserve.server.openai.responses.store import ResponseStore
+from mtpserve.server.openapi import Server
+from mtpserve.server.page.page import LiveRequests, Stats, docs, page, requests, stats
 from mtpserve.server.profile import ProfileStarted, ProfileStopped, start_profile, stop_profile
-from mtpserve.server.service import Served, Service
 from mtpserve.server.sglang.control import Aborted, Flushed, abort_request, flush_cache, health_generate
 from mtpserve.server.sglang.generate import Generated, generate
 from mtpserve.server.sglang.loads import Loads, OneLoad, get_load, loads
 from mtpserve.server.sglang.parsing import ParsedCalls, SeparatedReasoning, parse_function_call, separate_reasoning
 from mtpserve.server.spec import SpecObject, set_spec, show_spec
 from mtpserve.server.tokens import Detokenized, Tokenized, detokenize, tokenize, tokenizer_info
-from mtpserve.server.tools import default_variables
 from mtpserve.text.tokenizer import Tokenizer
 
 
@@ -55,7 +55,7 @@ ROUTES: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[Any, ...] | 
     ("GET", ("/",), page, HTMLResponse),
     ("GET", ("/docs",), docs, HTMLResponse),
     ("GET", ("/stats",), stats, (Stats,)),
-    ("GET", ("/stats/history",), history, (HistoryObject,)),
+    ("GET", ("/stats/history",), about.history, (HistoryObject,)),
     ("GET", ("/stats/requests",), requests, (LiveRequests,)),
     ("GET", ("/health", "/ready", "/ping"), about.health, (about.Healthy, about.VerboseHealth)),
     ("GET", ("/health_generate",), health_generate, (about.Healthy,)),

@@ -34,17 +34,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mtpserve.config import EngineConfig, ModelConfig, ServerConfig
 from mtpserve.core.errors import ConfigError, EngineBusy, MTPServeError
-from mtpserve.engine.client import ProcessClient
-from mtpserve.engine.process import DEFAULT_FACTORY
-from mtpserve.engine.replicas import Replicas
+from mtpserve.engine.process.client import ProcessClient
+from mtpserve.engine.process.process import DEFAULT_FACTORY
+from mtpserve.engine.process.replicas import Replicas
 from mtpserve.server.http.access import with_keys
 from mtpserve.server.http.errors import error_response
 from mtpserve.server.http.limits import BoundedHTTP, BoundedSocket
-from mtpserve.server.observe.page import page_response
 from mtpserve.server.observe.report import report
+from mtpserve.server.page.page import page_response
 
 if TYPE_CHECKING:
-    from mtpserve.server.service import Service
+    from mtpserve.server.chat.service import Service
     from mtpserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

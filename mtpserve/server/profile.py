@@ -16,11 +16,11 @@ from starlette.responses import Response
 from mtpserve.config import ServerConfig
 from mtpserve.core.errors import EngineBusy, InvalidRequest, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
-from mtpserve.server.body import Strict
-from mtpserve.server.document.shapes import Schema
+from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.http.errors import Unsupported
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import Served, Service
+from mtpserve.server.schema.base import Strict
+from mtpserve.server.schema.shapes import Schema
 
 FOLDERS = ("VLLM_TORCH_PROFILER_DIR", "SGLANG_TORCH_PROFILER_DIR")  # the environment variables that name one
 DEFAULT_STEPS, MAX_STEPS = 20, 200  # an eager step is some thousand events, and a hundred thousand take up to a minute to write

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import EngineBusy, InvalidRequest
 from mtpserve.core.request import SpecChange, SpecReport, StepTime
-from mtpserve.server.body import Strict
-from mtpserve.server.document.shapes import SERVER, Schema, present
+from mtpserve.server.chat.service import Served, Service
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import Served, Service
+from mtpserve.server.schema.base import Strict
+from mtpserve.server.schema.shapes import SERVER, Schema, present
 
 ANSWER_S = 20.0  # a step may take long
 

@@ -10,15 +10,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.body import MAX_PROMPTS, Effort, Strict, Texts, Tokens
-from mtpserve.server.conversation import Messages
-from mtpserve.server.dialogue import asked_tools, rendered
-from mtpserve.server.document import forms
-from mtpserve.server.document.shapes import TOKEN, Schema, one_of, present
-from mtpserve.server.fields import either
+from mtpserve.server.chat import forms
+from mtpserve.server.chat.bodies import NOT_BOTH_ENDS, ChatRequest
+from mtpserve.server.chat.conversation import Messages
+from mtpserve.server.chat.dialogue import asked_tools, rendered
+from mtpserve.server.chat.service import Served
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.openai.body import NOT_BOTH_ENDS, ChatRequest
-from mtpserve.server.service import Served
+from mtpserve.server.schema.base import MAX_PROMPTS, Effort, Strict, Texts, Tokens
+from mtpserve.server.schema.fields import either
+from mtpserve.server.schema.shapes import TOKEN, Schema, one_of, present
 
 OF_MESSAGES = ("continue_final_message", "chat_template_kwargs", "tools", "tool_choice", "reasoning_effort")
 TOKENS: Schema = {"type": "array", "items": TOKEN}

@@ -9,19 +9,19 @@ from typing import cast
 import torch
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.arch import Features
+from mtpserve.config.drafters import DRAFTERS
+from mtpserve.core.arch.model import Features
 from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.draft_sizes import DraftShape, DraftSizes
-from mtpserve.core.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.protocols import Drafter, DraftModel, Trunk
+from mtpserve.core.protocols.models import Drafter, DraftModel, Trunk
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.spec.chain import ChainDrafter
-from mtpserve.spec.combined import CombinedDrafter
-from mtpserve.spec.ngram import NGramDrafter
-from mtpserve.spec.passes import DraftPasses, ReducedHead
+from mtpserve.spec.draft.chain import ChainDrafter
+from mtpserve.spec.draft.combined import CombinedDrafter
+from mtpserve.spec.draft.ngram import NGramDrafter
+from mtpserve.spec.draft.passes import DraftPasses, ReducedHead
+from mtpserve.spec.draft.tree import TreeDrafter
 from mtpserve.spec.sizes import coupled, draft_sizes
-from mtpserve.spec.tree import TreeDrafter
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def make_draft_model(spec: SpecConfig, trunk: Trunk) -> DraftModel | None:
 
 def make_drafter(spec: SpecConfig, sizes: DraftSizes, passes: DraftPasses | None) -> Drafter:
     """A chain from one draft model alone is sampled and verified by rejection with its q, which accepts most; together with other sources,
-    and in a tree, drafts are point masses coupled to the target's noise (spec/accept). `passes` None: no model drafts."""
+    and in a tree, drafts are point masses coupled to the target's noise (spec/verify/accept). `passes` None: no model drafts."""
     if spec.steps == 0:
         # A draft model's KV is still filled, as it is when a request or the load turns drafting off.
         return NullDrafter() if passes is None else ChainDrafter(passes, sizes)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mtpserve.config.drafters import MTP
 from mtpserve.core.batch import Source
-from mtpserve.core.drafters import MTP
 from mtpserve.core.request import STEP_TOKENS, EngineStats, Proposal
 
 

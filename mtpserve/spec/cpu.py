@@ -10,17 +10,17 @@ from mtpserve_kernels.cpu.accept import accept, argmax, draw, sampling_of
 from torch import Tensor
 
 from mtpserve.attention.cpu import CPUAttention
-from mtpserve.core.batch import Batch, Hidden, Verdict
-from mtpserve.core.protocols import DraftModel, Sampler
+from mtpserve.core.batch import Batch, Hidden, Sampler, Verdict
+from mtpserve.core.protocols.models import DraftModel
 from mtpserve.core.pulse import PULSE
-from mtpserve.layers.cpu_kernels import FusedStack, PanelMatrix, contexts_of
 from mtpserve.layers.decoder import MTPHead
+from mtpserve.layers.devices.cpu_kernels import FusedStack, PanelMatrix, contexts_of
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.linear import Linear
-from mtpserve.spec.accept import Decision, kernel_inputs
-from mtpserve.spec.chain import one_by_one
-from mtpserve.spec.passes import DraftPasses
-from mtpserve.spec.thresholds import Thresholds
+from mtpserve.spec.draft.chain import one_by_one
+from mtpserve.spec.draft.passes import DraftPasses
+from mtpserve.spec.verify.accept import Decision, kernel_inputs
+from mtpserve.spec.verify.thresholds import Thresholds
 
 
 def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:

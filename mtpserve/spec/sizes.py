@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtpserve.config import SpecConfig
+from mtpserve.config.drafters import BLOCKS
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.core.drafters import BLOCKS
 
 DEFERRED = 64  # rows of a request that are absorbed at once, where nothing is drafted
 FREE_DRAFTS = 8  # drafts per request in addition to the algorithm's: what a grammar forces, or a client predicts

@@ -7,10 +7,9 @@ from mtpserve_kernels.spec.argmax import argmax
 from mtpserve_kernels.spec.draw import draw
 from torch import Tensor
 
-from mtpserve.core.batch import Batch
-from mtpserve.core.protocols import Sampler
-from mtpserve.spec.accept import Decision, kernel_inputs
-from mtpserve.spec.thresholds import Thresholds
+from mtpserve.core.batch import Batch, Sampler
+from mtpserve.spec.verify.accept import Decision, kernel_inputs
+from mtpserve.spec.verify.thresholds import Thresholds
 
 
 def decide(logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:

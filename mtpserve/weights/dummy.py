@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.parallel import ALONE, Ranks
+from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.weights.audit import parameters
 from mtpserve.weights.finish import Finisher
 from mtpserve.weights.shards import clear, shards_of

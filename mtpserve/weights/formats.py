@@ -27,8 +27,9 @@ from mtpserve.quant import published
 from mtpserve.quant.fp8 import scale_shape
 from mtpserve.quant.mxfp4 import GROUP
 from mtpserve.quant.stored import QuantisedMatrix
-from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
-from mtpserve.weights.schemes import Told
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.schemes import Told
+from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 
 FLOATS = ("F32", "F16", "BF16")
 EXPONENTS = ("U8", "F8_E8M0")

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
-from mtpserve.core.parallel import ALONE, Ranks
+from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.quant.fp8 import BLOCK, SCALE
 from mtpserve.quant.stored import MIDDLE, ZEROS, QuantisedMatrix
 from mtpserve.weights.audit import all_finite, parameters
 from mtpserve.weights.blocks import hold_blocks
-from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.finish import Finisher, inside
 from mtpserve.weights.formats import read_scaled
 from mtpserve.weights.plan import Placement, WeightSource, plan

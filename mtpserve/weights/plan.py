@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
 from mtpserve.quant.stored import QuantisedMatrix
-from mtpserve.weights import formats, hf, schemes
+from mtpserve.weights import formats
 from mtpserve.weights.audit import Audit, Fill, parameters, row_count
-from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
+from mtpserve.weights.checkpoint import hf, schemes
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.formats import Group, StoredFormat
 from mtpserve.weights.rules import Arranged, Copy, Drop, EveryExpert, Expert, Groups, How, Matcher, Rule, Stack, source_name
 from mtpserve.weights.shards import Move, Shard

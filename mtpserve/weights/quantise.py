@@ -20,9 +20,9 @@ from torch import Tensor
 from mtpserve.core.errors import ConfigError, LoadError, MTPServeError
 from mtpserve.core.gguf import SUFFIX
 from mtpserve.quant.fp8 import BLOCK, SCALE, quantize_block
-from mtpserve.weights.checkpoint import INDEX, Checkpoint
-from mtpserve.weights.hf import read_config
-from mtpserve.weights.layouts import mtp_layers
+from mtpserve.weights.checkpoint.checkpoint import INDEX, Checkpoint
+from mtpserve.weights.checkpoint.hf import read_config
+from mtpserve.weights.checkpoint.layouts import mtp_layers
 
 # Of an indexer what is published in float8: the weights of its heads are not.
 MATRIX = re.compile(r".*\.(self_attn|mlp)\.(?!indexer\.weights_proj)(.*_proj(_with_mqa)?|indexer\.(wq_b|wk))\.weight")

@@ -8,9 +8,9 @@
     once          on the first rank all, on the others zeros: biases of what the ranks sum
     experts       any of the experts' numbers, in any order
 
-The kind follows from the shapes of two modules that were built of the whole dimensions and of one rank's (core/sharding.py), and from what
-their parts say of themselves: `parts` and `cuts`, `added_once` (layers/linear.py), `shared_tokens`, and of experts, which are the first
-dimension of their parameters (`experts_first`), `held`: the numbers of those that the rank has; None: all.
+The kind follows from the shapes of two modules that were built of the whole dimensions and of one rank's (core/arch/sharding.py), and from
+what their parts say of themselves: `parts` and `cuts`, `added_once` (layers/linear.py), `shared_tokens`, and of experts, which are the
+first dimension of their parameters (`experts_first`), `held`: the numbers of those that the rank has; None: all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mtpserve.core.parallel import ALONE, Ranks
+from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.weights.audit import parameters
 
 Slices = tuple[slice, ...]

@@ -13,10 +13,10 @@ import msgspec
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from mtpserve.bench.asked import AskedTurn
-from mtpserve.bench.client import History
-from mtpserve.bench.measured import Arrival, Measured, Sent
-from mtpserve.spec.exported import ServerCounters
+from mtpserve.tools.bench.dataset.asked import AskedTurn
+from mtpserve.tools.bench.exported import ServerCounters
+from mtpserve.tools.bench.serve.client import History
+from mtpserve.tools.bench.serve.measured import Arrival, Measured, Sent
 
 Made = TypeVar("Made")
 

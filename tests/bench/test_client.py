@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from mtpserve.bench.asked import AskedTurn
-from mtpserve.bench.client import USAGE, BenchError, Client, History, Target
-from mtpserve.bench.measured import Measured
+from mtpserve.tools.bench.dataset.asked import AskedTurn
+from mtpserve.tools.bench.serve.client import USAGE, BenchError, Client, History, Target
+from mtpserve.tools.bench.serve.measured import Measured
 from tests.bench.fake import DONE, Handler, event, serving, stream
 
 ASKED = AskedTurn("say", 8, 5)
@@ -121,7 +121,7 @@ def test_streams_that_go_wrong(parts: tuple[bytes, ...], cut: bool, reason: str)
 
 
 def test_no_error_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpserve.bench.stream.AnswerReader.feed", lambda *_: 1 / 0)
+    monkeypatch.setattr("mtpserve.tools.bench.serve.stream.AnswerReader.feed", lambda *_: 1 / 0)
     made = against(recorded([]), ask)
     assert made.failure is not None and (made.failure.reason, made.failure.detail) == ("ZeroDivisionError", "division by zero")
 

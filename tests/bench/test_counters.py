@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtpserve.server.observe.metrics import Metrics
-from mtpserve.spec.exported import SETS, ServerCounters, read_counters
+from mtpserve.tools.bench.exported import SETS, ServerCounters, read_counters
 from tests.server.fake_client import FakeClient
 
 VLLM = """# HELP vllm:generation_tokens_total x

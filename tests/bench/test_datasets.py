@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mtpserve.bench.asked import AskedTurn, DatasetOptions, Questions
-from mtpserve.bench.datasets import DATASETS, questions_of
-from mtpserve.bench.texts import TextMaker
-from mtpserve.bench.tokenizing import BenchTokenizer, tokenizer_at
 from mtpserve.core.errors import ConfigError, LoadError
+from mtpserve.tools.bench.dataset.asked import AskedTurn, DatasetOptions, Questions
+from mtpserve.tools.bench.dataset.datasets import DATASETS, questions_of
+from mtpserve.tools.bench.dataset.texts import TextMaker
+from mtpserve.tools.bench.dataset.tokenizing import BenchTokenizer, tokenizer_at
 
 SMALL = DatasetOptions(num_prompts=6, warm=2, random_input_len=40, random_output_len=8)
 PARSE, WRITE, READER = "def parse(path):\n    return path\n", "def write(path, text):\n", "class Reader:\n    pass\n"

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mtpserve.cli import bench
-from mtpserve.spec.exported import ServerCounters, read_counters
+from mtpserve.tools.bench import bench
+from mtpserve.tools.bench.exported import ServerCounters, read_counters
 from tests.server.test_end_to_end import Running, running
 
 

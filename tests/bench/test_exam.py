@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mtpserve.bench.exam_client import ExamServer
-from mtpserve.bench.parity import ExamAnswer, ExamSide, differences
-from mtpserve.bench.tasks import Exam, gsm8k, mmlu
-from mtpserve.cli.bench_eval import run
 from mtpserve.core.errors import ConfigError, RequestFailed
+from mtpserve.tools.bench.eval.bench_eval import run
+from mtpserve.tools.bench.eval.exam_client import ExamServer
+from mtpserve.tools.bench.eval.parity import ExamAnswer, ExamSide, differences
+from mtpserve.tools.bench.eval.tasks import Exam, gsm8k, mmlu
 
 CSV = 'Which defines a function?,def,class,A\n\n"A list, of numbers?",{},"[1, 2]",B\n'
 DEV = "Which defines a class?,def,class,B\n"

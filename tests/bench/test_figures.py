@@ -8,11 +8,11 @@ from random import Random
 import numpy
 import pytest
 
-from mtpserve.bench.arrivals import planned
-from mtpserve.bench.measured import Arrival, Failure, Measured, OwnFigures, Sent, shares
-from mtpserve.bench.run import RawRun
-from mtpserve.bench.summary import Summary, SummaryOptions, peak_of, percentile, spread, summarise
-from mtpserve.bench.sweep import Point, knee, power
+from mtpserve.tools.bench.dataset.arrivals import planned
+from mtpserve.tools.bench.serve.measured import Arrival, Failure, Measured, OwnFigures, Sent, shares
+from mtpserve.tools.bench.serve.run import RawRun
+from mtpserve.tools.bench.serve.summary import Summary, SummaryOptions, peak_of, percentile, spread, summarise
+from mtpserve.tools.bench.serve.sweep import Point, knee, power
 
 ONE = Measured(
     Sent(0.0, 0.5, 1.0),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mtpserve.bench.asked import AskedConversation, AskedTurn, Questions
-from mtpserve.bench.client import History
-from mtpserve.bench.measured import Failure, Measured, Sent
-from mtpserve.bench.run import WARM_OUTPUT, Load, RawRun, measure, send_all
-from mtpserve.spec.exported import ServerCounters
+from mtpserve.tools.bench.dataset.asked import AskedConversation, AskedTurn, Questions
+from mtpserve.tools.bench.exported import ServerCounters
+from mtpserve.tools.bench.serve.client import History
+from mtpserve.tools.bench.serve.measured import Failure, Measured, Sent
+from mtpserve.tools.bench.serve.run import WARM_OUTPUT, Load, RawRun, measure, send_all
 from tests.bench.fake import FakeClient, FakeClock
 
 SINGLE = AskedConversation((AskedTurn("x", 4),))

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mtpserve.bench.measured import BY_CHUNK, BY_LENGTH, Arrival, Failure, Measured, OwnFigures, Sent
-from mtpserve.bench.plot import check_plot, plot
-from mtpserve.bench.results import as_json, details, finite, writable, write
-from mtpserve.bench.run import RawRun
-from mtpserve.bench.show import NAMES, number, show, show_sweep
-from mtpserve.bench.summary import SummaryOptions, summarise
-from mtpserve.bench.sweep import Point
 from mtpserve.core.errors import ConfigError
-from mtpserve.spec.exported import ServerCounters
+from mtpserve.tools.bench.exported import ServerCounters
+from mtpserve.tools.bench.serve.measured import BY_CHUNK, BY_LENGTH, Arrival, Failure, Measured, OwnFigures, Sent
+from mtpserve.tools.bench.serve.plot import check_plot, plot
+from mtpserve.tools.bench.serve.results import as_json, details, finite, writable, write
+from mtpserve.tools.bench.serve.run import RawRun
+from mtpserve.tools.bench.serve.show import NAMES, number, show, show_sweep
+from mtpserve.tools.bench.serve.summary import SummaryOptions, summarise
+from mtpserve.tools.bench.serve.sweep import Point
 
 ONE = Measured(Sent(0.0, 0.0, 0.0), 2.0, arrivals=(Arrival(1.0, 1), Arrival(2.0, 4)), prompt_tokens=10, output_tokens=5, cached_tokens=4)
 SERVER = ServerCounters("mtpserve", 10, 30, 15, (8, 5, 2), (10, 10, 10), 20, 8, 10)

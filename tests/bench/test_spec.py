@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from mtpserve.cli import bench_spec
 from mtpserve.config import SpecConfig
 from mtpserve.core.draft_sizes import DraftShape
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
-from mtpserve.spec import grid
-from mtpserve.spec.grid import PLAIN, SpecFigures, SpecLoad, Window
-from mtpserve.spec.measure import SpecBench
+from mtpserve.tools.bench.spec import bench_spec, grid
+from mtpserve.tools.bench.spec.grid import PLAIN, SpecFigures, SpecLoad, Window
+from mtpserve.tools.bench.spec.measure import SpecBench
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 
 SHAPES = [DraftShape(1, 1, 1), DraftShape(3, 1, 3), DraftShape(2, 2, 3), DraftShape(3, 2, 6), DraftShape(2, 4, 9)]

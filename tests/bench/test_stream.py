@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mtpserve.bench.measured import BY_CHUNK, BY_LENGTH, BY_TOKENIZER, BY_USAGE, Arrival, Failure
-from mtpserve.bench.stream import AnswerReader, message_of
+from mtpserve.tools.bench.serve.measured import BY_CHUNK, BY_LENGTH, BY_TOKENIZER, BY_USAGE, Arrival, Failure
+from mtpserve.tools.bench.serve.stream import AnswerReader, message_of
 from tests.bench.fake import DONE, chat_event, event
 
 

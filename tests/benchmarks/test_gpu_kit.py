@@ -114,7 +114,7 @@ def launches_of(spec: Any, layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of one step of a tiny model in DeepSeek-V3's layout, interpreted."""
     from mtpserve.core.request import Request
     from mtpserve.core.sampling import SamplingParams
-    from mtpserve.runtime import graphs
+    from mtpserve.runtime.graphs import graphs
 
     monkeypatch.setattr(graphs, "PROMPTS", ())
     recorder = Counting(monkeypatch)

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
-from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from tests import selection
 from tests.models.checkpoints import Tiny, deepseek, glm4_moe, glm4_moe_lite, llama, mimo, qwen2, qwen2_moe, qwen3, qwen3_moe
 from tests.models.harness import Harness

@@ -6,7 +6,7 @@ import pytest
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.cache.pages import PageError
-from mtpserve.core.arch import Attention, KVLayout, page_groups
+from mtpserve.core.arch.model import Attention, KVLayout, page_groups
 from mtpserve.core.sequence import Held
 
 PAGE, CHUNK, AHEAD = 4, 8, 3

@@ -13,8 +13,8 @@ from torch import Tensor
 from mtpserve.cache.pool import KVPool, store
 from mtpserve.cache.stores import Stores
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
-from mtpserve.core.arch import Attention, Compressed, KVLayout, Selected, page_groups, tokens_of_entries
-from mtpserve.engine import assemble, build
+from mtpserve.core.arch.model import Attention, Compressed, KVLayout, Selected, page_groups, tokens_of_entries
+from mtpserve.engine.startup import assemble, build
 from tests.models.compressed_checkpoints import deepseek_v4
 from tests.models.sparse_checkpoints import deepseek_v32
 

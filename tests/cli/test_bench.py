@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from mtpserve.cli import bench, bench_serve
-from mtpserve.cli.bench_peers import CHAT, COMPLETIONS, REFUSED
-from mtpserve.cli.bench_serve_options import ServeBench, bench_of, parser
 from mtpserve.cli.main import main
 from mtpserve.core.errors import ConfigError
+from mtpserve.tools.bench import bench
+from mtpserve.tools.bench.serve import bench_serve
+from mtpserve.tools.bench.serve.bench_peers import CHAT, COMPLETIONS, REFUSED
+from mtpserve.tools.bench.serve.bench_serve_options import ServeBench, bench_of, parser
 from tests.bench.fake import DONE, Handler, event, serving, stream
 
 

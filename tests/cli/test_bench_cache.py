@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mtpserve.cli import bench, bench_cache
 from mtpserve.cli.options import all_options
 from mtpserve.core.errors import ConfigError
 from mtpserve.runtime.memory import SHARE_OF_CONTEXT, concurrency
+from mtpserve.tools.bench import bench
+from mtpserve.tools.simulate import bench_cache
 from tests.house.tree import ROOT
 
 TURNS = [{"timestamp": 2000 * i, "input_length": 1024 + 100, "output_length": 8, "hash_ids": [2 * (i % 4), 2 * (i % 4) + 1, 90 + i]}

@@ -15,11 +15,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mtpserve.cli import bench_spec, generate, inspect
+from mtpserve.cli import generate
 from mtpserve.config import ModelConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.integrations.engines import chosen, values_of
 from mtpserve.llm import LLM
+from mtpserve.tools.bench.spec import bench_spec
+from mtpserve.tools.inspect import inspect_command as inspect
 from tests.house.tree import ROOT
 
 DEMO, LAYER = ModelConfig().directory, "model.layers.6."

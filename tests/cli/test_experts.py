@@ -9,7 +9,7 @@ import pytest
 
 from mtpserve.cli.main import main
 from mtpserve.core.errors import ConfigError
-from mtpserve.runtime.placement import ExpertPlacement, balanced, imbalance, in_order, read
+from mtpserve.runtime.parallel.placement import ExpertPlacement, balanced, imbalance, in_order, read
 
 
 def test_loads_are_added_up_and_experts_placed_by_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtpserve.cli import inspect
 from mtpserve.config import EngineConfig
-from mtpserve.core.arch import Attention, KVLayout, MLAArch, ModelArch, MTPArch
+from mtpserve.core.arch.model import Attention, KVLayout, MLAArch, ModelArch, MTPArch
+from mtpserve.core.arch.rope import RopeArch
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.rope import RopeArch
-from mtpserve.engine.inspect import InspectReport
-from mtpserve.spec.token_map import TokenMap, make_token_map, read_token_map
+from mtpserve.spec.draft.token_map import TokenMap, make_token_map, read_token_map
+from mtpserve.tools.inspect import inspect_command as inspect
+from mtpserve.tools.inspect.checkpoint import InspectReport
 
 ARCH = ModelArch(
     family="deepseek",
@@ -53,8 +53,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         configs.append(config)
         return REPORT
 
-    monkeypatch.setattr("mtpserve.weights.hf.read_config", lambda directory: None)
-    monkeypatch.setitem(sys.modules, "mtpserve.engine.inspect", SimpleNamespace(inspect_model=inspect_model))  # type: ignore[arg-type]
+    monkeypatch.setattr("mtpserve.weights.checkpoint.hf.read_config", lambda directory: None)
+    monkeypatch.setitem(sys.modules, "mtpserve.tools.inspect.checkpoint", SimpleNamespace(inspect_model=inspect_model))  # type: ignore[arg-type]
     return configs
 
 
@@ -111,7 +111,7 @@ def test_token_map_of_text_files(
         asked.append((config.model.model, size, texts))
         return make_token_map(Counter({1: 3, 2: 1}), size, 8, always=())
 
-    monkeypatch.setattr(sys.modules["mtpserve.engine.inspect"], "token_map", token_map, raising=False)
+    monkeypatch.setattr(sys.modules["mtpserve.tools.inspect.checkpoint"], "token_map", token_map, raising=False)
     out = str(tmp_path / "map.json")
     assert inspect.run(["--token-map", out, "--token-map-size", "2", *model, "a.txt", "b.txt"]) == 0
     assert asked == [("/m", 2, ["a.txt", "b.txt"])]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from mtpserve.cli.bench import BENCHMARKS
-from mtpserve.cli.main import ALIASES
+from mtpserve.cli.main import ALIASES, module_of
 from mtpserve.cli.options import given, settings
+from mtpserve.tools.bench.bench import BENCHMARKS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,7 +85,7 @@ def words(command: str) -> list[str]:
 def parse(arguments: list[str]) -> None:
     """As the program would: raises ConfigError."""
     name, rest = ALIASES.get(arguments[0], arguments[0]), arguments[1:]
-    module = BENCHMARKS[rest[0]].split(":")[0] if name == "bench" else f"mtpserve.cli.{name}"
+    module = BENCHMARKS[rest[0]].split(":")[0] if name == "bench" else module_of(name)
     chosen = import_module(module).parser().parse(rest[1:] if name == "bench" else rest)
     if name == "launch":
         settings(given(chosen))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 NAME = "tests.engine.bad_ranks:Bad"
-IN_ANOTHER = sys.argv[0].endswith("engine/rank.py")
+IN_ANOTHER = sys.argv[0].endswith("engine/startup/rank.py")
 
 
 class Bad:

@@ -15,10 +15,10 @@ from itertools import product
 from random import Random
 from statistics import mean
 
-from mtpserve.engine.costs import StepCost
-from mtpserve.engine.scheduler import Planned
-from mtpserve.engine.simulator import Simulation
-from mtpserve.engine.traces import TraceConversation, TraceTurn
+from mtpserve.engine.steps import Planned
+from mtpserve.tools.simulate.costs import StepCost
+from mtpserve.tools.simulate.simulator import Simulation
+from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
 from tests.engine.captured import CAPTURED, Apart, Captured
 from tests.engine.test_policy import DEEP, costs, run
 

@@ -4,10 +4,10 @@ same pass or, where drafts are trees, in passes of their own."""
 from __future__ import annotations
 
 from mtpserve.core.plan import StepPlan
-from mtpserve.engine.simulator import Simulation
-from mtpserve.engine.step_shapes import passes_of
+from mtpserve.engine.depth.step_shapes import passes_of
+from mtpserve.tools.simulate.simulator import Simulation
 
-CAPTURED = (1, 3)  # runtime/graphs.DEPTHS
+CAPTURED = (1, 3)  # runtime/graphs/graphs.DEPTHS
 
 
 class Captured(Simulation):

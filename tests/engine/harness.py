@@ -7,12 +7,12 @@ from typing import Any
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SchedulerConfig
-from mtpserve.core.observers import CacheObserver
+from mtpserve.core.protocols.observers import CacheObserver
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.grammars import PreparedGrammars
-from mtpserve.engine.tiers import Tiers
+from mtpserve.engine.pages.tiers import Tiers
 from tests.engine.fake_runner import FakeRunner, draw, greedy_text
 
 VOCAB = 50

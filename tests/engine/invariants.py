@@ -6,9 +6,10 @@ from typing import Any
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.sequence import Sequence
-from mtpserve.engine.line import MOST_OVERTAKEN, UNLIMITED
-from mtpserve.engine.scheduler import Planned, Scheduler
-from mtpserve.engine.spans import decodes, ends, prefill_end
+from mtpserve.engine.queue import MOST_OVERTAKEN, UNLIMITED
+from mtpserve.engine.scheduler import Scheduler
+from mtpserve.engine.spans import decodes, ends
+from mtpserve.engine.steps import Planned
 
 
 class WatchedScheduler(Scheduler):
@@ -55,7 +56,7 @@ class WatchedScheduler(Scheduler):
         long = [
             span.width
             for seq, span in zip(planned.seqs, spans, strict=True)
-            if prefill_end(seq) - seq.shared > self.service.long_prompt and span.start < prefill_end(seq) - 1
+            if seq.prefill_end - seq.shared > self.service.long_prompt and span.start < seq.prefill_end - 1
         ]
         assert len(long) <= self.service.max_long
         assert len(self.live) == 1 or all(width <= self.service.long_rows for width in long)
@@ -128,5 +129,5 @@ class WatchedScheduler(Scheduler):
         assert self._pages.used == 0 and self.free_seats == self._options["max_running"]
         assert not self._prefixes._coming, "pages are waited for that nobody computes"
         if self._tiers is not None:
-            assert not self._tiers.pending and not any(pins for host in self._tiers.host for pins in host.pins)
-            assert all(sorted([*host.free, *host.blocks.values()]) == list(range(len(host.pins))) for host in self._tiers.host)
+            assert not self._tiers.pending and not any(pins for host in self._tiers.groups for pins in host.pins)
+            assert all(sorted([*host.free, *host.blocks.values()]) == list(range(len(host.pins))) for host in self._tiers.groups)

@@ -12,13 +12,13 @@ from typing import Any
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.engine.line import ServiceOrder
-from mtpserve.engine.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
-from mtpserve.engine.simulator import Simulated, Simulation, percentile
-from mtpserve.engine.tiers import Tiers
-from mtpserve.engine.traces import TraceConversation, random_trace
+from mtpserve.engine.pages.tiers import Tiers
+from mtpserve.engine.queue import ServiceOrder
 from mtpserve.spec.curves import CURVES, conditional
-from mtpserve.spec.simulated import SimulatedDevice
+from mtpserve.tools.simulate.simulated import SimulatedDevice
+from mtpserve.tools.simulate.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
+from mtpserve.tools.simulate.simulator import Simulated, Simulation, percentile
+from mtpserve.tools.simulate.traces import TraceConversation, random_trace
 from tests.engine.invariants import WatchedScheduler
 
 EOS = -1

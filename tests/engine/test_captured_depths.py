@@ -10,10 +10,10 @@ import pytest
 
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import SpanPlan, StepPlan
-from mtpserve.engine.costs import StepCost
-from mtpserve.engine.step_shapes import StepShapes
-from mtpserve.engine.step_times import StepTimes, StepWork
-from mtpserve.engine.traces import TraceConversation, TraceTurn
+from mtpserve.engine.depth.step_shapes import StepShapes
+from mtpserve.engine.depth.step_times import StepTimes, StepWork
+from mtpserve.tools.simulate.costs import StepCost
+from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
 from tests import selection
 from tests.engine.captured import CAPTURED, Apart, Captured
 from tests.engine.test_policy import DEEP, DEMO, FAIR, UNTRAINED, measured, run, sequence

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mtpserve.core.protocols import StepEnd
-from mtpserve.engine import clock
-from mtpserve.engine.clock import StepClock
+from mtpserve.core.protocols.runner import StepEnd
+from mtpserve.engine.depth import clock
+from mtpserve.engine.depth.clock import StepClock
 
 
 @dataclass

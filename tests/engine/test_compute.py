@@ -13,9 +13,9 @@ from mtpserve_kernels.cpu.library import Unavailable
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine import compute
-from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import plan
+from mtpserve.engine.startup import compute
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import plan
 from tests.tiny import run, tiny_arch
 
 CPU, DEMO = torch.device("cpu"), EngineConfig(model=ModelConfig(device="cpu"))

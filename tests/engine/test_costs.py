@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mtpserve.core.arch import Attention, IndexerArch, KVLayout, MLAArch, ModelArch, MoEArch, Selected
-from mtpserve.core.rope import RopeArch
-from mtpserve.engine.costs import PROFILES, DeviceProfile, ModelShape, StepCost
+from mtpserve.core.arch.model import Attention, IndexerArch, KVLayout, MLAArch, ModelArch, MoEArch, Selected
+from mtpserve.core.arch.rope import RopeArch
 from mtpserve.models import nemotron_h
-from mtpserve.weights.hf import HFConfig
+from mtpserve.tools.simulate.costs import PROFILES, DeviceProfile, ModelShape, StepCost
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 LLAMA_8B = ModelArch(
     family="llama", layers=(Attention(KVLayout("gqa", 8, 128, 128)),) * 32, hidden=4096, vocab=128256, heads=32, head_dim=128,

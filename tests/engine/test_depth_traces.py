@@ -13,14 +13,15 @@ import pytest
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.config import SpecConfig
-from mtpserve.engine.costs import StepCost
-from mtpserve.engine.policy import DepthPolicy
-from mtpserve.engine.scheduler import Planned, Scheduler
-from mtpserve.engine.simulator import Simulation
-from mtpserve.engine.step_times import StepWork
-from mtpserve.engine.traces import TraceConversation, TraceTurn
-from mtpserve.spec.simulated import SimulatedDevice
+from mtpserve.engine.depth.policy import DepthPolicy
+from mtpserve.engine.depth.step_times import StepWork
+from mtpserve.engine.scheduler import Scheduler
+from mtpserve.engine.steps import Planned
 from mtpserve.spec.sizes import draft_sizes
+from mtpserve.tools.simulate.costs import StepCost
+from mtpserve.tools.simulate.simulated import SimulatedDevice
+from mtpserve.tools.simulate.simulator import Simulation
+from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
 from tests import selection
 
 DEEP, BUDGET, PROMPT = 3, 2048, 8

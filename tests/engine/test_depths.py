@@ -85,7 +85,7 @@ def test_a_callers_pause_is_no_part_of_a_step(pause: float, monkeypatch: pytest.
     engine, told, now = tiny_engine(tiny_model(), 1, adaptive=True), list[float](), 0.0
     assert engine.policy is not None
     monkeypatch.setattr(engine.policy, "stepped", lambda planned, passes, seconds: told.append(seconds))
-    for module in ("engine", "clock"):
+    for module in ("engine", "depth.clock"):
         monkeypatch.setattr(f"mtpserve.engine.{module}.perf_counter", lambda: now)
     book = engine._book
 

@@ -13,9 +13,9 @@ from mtpserve.config import EngineConfig
 from mtpserve.core.errors import EngineDead
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.client import ProcessClient
 from mtpserve.engine.engine import Engine
 from mtpserve.engine.faults import is_fatal
+from mtpserve.engine.process.client import ProcessClient
 from tests.engine.harness import PROMPTS, REFERENCE, Bench
 
 ILLEGAL = """CUDA error: an illegal memory access was encountered

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SpecConfig
-from mtpserve.engine.drafter import planned
-from mtpserve.engine.fingerprint import fingerprint
+from mtpserve.engine.startup.drafter import planned
+from mtpserve.engine.startup.fingerprint import fingerprint
 
 
 def made(dtype: str = "float32", page_size: int = 16, cache: str = "auto", ranks: int = 1, **spec: object) -> bytes:

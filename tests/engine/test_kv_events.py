@@ -21,7 +21,7 @@ from mtpserve.config import CacheConfig
 from mtpserve.config.kv_events import is_local, listens, parse
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.kv_events import LAST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvents
+from mtpserve.engine.pages.kv_events import LAST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvents
 from mtpserve.llm import LLM
 from tests import selection
 from tests.engine.fake_runner import draw

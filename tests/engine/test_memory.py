@@ -13,9 +13,9 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from mtpserve.core.errors import NoRoom
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import fixed, lookahead_of, plan, state_of
-from mtpserve.engine.storage import Storage
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import fixed, lookahead_of, plan, state_of
+from mtpserve.engine.startup.storage import Storage
 from mtpserve.runtime.memory import ESTIMATE, PageShare, largest, plan_memory, usable_memory
 from mtpserve.weights.quantise import quantise
 from tests.models.checkpoints import mimo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mtpserve.cache.groups import PageGroups
 from mtpserve.core.plan import SpanPlan
-from mtpserve.engine.output_states import OutputStates
+from mtpserve.engine.pages.output_states import OutputStates
 from tests.engine.test_scheduler import request
 
 PAGE = 4

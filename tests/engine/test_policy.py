@@ -17,14 +17,15 @@ from mtpserve.core.plan import SpanPlan, StepPlan
 from mtpserve.core.request import Proposal, SpecChange
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
-from mtpserve.engine.costs import PROFILES, ModelShape, StepCost
-from mtpserve.engine.policy import EVERY, DepthPolicy
-from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
-from mtpserve.engine.simulator import Simulation
-from mtpserve.engine.step_times import StepWork
-from mtpserve.engine.traces import TraceConversation, TraceTurn
-from mtpserve.spec.simulated import SimulatedDevice
+from mtpserve.engine.depth.policy import EVERY, DepthPolicy
+from mtpserve.engine.depth.step_times import StepWork
+from mtpserve.engine.scheduler import Scheduler
+from mtpserve.engine.steps import Outcome, Planned
 from mtpserve.spec.sizes import draft_sizes
+from mtpserve.tools.simulate.costs import PROFILES, ModelShape, StepCost
+from mtpserve.tools.simulate.simulated import SimulatedDevice
+from mtpserve.tools.simulate.simulator import Simulation
+from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
 from tests import selection
 
 DEEP, BUDGET, PROMPT = 3, 2048, 8

@@ -30,8 +30,8 @@ from mtpserve.core.errors import (
 )
 from mtpserve.core.request import Finish, Request, SpecChange, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.engine import client as client_module
-from mtpserve.engine.client import ProcessClient, private_directory
+from mtpserve.engine.process import client as client_module
+from mtpserve.engine.process.client import ProcessClient, private_directory
 from tests.engine import fifo_engine
 from tests.server.fake_engine import CONTEXT, FACTORY, FIRST_TOKEN
 
@@ -357,7 +357,7 @@ def test_the_process_dies_with_its_parent(monkeypatch: pytest.MonkeyPatch, fault
 import asyncio
 import os
 from mtpserve.config import EngineConfig
-from mtpserve.engine.client import ProcessClient
+from mtpserve.engine.process.client import ProcessClient
 
 async def main():
     client = ProcessClient(EngineConfig(), factory={FACTORY!r})
@@ -384,6 +384,6 @@ asyncio.run(main())
 
 def test_torchs_caches_are_bounded_before_it_is_imported() -> None:
     """Without the bound a load that varies makes the process grow by hundreds of megabytes."""
-    told = "import os; from mtpserve.engine.process import begin; begin(); print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
+    told = "import os; from mtpserve.engine.process.process import begin; begin(); print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
     plain = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
     assert subprocess.run([sys.executable, "-c", told], env=plain, capture_output=True, text=True, check=True).stdout == "48\n"

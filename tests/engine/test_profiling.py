@@ -13,9 +13,9 @@ import torch
 from mtpserve.config import EngineConfig
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineStats
-from mtpserve.engine.client import ProcessClient
-from mtpserve.engine.messages import Events, Silent
-from mtpserve.engine.profiling import Profiling
+from mtpserve.engine.process.client import ProcessClient
+from mtpserve.engine.process.messages import Events, Silent
+from mtpserve.engine.process.profiling import Profiling
 
 
 def test_a_trace_ends_after_its_steps(tmp_path: Path) -> None:

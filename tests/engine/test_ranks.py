@@ -30,10 +30,10 @@ from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.plan import SpanResult, StepPlan, StepResult, Transfer, Transferred
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.engine import ranks as ranks_module
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.ranks import EveryRank, TransfersOfEach, plan_of_each
+from mtpserve.engine.parallel import ranks as ranks_module
+from mtpserve.engine.parallel.ranks import EveryRank, TransfersOfEach, plan_of_each
+from mtpserve.engine.startup.build import build_engine
 from tests import selection
 from tests.engine.bad_ranks import NAME
 from tests.spec.test_moved import hear

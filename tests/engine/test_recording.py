@@ -15,8 +15,8 @@ from mtpserve.cli.main import main
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.engine.recording import MAGIC, Event, Header, Preamble, Recording, StepPlanned, StepRaised, StepRead
-from mtpserve.engine.replay import run
+from mtpserve.engine.startup.recording import MAGIC, Event, Header, Preamble, Recording, StepPlanned, StepRaised, StepRead
+from mtpserve.tools.replay.replay import run
 from tests.models.checkpoints import mimo
 
 OPTIONS: dict[str, Any] = {"speculative_algorithm": "MTP+NGRAM", "max_total_tokens": 1024, "max_running_requests": 4, "device": "cpu"}

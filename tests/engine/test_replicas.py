@@ -12,9 +12,9 @@ from mtpserve.core.errors import EngineBusy, EngineDead, LoadError, QueueFull, R
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineStats, Finish, ModelCard, Request, SpecChange, SpecReport, StepCosts, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine import replicas
-from mtpserve.engine.replicas import BLOCK, LOST, Replicas
-from mtpserve.engine.totals import total
+from mtpserve.engine.process import replicas
+from mtpserve.engine.process.replicas import BLOCK, LOST, Replicas
+from mtpserve.engine.process.totals import total
 
 DEADLY = 666  # a prompt with this token kills its engine
 REPORT = SpecReport(3, None, None, StepCosts(), [], [], [])

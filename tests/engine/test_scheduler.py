@@ -11,9 +11,10 @@ from mtpserve.core.plan import NOT_FINITE, Admission, SpanPlan, SpanResult, Step
 from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
-from mtpserve.engine.line import UNLIMITED, Line, ServiceOrder
-from mtpserve.engine.scheduler import Outcome, Planned, Scheduler
+from mtpserve.engine.queue import UNLIMITED, Line, ServiceOrder
+from mtpserve.engine.scheduler import Scheduler
 from mtpserve.engine.spans import deferred
+from mtpserve.engine.steps import Outcome, Planned
 from mtpserve.engine.stopping import until_stop
 
 EOS = 9

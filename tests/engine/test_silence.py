@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mtpserve.engine import hang
+from mtpserve.engine.process import hang
 
 LIMIT = 8.0  # seconds: a look each second
 

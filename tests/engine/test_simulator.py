@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given, strategies as st
 
-from mtpserve.engine.costs import StepCost
-from mtpserve.engine.line import MOST_OVERTAKEN
-from mtpserve.engine.simulator import Simulated, percentile
-from mtpserve.engine.traces import TraceConversation, TraceTurn, random_trace
+from mtpserve.engine.queue import MOST_OVERTAKEN
+from mtpserve.tools.simulate.costs import StepCost
+from mtpserve.tools.simulate.simulator import Simulated, percentile
+from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn, random_trace
 from tests import selection
 from tests.engine.simulate import EOS, POLICIES, simulate
 

@@ -26,18 +26,18 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConf
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
-from mtpserve.engine.client import ProcessClient
-from mtpserve.engine.planning import describe, load_model, plan
-from mtpserve.engine.rank_messages import FinishTick
-from mtpserve.engine.ranks import RankProcesses
-from mtpserve.engine.replicas import Replicas
-from mtpserve.engine.spread import ticks_of
-from mtpserve.engine.storage import Storage
+from mtpserve.engine.parallel.rank_messages import FinishTick
+from mtpserve.engine.parallel.ranks import RankProcesses
+from mtpserve.engine.parallel.spread import ticks_of
+from mtpserve.engine.process.client import ProcessClient
+from mtpserve.engine.process.replicas import Replicas
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import describe, load_model, plan
+from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS
-from mtpserve.runtime.peers import TorchPeers
-from mtpserve.runtime.rounds import Rounds
+from mtpserve.runtime.parallel.peers import TorchPeers
+from mtpserve.runtime.parallel.rounds import Rounds
 from tests import selection
 from tests.models.checkpoints import DEEPSEEK, deepseek, glm4_moe, llama
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
-from mtpserve.engine import compute
-from mtpserve.engine.start import build_engine
+from mtpserve.engine.startup import compute
+from mtpserve.engine.startup.start import build_engine
 from mtpserve.spec.counts import new_stats
 from tests.engine.harness import REFERENCE, Bench
 from tests.runtime.recorders import Again
@@ -35,7 +35,7 @@ def test_half_a_file_is_refused_before_torch_is_imported(demo: Path) -> None:
 import sys
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
-from mtpserve.engine.process import DEFAULT_FACTORY, load_factory
+from mtpserve.engine.process.process import DEFAULT_FACTORY, load_factory
 
 try:
     load_factory(DEFAULT_FACTORY)(EngineConfig(model=ModelConfig(model={str(demo)!r})), progress=False)

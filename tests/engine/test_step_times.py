@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from mtpserve.engine.step_times import FURTHER, StepTimes, StepWork
+from mtpserve.engine.depth.step_times import FURTHER, StepTimes, StepWork
 
 DEEP = 3
 

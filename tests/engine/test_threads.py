@@ -12,8 +12,8 @@ import torch
 
 from mtpserve.config import CPUConfig, EngineConfig, ModelConfig, ParallelConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.engine import threads
-from mtpserve.engine.client import environment, waiting
+from mtpserve.engine.process.client import environment, waiting
+from mtpserve.engine.startup import threads
 
 needs_affinity = pytest.mark.skipif(threads.allowed() is None, reason="this system does not bind processes to cores")
 

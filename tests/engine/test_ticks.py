@@ -16,11 +16,11 @@ import pytest
 from mtpserve.core.errors import EngineDead
 from mtpserve.core.request import EngineStats, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.engine import process
-from mtpserve.engine.messages import Abort, Down, Join, ResetCache, Shutdown, Submit
-from mtpserve.engine.process import IDLE_MS, EngineLike, Pipe, loop
-from mtpserve.engine.profiling import Profiling
-from mtpserve.engine.ticks import Ticks
+from mtpserve.engine.parallel.ticks import Ticks
+from mtpserve.engine.process import process
+from mtpserve.engine.process.messages import Abort, Down, Join, ResetCache, Shutdown, Submit
+from mtpserve.engine.process.process import IDLE_MS, EngineLike, Pipe, loop
+from mtpserve.engine.process.profiling import Profiling
 from tests import selection
 from tests.engine.peers import Table, ThreadPeers, together
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtpserve.core.errors import ConfigError
-from mtpserve.engine.traces import BLOCK, TraceConversation, pieces, read_trace
+from mtpserve.tools.simulate.traces import BLOCK, TraceConversation, pieces, read_trace
 from tests.engine.simulate import simulate
 
 MOONCAKE = [

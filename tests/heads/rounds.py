@@ -15,13 +15,13 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from mtpserve.core.batch import Batch, Hidden
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.proof import Proof, prove
-from mtpserve.runtime.graphs import StepGraphs
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.runtime.graphs.graphs import StepGraphs
 from mtpserve.runtime.runner import Runner
-from mtpserve.runtime.sampling import Asked
-from mtpserve.spec.passes import DraftPasses
+from mtpserve.runtime.sampling.sampling import Asked
+from mtpserve.spec.draft.passes import DraftPasses
+from mtpserve.tools.prove.proof import Proof, prove
 from tests.models.checkpoints import Tiny
 from tests.proof.test_every_family import PROMPTS, write_tokenizer
 from tests.runtime.recorders import Watched, blinded

@@ -17,12 +17,12 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from mtpserve.core.errors import ConfigError, LoadError, UnsupportedModel
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.planning import plan
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import plan
 from mtpserve.heads.eagle import EagleHead
 from mtpserve.heads.eagle3 import Eagle3Head
-from mtpserve.proof import prove
+from mtpserve.tools.prove.proof import prove
 from tests.heads.eagles import TinyHead, eagle, eagle3
 from tests.models.checkpoints import deepseek, llama, mimo, qwen3_moe, write, write_nextn
 from tests.models.compressed_checkpoints import deepseek_v4

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mtpserve.cli import inspect
 from mtpserve.core.errors import ConfigError
-from mtpserve.engine.planning import plan
+from mtpserve.engine.startup.planning import plan
 from mtpserve.heads.kinds import algorithm_of, require_kind
+from mtpserve.tools.inspect import inspect_command as inspect
 from tests.heads.test_standalone import config_of, drafted
 from tests.models.checkpoints import deepseek, llama, write_nextn
 

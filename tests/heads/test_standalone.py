@@ -14,12 +14,12 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from mtpserve.core.errors import ConfigError, UnsupportedModel
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.planning import lookahead_of, plan
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import lookahead_of, plan
 from mtpserve.heads.standalone import StandaloneModel
-from mtpserve.proof import prove
-from mtpserve.weights.hub import fetched
+from mtpserve.tools.prove.proof import prove
+from mtpserve.weights.checkpoint.hub import fetched
 from tests import selection
 from tests.models.checkpoints import Tiny, deepseek, llama, mimo, mistral
 from tests.models.compressed_checkpoints import deepseek_v4
@@ -242,8 +242,8 @@ def test_a_file_drafts_for_a_directory(tmp_path: Path) -> None:
 
 
 def test_names_of_draft_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpserve.weights.hub.directory_of", lambda name, *more: f"/hub/{name}")
-    monkeypatch.setattr("mtpserve.weights.hub.gguf_file", lambda name: "/packages/smollm2.gguf" if name == "smollm2" else None)
+    monkeypatch.setattr("mtpserve.weights.checkpoint.hub.directory_of", lambda name, *more: f"/hub/{name}")
+    monkeypatch.setattr("mtpserve.weights.checkpoint.hub.gguf_file", lambda name: "/packages/smollm2.gguf" if name == "smollm2" else None)
     known = {
         "demo": str(ModelConfig(model="demo").directory),
         "smollm2": "/packages/smollm2.gguf",

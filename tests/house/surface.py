@@ -9,8 +9,8 @@ import argparse
 from importlib import import_module
 
 import mtpserve
-from mtpserve.cli.bench import BENCHMARKS
-from mtpserve.cli.main import COMMANDS
+from mtpserve.cli.main import COMMANDS, module_of
+from mtpserve.tools.bench.bench import BENCHMARKS
 from tests.house import reference
 from tests.house.tree import ROOT
 
@@ -31,7 +31,7 @@ def surface() -> str:
     for command in COMMANDS:
         lines += ["", f"mtpserve {command}"]
         if command != "version":
-            lines += options(f"mtpserve.cli.{command}") if command != "bench" else [f"  {name}" for name in BENCHMARKS]
+            lines += options(module_of(command)) if command != "bench" else [f"  {name}" for name in BENCHMARKS]
     for name, place in BENCHMARKS.items():
         lines += ["", f"mtpserve bench {name}", *options(place.split(":")[0])]
     return "\n".join(lines) + "\n"

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mtpserve.cli.bench import BENCHMARKS
+from mtpserve.cli.main import module_of
 from mtpserve.cli.options import all_options
+from mtpserve.tools.bench.bench import BENCHMARKS
 from tests.house import reference, surface
 from tests.house.tree import ROOT
 
@@ -45,8 +46,9 @@ def test_every_alert_has_a_row() -> None:
 
 def test_every_option_that_is_mentioned_exists() -> None:
     known = {name for option in all_options() for name in option.spellings} | {"config", "help"}
-    for module in ("inspect", "generate", "prove", "replay", "experts", *(f"bench_{name}" for name in BENCHMARKS)):
-        known |= {name.removeprefix("--") for line in surface.options(f"mtpserve.cli.{module}") for name in line.split()}
+    commands = [module_of(command) for command in ("inspect", "generate", "prove", "replay", "experts")]
+    for module in (*commands, *(place.split(":")[0] for place in BENCHMARKS.values())):
+        known |= {name.removeprefix("--") for line in surface.options(module) for name in line.split()}
     others = {"keep-mtp", "merge", "no-deps"}  # of python -m …, llama-gguf-split and pip
     unknown = {}
     for page in (ROOT / "README.md", *(page for page in PAGES if page.stem not in FOREIGN)):

@@ -13,23 +13,23 @@ from tests.house.tree import ROOT
 HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "numpy", "rich")
 CASES = [
     ("mtpserve", HEAVY),
-    ("mtpserve.core.protocols", HEAVY),
+    ("mtpserve.core.protocols.models", HEAVY),
     ("mtpserve.config", HEAVY),
     ("mtpserve.cli.main", HEAVY),
     ("mtpserve.cli.launch", HEAVY),
     ("mtpserve.cli.generate", HEAVY),
-    ("mtpserve.cli.inspect", HEAVY),
-    ("mtpserve.cli.bench", HEAVY),
-    ("mtpserve.cli.bench_cache", HEAVY),
-    ("mtpserve.cli.bench_spec", HEAVY),
-    ("mtpserve.cli.bench_serve", (*HEAVY, "aiohttp", "matplotlib")),
-    ("mtpserve.bench.tokenizing, mtpserve.text.tokenizer", ("torch",)),
-    ("mtpserve.cli.bench_eval", HEAVY),
+    ("mtpserve.tools.inspect.inspect_command", HEAVY),
+    ("mtpserve.tools.bench.bench", HEAVY),
+    ("mtpserve.tools.simulate.bench_cache", HEAVY),
+    ("mtpserve.tools.bench.spec.bench_spec", HEAVY),
+    ("mtpserve.tools.bench.serve.bench_serve", (*HEAVY, "aiohttp", "matplotlib")),
+    ("mtpserve.tools.bench.dataset.tokenizing, mtpserve.text.tokenizer", ("torch",)),
+    ("mtpserve.tools.bench.eval.bench_eval", HEAVY),
     ("mtpserve.server.app", ("torch",)),
     ("mtpserve.server.launch", ("torch",)),
     ("mtpserve.engine.scheduler", ("torch", "fastapi", "pydantic")),
-    ("mtpserve.engine.simulator", HEAVY),
-    ("mtpserve.engine.client", ("torch",)),
+    ("mtpserve.tools.simulate.simulator", HEAVY),
+    ("mtpserve.engine.process.client", ("torch",)),
     ("mtpserve.text.tokenizer", ("torch",)),
     ("mtpserve.llm", ("fastapi", "pydantic", "uvicorn")),
 ]
@@ -49,5 +49,5 @@ def test_it_brings_nothing_heavy(module: str, unwanted: tuple[str, ...]) -> None
 
 
 def test_an_engine_on_a_cpu_starts_without_torchs_compiler() -> None:
-    code = "from mtpserve.config import EngineConfig; from mtpserve.engine.build import build_engine; build_engine(EngineConfig())"
+    code = "from mtpserve.config import EngineConfig; from mtpserve.engine.startup.build import build_engine; build_engine(EngineConfig())"
     assert brought(code, ("torch._dynamo", "triton", "fastapi", "pydantic")) == []

@@ -48,9 +48,9 @@ def test_kernels_is_a_plain_folder() -> None:
 
 
 def test_the_map_names_every_module() -> None:
-    # A section begins with `**folder/**` at the start of a line; a module of the package itself has a section of its own.
+    # An entry begins with `- **folder/**` at the start of a line; a module of the package itself has an entry of its own.
     written = (ROOT / "mtpserve" / "README.md").read_text(encoding="utf-8").replace(r"\_", "_")
-    sections = dict(part.split("**", 1) for part in written.split("\n**")[1:])
+    sections = dict(part.split("**", 1) for part in written.split("\n- **")[1:])
     modules = [file.relative_to(ROOT / "mtpserve") for file in sources(ROOT / "mtpserve") if file.name != "__init__.py"]
     missing = [str(file) for file in modules if str(file) not in sections and f"`{file.name}`" not in sections.get(f"{file.parent}/", "")]
     assert not missing

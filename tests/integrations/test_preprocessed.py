@@ -11,9 +11,9 @@ from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import Finish, Request, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec, SamplingParams, Speculation
 from mtpserve.integrations.preprocessed import body_of, chunk_of, last_of
-from mtpserve.server.generation import Choice
+from mtpserve.server.chat.generation import Choice
+from mtpserve.server.chat.service import StepOutput
 from mtpserve.server.openai.usage import Usage
-from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import checkpoint, tokenizer
 

@@ -14,11 +14,11 @@ import torch
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine import build
-from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import load_model
+from mtpserve.engine.startup import build
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import load_model
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.runtime.graphs import CaptureFailed, CudaRecorder, GraphOutput, usual
+from mtpserve.runtime.graphs.graphs import CaptureFailed, CudaRecorder, GraphOutput, usual
 from mtpserve.runtime.publish import Columns
 from tests import selection
 from tests.runtime.recorders import Again, runner_of

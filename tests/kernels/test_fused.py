@@ -12,7 +12,7 @@ from mtpserve_kernels.fused.rope import latent_store, rope_store
 from mtpserve_kernels.fused.silu import silu_mul
 from torch import Tensor
 
-from mtpserve.layers import triton_kernels
+from mtpserve.layers.devices import triton_kernels
 
 
 def numbers(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

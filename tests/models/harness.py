@@ -11,20 +11,20 @@ from torch import Tensor
 from mtpserve.cache.states import States
 from mtpserve.cache.stores import Stores
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.core.arch import Features, attention_kinds, page_groups, recurrent_kinds
+from mtpserve.core.arch.model import Features, attention_kinds, page_groups, recurrent_kinds
 from mtpserve.core.batch import Want
 from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import Admission, NewPages
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.assemble import recur_of, trunk_attention
-from mtpserve.engine.planning import describe, load_model
-from mtpserve.engine.storage import Storage
+from mtpserve.engine.startup.assemble import recur_of, trunk_attention
+from mtpserve.engine.startup.planning import describe, load_model
+from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.inputs import Rows, build, row_layout
 from mtpserve.runtime.records import Record
-from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.sampling.rules import LogitRules
+from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

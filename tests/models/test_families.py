@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import tokens_of_entries
+from mtpserve.core.arch.model import tokens_of_entries
 from mtpserve.core.errors import LoadError, UnsupportedModel
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.planning import describe
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import describe
 from mtpserve.quant.fp8 import quantize_block
 from tests import selection
 from tests.models.chained import FULL, SLIDING, step

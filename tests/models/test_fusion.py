@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.engine.planning import describe
+from mtpserve.engine.startup.planning import describe
 from mtpserve.layers.fusion import Fusion
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.unquantized import Unquantized

@@ -10,13 +10,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from mtpserve.cli import inspect
 from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
-from mtpserve.core.rope import LinearRopeArch, Llama3RopeArch
+from mtpserve.core.arch.rope import LinearRopeArch, Llama3RopeArch
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.planning import describe
+from mtpserve.engine.startup.planning import describe
 from mtpserve.llm import LLM
 from mtpserve.text.tokenizer import Tokenizer
+from mtpserve.tools.inspect import inspect_command as inspect
 from tests.models.checkpoints import Tiny, glm4_moe, llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from tests.models.test_families import Make
 from tests.models.test_parity import compare

@@ -12,7 +12,7 @@ import torch
 
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
-from mtpserve.engine.planning import describe
+from mtpserve.engine.startup.planning import describe
 from tests.models.checkpoints import YARN, Tiny, deepseek, mimo
 from tests.models.harness import Harness
 

@@ -27,8 +27,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
-from mtpserve.engine.planning import describe, empty_model, sources
-from mtpserve.engine.storage import Storage
+from mtpserve.engine.startup.planning import describe, empty_model, sources
+from mtpserve.engine.startup.storage import Storage
 from mtpserve.weights.plan import plan
 from tests import selection
 from tests.models.chained import STEP35_FLASH, Text, step_modules, step_names

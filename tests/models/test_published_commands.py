@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mtpserve.cli import inspect
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
+from mtpserve.engine.startup.build import build_engine
 from mtpserve.models.registry import FAMILIES
+from mtpserve.tools.inspect import inspect_command as inspect
 from tests import selection
 from tests.models.test_published import PUBLISHED, Published, tensors, write
 

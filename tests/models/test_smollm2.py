@@ -14,7 +14,7 @@ from mtpserve.core.errors import LoadError
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.llm import LLM
 from mtpserve.text.tokenizer import Tokenizer
-from mtpserve.weights.gguf_names import gguf_file
+from mtpserve.weights.checkpoint.gguf_names import gguf_file
 from tests.models.harness import Harness
 
 try:

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.parallel import ALONE, Ranks
+from mtpserve.core.protocols.parallel import ALONE, Ranks
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.assemble import assemble
-from mtpserve.engine.build import load_part, options_of, sizes_of
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.planning import plan
-from mtpserve.engine.ticks import Ticks
-from mtpserve.layers import cpu_kernels
+from mtpserve.engine.parallel.ticks import Ticks
+from mtpserve.engine.startup.assemble import assemble
+from mtpserve.engine.startup.build import load_part, options_of, sizes_of
+from mtpserve.engine.startup.planning import plan
 from mtpserve.layers.decoder import DecoderModel, MTPHead
-from mtpserve.spec.chain import one_by_one
+from mtpserve.layers.devices import cpu_kernels
+from mtpserve.spec.draft.chain import one_by_one
 from tests.engine.peers import Table, ThreadPeers, together
 from tests.heads import test_dflash as dflash, test_medusa as medusa
 from tests.heads.eagles import eagle, eagle3

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from mtpserve.attention.registry import BACKENDS
 from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
-from mtpserve.core.arch import Attention, Features, KVLayout, LayerKind
+from mtpserve.core.arch.model import Attention, Features, KVLayout, LayerKind
 from mtpserve.core.batch import Batch, Hidden
-from mtpserve.core.protocols import LogitsProcessor
+from mtpserve.core.protocols.logits_processor import LogitsProcessor
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.assemble import KERNELS, EngineOptions, EngineSizes, assemble
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.assemble import KERNELS, EngineOptions, EngineSizes, assemble
 from mtpserve.spec.sizes import draft_sizes
 from tests.grammars import TokenGrammar
 

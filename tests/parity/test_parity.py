@@ -20,8 +20,8 @@ from scipy.stats import chisquare
 from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.runtime.rules import BatchRules
-from mtpserve.runtime.sampling import BatchSampler
+from mtpserve.runtime.sampling.rules import BatchRules
+from mtpserve.runtime.sampling.sampling import BatchSampler
 from tests import selection
 from tests.parity import table
 from tests.parity.table import Alternatings, Halving, greedy_text, joint, run, table_engine

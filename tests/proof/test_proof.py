@@ -12,14 +12,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from mtpserve.cli import prove as command
-from mtpserve.cli.proof_progress import ProofProgress
-from mtpserve.cli.prove import next_steps
 from mtpserve.core.errors import ConfigError
 from mtpserve.llm import Completion
-from mtpserve.proof import Divergence, Excuse, LawTest, Proof, ProofStage, divergence, prove, two_sample
-from mtpserve.rounding import Rounding, Share
-from mtpserve.spec import accept as accept_module
+from mtpserve.spec.verify import accept as accept_module
+from mtpserve.tools.prove import prove as command
+from mtpserve.tools.prove.proof import Divergence, Excuse, LawTest, Proof, ProofStage, divergence, prove, two_sample
+from mtpserve.tools.prove.proof_progress import ProofProgress
+from mtpserve.tools.prove.prove import next_steps
+from mtpserve.tools.prove.rounding import Rounding, Share
 
 SMALL = {"model": "demo", "max_total_tokens": 8192, "max_running_requests": 32}
 ROUNDING = Rounding("bfloat16", "float32", 1.0, (0.01,) * 98 + (0.1,) * 2, Share(1, 100), Share(1, 100))

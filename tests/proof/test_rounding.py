@@ -9,9 +9,9 @@ import pytest
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.planning import plan
+from mtpserve.engine.startup.planning import plan
 from mtpserve.llm import LLM
-from mtpserve.rounding import Rounding, Share, chance_of, gap_error, prefers_another, rounding_of, scores
+from mtpserve.tools.prove.rounding import Rounding, Share, chance_of, gap_error, prefers_another, rounding_of, scores
 from tests import selection
 
 TEXTS, TOKENS = (8, 40) if selection.ALL else (4, 16)

@@ -12,9 +12,9 @@ from mtpserve_kernels.quant.reference import quantize_int8
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import plan
-from mtpserve.engine.storage import int8_of
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import plan
+from mtpserve.engine.startup.storage import int8_of
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.linear import Linear
 from mtpserve.quant.int8 import Int8
@@ -69,7 +69,7 @@ def test_the_weight_itself_stays_as_it_is(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("cpu")
 def test_drafting_in_int8_changes_no_text(dtype: str, caplog: pytest.LogCaptureFixture) -> None:
     plain = run(build_engine(config(draft="none", drafts=0, dtype=dtype), poison=True), ASKED, GREEDY)
-    with caplog.at_level(logging.INFO, "mtpserve.engine.build"):
+    with caplog.at_level(logging.INFO, "mtpserve.engine.startup.build"):
         drafting = build_engine(config(draft="int8", dtype=dtype), poison=True)
     assert "int8, the draft model: rounding changes the matrices by" in caplog.text
     assert run(drafting, ASKED, GREEDY) == plain

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpserve.core.arch import MoEArch
+from mtpserve.core.arch.model import MoEArch
 from mtpserve.layers import torch_kernels
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.moe import Experts

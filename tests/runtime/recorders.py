@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtpserve.attention.contexts import Contexts
 from mtpserve.cache.pool import KVPool
 from mtpserve.cache.stores import Stores
-from mtpserve.core.arch import LayerKind
+from mtpserve.core.arch.model import LayerKind
 from mtpserve.core.batch import Batch
-from mtpserve.core.protocols import Context
+from mtpserve.core.protocols.attention import Context
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs import Body, GraphOutput
+from mtpserve.runtime.graphs.graphs import Body, GraphOutput
 from mtpserve.runtime.runner import Runner
 
 

@@ -16,9 +16,9 @@ import torch
 from mtpserve.config import EngineConfig, SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
-from mtpserve.engine import build
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs import (
+from mtpserve.engine.startup import build
+from mtpserve.runtime.graphs.graphs import (
     Body,
     CaptureFailed,
     CudaRecorder,
@@ -27,8 +27,8 @@ from mtpserve.runtime.graphs import (
     tiers,
     usual,
 )
-from mtpserve.runtime.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts
-from mtpserve.runtime.sampling import Asked
+from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts
+from mtpserve.runtime.sampling.sampling import Asked
 from tests.runtime.recorders import Again, HostRead, Watched, blinded, nothing_is_read, runner_of
 from tests.spec.diagonal import diagonal
 from tests.tiny import prompts, run, tiny_engine, tiny_model

@@ -12,7 +12,7 @@ from torch import Tensor
 from mtpserve.config import SpecConfig
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.plan import StepPlan, StepResult
-from mtpserve.core.protocols import Launched, ModelRunner
+from mtpserve.core.protocols.runner import Launched, ModelRunner
 from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import GrammarSpec, SamplingParams, Speculation
 from mtpserve.engine.engine import Engine

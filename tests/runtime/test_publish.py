@@ -10,11 +10,11 @@ from torch import Tensor
 
 from mtpserve.core.batch import Hidden
 from mtpserve.core.plan import Admission, SpanPlan
-from mtpserve.core.protocols import Trunk
+from mtpserve.core.protocols.models import Trunk
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.publish import SCORED, prompt_logprobs
 from mtpserve.runtime.records import Record
-from mtpserve.spec.logprobs import ranked
+from mtpserve.spec.verify.logprobs import ranked
 
 VOCAB, HIDDEN = 50, 8
 

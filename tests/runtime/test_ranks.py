@@ -15,8 +15,8 @@ from mtpserve_kernels.cpu.library import Unavailable, library
 from mtpserve_kernels.cpu.ranks import Exchange, PeerGone
 from torch import Tensor
 
-from mtpserve.core.parallel import Ranks
-from mtpserve.runtime.ranks import TorchRanks, meeting_place, shared
+from mtpserve.core.protocols.parallel import Ranks
+from mtpserve.runtime.parallel.ranks import TorchRanks, meeting_place, shared
 from tests import selection
 
 SHAPES = [(1, 1), (3, 7), (5, 1031), (2, 1 << 16)]

@@ -20,10 +20,10 @@ from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.kernels import KERNELS
 from mtpserve.layers.moe import MoE
-from mtpserve.proof import two_sample
-from mtpserve.runtime.expert_load import ExpertLoad
-from mtpserve.runtime.placement import ExpertPlacement
-from mtpserve.runtime.rounds import Rounds
+from mtpserve.runtime.parallel.expert_load import ExpertLoad
+from mtpserve.runtime.parallel.placement import ExpertPlacement
+from mtpserve.runtime.parallel.rounds import Rounds
+from mtpserve.tools.prove.proof import two_sample
 from tests import selection
 from tests.engine.peers import Table, ThreadPeers, together
 from tests.tiny import CPU, built, filled, finished, prompts, run, tiny_arch, tiny_engine, tiny_model

@@ -12,8 +12,8 @@ from mtpserve.core.plan import Admission
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.records import Record
-from mtpserve.runtime.rules import BatchRules, LogitRules, biases
-from mtpserve.runtime.sampling import SeatSampling
+from mtpserve.runtime.sampling.rules import BatchRules, LogitRules, biases
+from mtpserve.runtime.sampling.sampling import SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 
 VOCAB, EOS, SEATS, CPU = 6, 5, 2, torch.device("cpu")

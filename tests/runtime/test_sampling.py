@@ -18,8 +18,8 @@ from mtpserve.core.plan import Admission
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.admissions import seat
 from mtpserve.runtime.records import Record
-from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.sampling.rules import LogitRules
+from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 from tests import selection
 

@@ -10,7 +10,7 @@ import msgspec
 from mtpserve.core.errors import EngineDead, RequestFailed
 from mtpserve.core.profile import ProfileChange, ProfileReport
 from mtpserve.core.request import EngineState, EngineStats, Request, SpecChange, SpecReport, TokenEvent
-from mtpserve.engine.messages import Submit
+from mtpserve.engine.process.messages import Submit
 from tests.server.fake_engine import FakeEngine
 
 

@@ -28,8 +28,8 @@ from mtpserve.core.request import (
     TokenLogprob,
 )
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.engine.policy import DepthPolicy, report
-from mtpserve.engine.ticks import Ticks
+from mtpserve.engine.depth.policy import DepthPolicy, report
+from mtpserve.engine.parallel.ticks import Ticks
 
 FACTORY = "tests.server.fake_engine:build"
 CONTEXT, VOCAB, STEPS, PAGES = 4096, 300, 2, 64

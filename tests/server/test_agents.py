@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.server import body as bodies
 from mtpserve.server.app import create_app
-from mtpserve.server.openai.responses.body import InputItem, messages_of
+from mtpserve.server.openai.responses.response_body import InputItem, messages_of
+from mtpserve.server.schema import base as bodies
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.speaking import checkpoint

@@ -13,9 +13,9 @@ from fastapi import FastAPI
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import BODIES, ROUTES, create_app
-from mtpserve.server.document.texts import EXAMPLES
 from mtpserve.server.http.rendering import REFERENCE
-from mtpserve.server.observe.page import DOCS, PAGE
+from mtpserve.server.page.page import DOCS, PAGE
+from mtpserve.server.schema.texts import EXAMPLES
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.test_page import get

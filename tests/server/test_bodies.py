@@ -12,10 +12,10 @@ import pytest
 
 from mtpserve.core.request import Finish, Proposal, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.openai.body import ChatRequest, CompletionRequest
+from mtpserve.server.chat.bodies import ChatRequest, CompletionRequest
+from mtpserve.server.chat.service import StepOutput, StepReader
 from mtpserve.server.openai.logprobs import Offsets
-from mtpserve.server.service import StepOutput, StepReader
-from mtpserve.server.unsupported import same
+from mtpserve.server.schema.unsupported import same
 from mtpserve.text.detokenizer import Detokenizer
 from mtpserve.text.requests import spellings
 from mtpserve.text.tokenizer import Tokenizer

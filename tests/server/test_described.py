@@ -19,7 +19,7 @@ from mtpserve.server.app import COMPONENTS, ROUTES, create_app
 from mtpserve.server.http import sse
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.openai.objects import Chunk
-from mtpserve.server.openai.responses.objects import ResponseEvent
+from mtpserve.server.openai.responses.response_objects import ResponseEvent
 from mtpserve.server.sglang.generate import Generated
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient

@@ -16,9 +16,9 @@ from fastapi import FastAPI
 
 from mtpserve.config import ModelConfig
 from mtpserve.server.app import create_app
-from mtpserve.server.conversation import MAX_MESSAGES, ChatMessage
-from mtpserve.server.openai.body import CompletionRequest, GenerationRequest
-from mtpserve.server.unsupported import REFUSED
+from mtpserve.server.chat.bodies import CompletionRequest, GenerationRequest
+from mtpserve.server.chat.conversation import MAX_MESSAGES, ChatMessage
+from mtpserve.server.schema.unsupported import REFUSED
 from mtpserve.text.grammar import LLGuidanceCompiler
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
@@ -172,7 +172,7 @@ def test_fields_out_of_bounds_are_named(http: httpx.AsyncClient, client: FakeCli
 
 
 def test_what_nobody_has_heard_of_is_left_out(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "mtpserve.server.body"):
+    with caplog.at_level(logging.DEBUG, "mtpserve.server.schema.base"):
         response = send(http, "POST", COMPLETIONS, json={"prompt": "a", "unheard\nof": 1, "stream": True, "stream_options": {"new": 1}})
     assert response.status_code == 200
     assert [record.getMessage() for record in caplog.records if "unheard" in record.getMessage()] == [

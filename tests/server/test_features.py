@@ -12,8 +12,8 @@ import pytest
 
 from mtpserve.core.sampling import GrammarSpec
 from mtpserve.server.app import create_app
+from mtpserve.server.chat.service import StepOutput
 from mtpserve.server.openai.usage import Trace
-from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient

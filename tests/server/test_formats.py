@@ -14,7 +14,7 @@ from mtpserve.config import ServerConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.models.registry import FAMILIES
 from mtpserve.server.app import create_app
-from mtpserve.server.formats import Formats, formats_of
+from mtpserve.server.chat.formats import Formats, formats_of
 from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
@@ -135,7 +135,7 @@ def test_families_name_parsers_that_there_are() -> None:
 
 
 def test_a_name_wins_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mtpserve.server.formats")
+    caplog.set_level(logging.INFO, "mtpserve.server.chat.formats")
     read, card = tokenizer(tmp_path, template(HERMES)), client("Qwen3ForCausalLM").card
     config = ServerConfig(tool_call_parser="none", reasoning_parser="deepseek_r1")
     assert formats_of(config, card, read) == Formats(None, "deepseek_r1")

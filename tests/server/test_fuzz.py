@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import ROUTES, create_app
-from mtpserve.server.unsupported import REFUSED
+from mtpserve.server.schema.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
 from tests import selection
 from tests.server.fake_client import FakeClient

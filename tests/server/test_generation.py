@@ -37,7 +37,7 @@ def post(http: httpx.AsyncClient, route: str, content: Any) -> httpx.Response:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, mtpserve.server.app, mtpserve.server.launch, mtpserve.engine.client; sys.exit('torch' in sys.modules)"
+    code = "import sys, mtpserve.server.app, mtpserve.server.launch, mtpserve.engine.process.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from mtpserve.core.pulse import PULSE
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.hang import children, is_traced, silence, status
+from mtpserve.engine.process.hang import children, is_traced, silence, status
 from mtpserve.llm import LLM
 from tests.server.conftest import events
 from tests.server.test_launch import LONG, ROOT, launched, opened
@@ -141,7 +141,7 @@ def test_a_hung_rank_is_noticed_as_the_engine_is() -> None:
         process.send_signal(signal.SIGTERM)
         log = process.communicate(timeout=60)[1]
     assert "gave no sign of life for 2 s (--engine-timeout), and is ended" in log
-    assert "which is T (stopped):" in log and "engine/rank.py" in log and "engine/process.py" in log
+    assert "which is T (stopped):" in log and "engine/startup/rank.py" in log and "engine/process/process.py" in log
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

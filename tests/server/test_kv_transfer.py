@@ -23,7 +23,7 @@ from mtpserve.config import CacheConfig, DisaggregationConfig, EngineConfig, Par
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.server.app import create_app
-from mtpserve.server.kv_transfer import answered
+from mtpserve.server.schema.kv_transfer import answered
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.test_errors import error, send

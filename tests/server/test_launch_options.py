@@ -9,7 +9,7 @@ import pytest
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import create_app
-from mtpserve.server.observe.page import PAGE
+from mtpserve.server.page.page import PAGE
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from mtpserve.config import ServerConfig
 from mtpserve.server.app import BODIES, ROUTES, create_app
-from mtpserve.server.unsupported import REFUSED
+from mtpserve.server.schema.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
 from tests import selection
 from tests.server.fake_client import FakeClient

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mtpserve.server.observe.page import PAGE
+from mtpserve.server.page.page import PAGE
 from tests.server.fake_client import FakeClient
 from tests.server.test_launch import free_port, launched
 

@@ -11,14 +11,14 @@ import pytest
 
 from mtpserve.config import EngineConfig, SchedulerConfig
 from mtpserve.core.sampling import SamplingParams, Speculation
-from mtpserve.server.anthropic.body import CountRequest, MessagesRequest
+from mtpserve.server.anthropic.messages_body import CountRequest, MessagesRequest
 from mtpserve.server.app import create_app
-from mtpserve.server.body import Strict
-from mtpserve.server.openai import body as openai
-from mtpserve.server.openai.responses.body import ResponsesRequest
-from mtpserve.server.sglang.body import NativeRequest, NativeSampling
+from mtpserve.server.chat import bodies as openai
+from mtpserve.server.openai.responses.response_body import ResponsesRequest
+from mtpserve.server.schema.base import Strict
+from mtpserve.server.schema.unsupported import LETTERS, REFUSED, TABLE
+from mtpserve.server.sglang.generate_body import NativeRequest, NativeSampling
 from mtpserve.server.tokens import DetokenizeRequest, TokenizeRequest
-from mtpserve.server.unsupported import LETTERS, REFUSED, TABLE
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.test_errors import error, send

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mtpserve.server.body import Salted
 from mtpserve.server.observe.metrics import Metrics
+from mtpserve.server.schema.base import Salted
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient
 from tests.server.test_dialects import SGLANG, VLLM, samples

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.server.conversation import ChatMessage
+from mtpserve.server.chat.conversation import ChatMessage
 from mtpserve.server.openai.responses.store import MAX_CHARACTERS, MAX_RESPONSES, ResponseStore, Stored
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from mtpserve.config import EngineConfig, ServerConfig
 from mtpserve.server.app import ROUTES, create_app
-from mtpserve.server.unsupported import REFUSED
+from mtpserve.server.schema.unsupported import REFUSED
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.conftest import events
 from tests.server.fake_client import FakeClient

@@ -12,11 +12,11 @@ import pytest
 
 from mtpserve.config import ServerConfig
 from mtpserve.core.request import DepthState, EngineStats, SpecChange, SpecReport
-from mtpserve.engine.step_times import StepWork, bucket, middle
+from mtpserve.engine.depth.step_times import StepWork, bucket, middle
 from mtpserve.server import spec
 from mtpserve.server.app import create_app
-from mtpserve.server.observe.page import PAGE
 from mtpserve.server.observe.report import line
+from mtpserve.server.page.page import PAGE
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient
 from tests.server.fake_engine import FakeEngine

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtpserve.server.template_needs import Needs, needs_of
+from mtpserve.server.chat.template_needs import Needs, needs_of
 from mtpserve.text.tokenizer import Tokenizer
 from tests.server.test_tools import CITY, USER, WEATHER, Server
 from tests.text import tiny

@@ -9,8 +9,8 @@ from mtpserve.config import DisaggregationConfig
 from mtpserve.core.kv_transfer import PageOffer, PageSource
 from mtpserve.core.request import Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.below import TierOptions
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.pages.below import TierOptions
 from tests.spec.test_prefix_cache import PAGE, SHAPES, SYSTEM, facts
 from tests.tiny import VOCAB, tiny_engine
 
@@ -84,4 +84,4 @@ def later(prefill: Engine) -> None:
 def free_blocks(engine: Engine) -> bool:
     tiers = engine._tiers
     assert tiers is not None
-    return all(not any(host.pins) and len(host.free) + len(host.blocks) == len(host.pins) for host in tiers.host)
+    return all(not any(host.pins) and len(host.free) + len(host.blocks) == len(host.pins) for host in tiers.groups)

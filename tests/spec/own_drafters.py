@@ -10,14 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from mtpserve.core.arch import Attention, Features, KVLayout, ModelArch
+from mtpserve.core.arch.model import Attention, Features, KVLayout, ModelArch
+from mtpserve.core.arch.rope import RopeArch
 from mtpserve.core.batch import Hidden
-from mtpserve.core.protocols import Context, Trunk
-from mtpserve.core.rope import RopeArch
-from mtpserve.layers.attention import GQA
+from mtpserve.core.protocols.attention import Context
+from mtpserve.core.protocols.models import Trunk
 from mtpserve.layers.decoder import DecoderLayer
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.linear import Linear
+from mtpserve.layers.mixers.attention import GQA
 from mtpserve.layers.mlp import MLP
 from mtpserve.layers.norm import RMSNorm
 from mtpserve.layers.rope import Rope

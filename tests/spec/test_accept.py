@@ -15,11 +15,11 @@ from mtpserve.core.draft_sizes import DraftSizes
 from mtpserve.core.plan import Admission
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.runtime.records import Record
-from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.sampling.rules import LogitRules
+from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
-from mtpserve.spec import accept as module
-from mtpserve.spec.streams import DRAFT, DRAW
+from mtpserve.spec.verify import accept as module
+from mtpserve.spec.verify.streams import DRAFT, DRAW
 
 ROUNDS, VOCAB, LENGTH = 32_000, 32, 11
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from mtpserve.config import SpecConfig
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
-from mtpserve.runtime.graphs import usual
+from mtpserve.runtime.graphs.graphs import usual
 from tests import selection
 from tests.runtime.recorders import Again, runner_of
 from tests.runtime.test_graphs import graphs_of

@@ -12,9 +12,9 @@ import torch
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.planning import plan
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import plan
 from tests.models.compressed_checkpoints import HEAVY, SPARSE, V4, deepseek_v4
 from tests.models.harness import Harness
 from tests.runtime.recorders import runner_of

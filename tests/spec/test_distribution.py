@@ -61,7 +61,7 @@ def test_drafting_without_the_likeliest_tokens_changes_nothing() -> None:
 @pytest.mark.thorough  # tests/spec/test_accept.py sees it without a model
 def test_a_lenient_acceptance_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: drafts accepted with 1.1 times their chance are found out."""
-    from mtpserve.spec import reject as module
+    from mtpserve.spec.verify import reject as module
 
     model, true_at = tiny_model(kernels="torch"), module.at
     plain = plain_draws()

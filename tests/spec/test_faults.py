@@ -13,7 +13,7 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Finish, Request, TokenEvent
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
+from mtpserve.engine.startup.build import build_engine
 from tests.runtime.recorders import draft_one_by_one
 from tests.tiny import prompts, replace_passes, run, tiny_engine, tiny_model
 

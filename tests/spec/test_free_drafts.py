@@ -9,9 +9,9 @@ import torch
 
 from mtpserve.core.batch import Drafts, Source, Want
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.spec.chain import ChainDrafter
-from mtpserve.spec.combined import merge
-from mtpserve.spec.ngram import continued, predicted
+from mtpserve.spec.draft.chain import ChainDrafter
+from mtpserve.spec.draft.combined import merge
+from mtpserve.spec.draft.ngram import continued, predicted
 
 SIZES = DraftSizes(steps=1, proposed=1, written=1, free=2)
 ZERO = torch.zeros(1, dtype=torch.int64)

@@ -9,7 +9,7 @@ import pytest
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
+from mtpserve.engine.startup.build import build_engine
 from tests import selection
 from tests.spec.diagonal import diagonal
 from tests.spec.test_trees import tree

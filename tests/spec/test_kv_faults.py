@@ -14,8 +14,8 @@ import pytest
 from mtpserve.cache.leases import Leases
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.kv_transfer import PageSource
-from mtpserve.engine.fingerprint import facts as known_facts
-from mtpserve.engine.planning import plan
+from mtpserve.engine.startup.fingerprint import facts as known_facts
+from mtpserve.engine.startup.planning import plan
 from mtpserve.runtime.remote.server import Readers
 from mtpserve.runtime.remote.wire import LENGTH, Hello, WantPages, differing, receive, send
 from tests.spec.nodes import BLOCK, PROMPT, ask, computed_here, drain, free_blocks, later, node, prefilled, source

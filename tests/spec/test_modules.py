@@ -16,11 +16,11 @@ from mtpserve.core.batch import Batch
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.inspect import inspect_model
-from mtpserve.engine.planning import describe
-from mtpserve.spec.passes import DraftPasses
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import describe
+from mtpserve.spec.draft.passes import DraftPasses
+from mtpserve.tools.inspect.checkpoint import inspect_model
 from tests import selection
 from tests.models.chained import step
 from tests.models.checkpoints import Tiny

@@ -10,8 +10,8 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import Finish, Request, TokenLogprob
 from mtpserve.core.sampling import GrammarSpec, SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.build import build_engine
 from tests import selection
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, tiny_engine, tiny_model

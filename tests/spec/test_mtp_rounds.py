@@ -20,12 +20,12 @@ from mtpserve.core.batch import Batch, Drafts, Hidden, Verdict, Want
 from mtpserve.core.plan import StepPlan
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
+from mtpserve.engine.startup.build import build_engine
 from mtpserve.runtime.runner import CAUGHT_UP, Runner
 from mtpserve.spec import sizes
-from mtpserve.spec.chain import ChainDrafter
-from mtpserve.spec.combined import CombinedDrafter
+from mtpserve.spec.draft.chain import ChainDrafter
+from mtpserve.spec.draft.combined import CombinedDrafter
 from tests import selection
 from tests.models.chained import step
 from tests.models.checkpoints import YARN, Tiny, deepseek, glm4_moe, glm4_moe_lite, mimo
@@ -197,8 +197,8 @@ def test_drafts_are_those_of_a_computation_from_scratch(
 ) -> None:
     if make is step and passes == 2:
         pytest.skip("of chained layers every row needs the output")
-    monkeypatch.setattr("mtpserve.spec.passes.SPLIT_ROWS", sys.maxsize if passes == 1 else 0)
-    monkeypatch.setattr("mtpserve.spec.passes.SPLIT_EACH", 1)
+    monkeypatch.setattr("mtpserve.spec.draft.passes.SPLIT_ROWS", sys.maxsize if passes == 1 else 0)
+    monkeypatch.setattr("mtpserve.spec.draft.passes.SPLIT_EACH", 1)
     tiny = make(tmp_path)
     engine = engine_of(tiny, *place)
     listener = listen(engine)

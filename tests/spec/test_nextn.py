@@ -12,7 +12,7 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCon
 from mtpserve.core.errors import LoadError, UnsupportedModel
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
+from mtpserve.engine.startup.build import build_engine
 from tests.models.checkpoints import LAYERS, Tiny, deepseek, mimo, write, write_nextn
 
 Heard = dict[str, list[tuple[list[int], int, list[int]]]]  # by request: tokens, accepted, proposed of each event

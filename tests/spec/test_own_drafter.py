@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mtpserve.config import SpecConfig
-from mtpserve.core.drafters import DRAFTERS
+from mtpserve.config.drafters import DRAFTERS
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation

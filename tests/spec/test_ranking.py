@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from mtpserve.spec.ranking import Ranking
+from mtpserve.engine.depth.ranking import Ranking
 
 
 @pytest.mark.parametrize("seed", range(5))

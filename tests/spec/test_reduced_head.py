@@ -14,10 +14,9 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.engine.inspect import token_map
-from mtpserve.engine.planning import plan
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import plan
 from mtpserve.layers.embedding import TiedHead
 from mtpserve.layers.linear import Linear
 from mtpserve.layers.onednn import MIN_PACKED_BYTES
@@ -25,7 +24,8 @@ from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.fp8 import FP8, quantize_block
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.spec.build import reduced_head
-from mtpserve.weights.checkpoint import INDEX
+from mtpserve.tools.inspect.checkpoint import token_map
+from mtpserve.weights.checkpoint.checkpoint import INDEX
 from mtpserve.weights.quantise import quantise
 from tests.runtime.recorders import runner_of
 from tests.spec.diagonal import diagonal

@@ -14,7 +14,7 @@ from mtpserve_kernels.cpu.build import available
 
 from mtpserve.cache.keys import extend, root
 from mtpserve.config import CacheConfig
-from mtpserve.core.arch import Recurrent
+from mtpserve.core.arch.model import Recurrent
 from mtpserve.core.request import Finish, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtpserve.spec.survival import Survival
+from mtpserve.engine.depth.survival import Survival
 
 
 def test_what_follows_a_rejected_draft_of_a_chain_says_nothing() -> None:

@@ -13,10 +13,10 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import ConfigError
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
 from mtpserve.engine.engine import Engine
-from mtpserve.proof import prove
+from mtpserve.engine.startup.build import build_engine
 from mtpserve.spec.curves import CURVES, Curve
+from mtpserve.tools.prove.proof import prove
 from tests.spec.diagonal import diagonal
 from tests.tiny import VOCAB, prompts, run, tiny_engine, tiny_model
 

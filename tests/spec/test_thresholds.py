@@ -10,8 +10,8 @@ import torch
 
 from mtpserve.core.batch import Batch
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.spec.accept import accept
-from mtpserve.spec.thresholds import Thresholds, lenient
+from mtpserve.spec.verify.accept import accept
+from mtpserve.spec.verify.thresholds import Thresholds, lenient
 from tests.spec.test_accept import batch_of
 from tests.spec.test_trees import tree
 from tests.tiny import prompts, run, tiny_engine, tiny_model

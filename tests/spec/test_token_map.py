@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mtpserve.core.errors import ConfigError, LoadError
-from mtpserve.spec.token_map import count_tokens, make_token_map, read_token_map
+from mtpserve.spec.draft.token_map import count_tokens, make_token_map, read_token_map
 
 
 def test_the_most_frequent_and_always_the_special_ones() -> None:

@@ -13,9 +13,9 @@ from mtpserve.core.batch import Tree, Want
 from mtpserve.core.request import Request
 from mtpserve.core.sampling import SamplingParams, Speculation
 from mtpserve.layers.decoder import DecoderModel
-from mtpserve.spec.accept import path_to
-from mtpserve.spec.ngram import continued, predicted
-from mtpserve.spec.tree import Pool, choose, tree_of
+from mtpserve.spec.draft.ngram import continued, predicted
+from mtpserve.spec.draft.tree import Pool, choose, tree_of
+from mtpserve.spec.verify.accept import path_to
 from tests.spec.diagonal import diagonal
 from tests.tiny import VOCAB, prompts, replace_passes, run, tiny_engine, tiny_model
 

@@ -19,10 +19,10 @@ from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.request import Finish, Proposal, Request
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.core.sequence import Sequence
-from mtpserve.engine.build import build_engine
+from mtpserve.engine.depth import watchdog
+from mtpserve.engine.depth.watchdog import BACK_OFF_S, DOUBT_S, ENOUGH, EVIDENCE, LONGEST_S, SEAT_S, WINDOW, Watchdog
 from mtpserve.engine.engine import Engine
-from mtpserve.spec import watchdog
-from mtpserve.spec.watchdog import BACK_OFF_S, DOUBT_S, ENOUGH, EVIDENCE, LONGEST_S, SEAT_S, WINDOW, Watchdog
+from mtpserve.engine.startup.build import build_engine
 from tests.runtime.recorders import draft_one_by_one
 from tests.tiny import run, tiny_engine, tiny_model
 

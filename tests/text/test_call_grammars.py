@@ -10,10 +10,10 @@ import pytest
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.sampling import GrammarKind, GrammarSpec
 from mtpserve.text.grammar import GrammarMatcher, LLGuidanceCompiler
-from mtpserve.text.parsers.deepseek import CALL, CALL_END, SECTION, SECTION_END, SEPARATOR
-from mtpserve.text.parsers.grammar import spelled_by
-from mtpserve.text.parsers.harmony import CHANNELS
-from mtpserve.text.parsers.json_calls import Listed
+from mtpserve.text.parsers.call_grammar import spelled_by
+from mtpserve.text.parsers.formats.deepseek import CALL, CALL_END, SECTION, SECTION_END, SEPARATOR
+from mtpserve.text.parsers.formats.harmony import CHANNELS
+from mtpserve.text.parsers.formats.json_calls import Listed
 from mtpserve.text.parsers.reasoning import ALWAYS, ERNIE, SOMETIMES, Opening
 from mtpserve.text.parsers.registry import TOOL_CALLS
 from mtpserve.text.parsers.tools import Tool

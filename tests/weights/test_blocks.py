@@ -13,9 +13,9 @@ import torch
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import ConfigError, LoadError
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine import storage
-from mtpserve.engine.build import build_engine
-from mtpserve.engine.planning import describe, fixed, load_model, plan
+from mtpserve.engine.startup import storage
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import describe, fixed, load_model, plan
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.fp8 import FP8
 from tests.models.chained import step

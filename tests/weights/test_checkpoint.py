@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from mtpserve.core.errors import LoadError
-from mtpserve.weights.checkpoint import INDEX, Checkpoint
+from mtpserve.weights.checkpoint.checkpoint import INDEX, Checkpoint
 from tests.weights.toys import write
 
 A, B = {"a": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0, 2)}, {"b": torch.ones(4, dtype=torch.bfloat16), "s": torch.tensor(2.0)}

@@ -14,14 +14,14 @@ from mtpserve import LLM, SamplingParams
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SpecConfig
 from mtpserve.core.errors import ConfigError, InvalidRequest, LoadError, UnsupportedModel
 from mtpserve.core.sampling import GrammarSpec
-from mtpserve.engine.inspect import inspect_model
-from mtpserve.engine.planning import describe, empty_model, plan, positions
-from mtpserve.engine.storage import Storage
+from mtpserve.engine.startup.planning import describe, empty_model, plan, positions
+from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.models import deepseek, gqa
 from mtpserve.quant.unquantized import Unquantized
 from mtpserve.text.tokenizer import tokenizer_of
+from mtpserve.tools.inspect.checkpoint import inspect_model
 from mtpserve.weights.dummy import fill
 from tests.tiny import CONTEXT, run, tiny_arch, tiny_engine
 

@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
 from mtpserve.core.errors import ConfigError, LoadError
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.engine.build import build_engine
-from mtpserve.engine.inspect import inspect_model
-from mtpserve.engine.planning import Described, describe, fixed, load_model
-from mtpserve.engine.storage import Storage, storage_of
+from mtpserve.engine.startup.build import build_engine
+from mtpserve.engine.startup.planning import Described, describe, fixed, load_model
+from mtpserve.engine.startup.storage import Storage, storage_of
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.quant.mxfp4 import dequantize_mxfp4
 from mtpserve.quant.published import in_chunks
+from mtpserve.tools.inspect.checkpoint import inspect_model
 from mtpserve.weights import formats
-from mtpserve.weights.checkpoint import Checkpoint, TensorEntry
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.schemes import Told
+from mtpserve.weights.checkpoint.tensor_entry import TensorEntry
 from mtpserve.weights.loader import load
 from mtpserve.weights.rules import Arranged, Expert, Rule, Stack
-from mtpserve.weights.schemes import Told
 from tests.models import checkpoints
 from tests.models.harness import Harness
 from tests.tiny import run, spec_of

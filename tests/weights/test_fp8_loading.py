@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
 from mtpserve.quant.fp8 import dequantize_block, quantize_block
-from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.loader import load
 from mtpserve.weights.rules import Drop, Rule, Stack
 from tests.weights.toys import write

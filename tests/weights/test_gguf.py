@@ -18,12 +18,12 @@ from gguf import GGMLQuantizationType as Kind
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError, UnsupportedModel
 from mtpserve.core.gguf import GGUFHeader
-from mtpserve.engine.fingerprint import fingerprint
-from mtpserve.engine.inspect import inspect_model
-from mtpserve.engine.planning import Described, describe, empty_model, plan, sources
-from mtpserve.engine.storage import Storage
-from mtpserve.weights.checkpoint import Checkpoint
-from mtpserve.weights.hf import read_config
+from mtpserve.engine.startup.fingerprint import fingerprint
+from mtpserve.engine.startup.planning import Described, describe, empty_model, plan, sources
+from mtpserve.engine.startup.storage import Storage
+from mtpserve.tools.inspect.checkpoint import inspect_model
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.hf import read_config
 from mtpserve.weights.plan import plan as placements
 from mtpserve.weights.quantise import quantise
 from tests.models.checkpoints import Tiny, llama, qwen3_moe
@@ -130,7 +130,7 @@ def test_half_a_file_is_refused_before_torch_is_imported(file: Path, tmp_path: P
     code = f"""
 import sys
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.engine.start import build_engine
+from mtpserve.engine.startup.start import build_engine
 try:
     build_engine(EngineConfig(model=ModelConfig(model={str(tmp_path / "half.gguf")!r})))
 except Exception as error:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mtpserve.bench.tokenizing import tokenizer_at
 from mtpserve.config import EngineConfig, ModelConfig
 from mtpserve.core.errors import LoadError
-from mtpserve.weights.gguf_names import gguf_file
-from mtpserve.weights.hub import fetched
+from mtpserve.tools.bench.dataset.tokenizing import tokenizer_at
+from mtpserve.weights.checkpoint.gguf_names import gguf_file
+from mtpserve.weights.checkpoint.hub import fetched
 from tests.text.test_gguf_tokenizer import byte_level
 
 
@@ -40,7 +40,7 @@ def test_a_package_carries_a_model(package: Path) -> None:
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtpserve.weights.gguf_names.find_spec", lambda name: None)
+    monkeypatch.setattr("mtpserve.weights.checkpoint.gguf_names.find_spec", lambda name: None)
     with pytest.raises(LoadError) as caught:
         model(model="smollm2")
     assert str(caught.value) == (

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mtpserve.core.errors import LoadError
-from mtpserve.weights.hf import HFConfig, dtype, eos_ids, quantization, read_config
+from mtpserve.weights.checkpoint.hf import dtype, eos_ids, quantization, read_config
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 
 def config(directory: Path, values: object, generation: object = None) -> HFConfig:
@@ -131,6 +132,6 @@ def test_quantisation_that_is_known(tmp_path: Path) -> None:
 
 
 def test_reading_a_config_imports_no_torch() -> None:
-    code = "import sys, mtpserve.weights.hf, mtpserve.weights.layouts, mtpserve.weights.checkpoint, mtpserve.weights.rules\n"
+    code = "import sys, mtpserve.weights.rules\nfrom mtpserve.weights.checkpoint import checkpoint, hf, layouts\n"
     code += "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

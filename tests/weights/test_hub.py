@@ -18,7 +18,7 @@ import pytest
 
 from mtpserve.cli.main import main
 from mtpserve.config import ModelConfig
-from mtpserve.weights.hub import is_id
+from mtpserve.weights.checkpoint.hub import is_id
 from tests.house.tree import ROOT
 
 ID, COMMIT = "some-org/Some-Model.1", "c" * 40
@@ -104,7 +104,7 @@ def run(home: Path, endpoint: str, *arguments: str, offline: bool = False) -> su
 FETCH = """
 import sys
 from mtpserve.config import EngineConfig, ModelConfig, SpecConfig
-from mtpserve.weights.hub import fetched
+from mtpserve.weights.checkpoint.hub import fetched
 spec = SpecConfig(speculative_algorithm="MTP", speculative_draft_model_path=sys.argv[1])
 found = fetched(EngineConfig(model=ModelConfig(model=sys.argv[1], tokenizer=sys.argv[1], revision=sys.argv[2]), spec=spec))
 assert found.model.served_model_name == (sys.argv[1],)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mtpserve.core.errors import LoadError
-from mtpserve.weights.hf import HFConfig
-from mtpserve.weights.layouts import configured_layers, mtp_layers, nextn_prefix, why_no_mtp
+from mtpserve.weights.checkpoint.hf_config import HFConfig
+from mtpserve.weights.checkpoint.layouts import configured_layers, mtp_layers, nextn_prefix, why_no_mtp
 
 LAYER = ("input_layernorm.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight")
 FUSING = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")

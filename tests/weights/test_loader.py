@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpserve.core.errors import LoadError
-from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from mtpserve.weights.loader import load
 from mtpserve.weights.plan import WeightSource
 from mtpserve.weights.rules import Drop, EveryExpert, Rule

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mtpserve.config import CacheConfig, EngineConfig, ModelConfig
-from mtpserve.engine.inspect import inspect_model
-from mtpserve.engine.planning import describe, fixed
-from mtpserve.engine.storage import Storage
+from mtpserve.engine.startup.planning import describe, fixed
+from mtpserve.engine.startup.storage import Storage
+from mtpserve.tools.inspect.checkpoint import inspect_model
 from tests import selection
 from tests.models import test_published as models
 from tests.models.test_published import COPIES

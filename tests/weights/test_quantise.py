@@ -13,7 +13,7 @@ import pytest
 from mtpserve import LLM
 from mtpserve.config import ModelConfig
 from mtpserve.weights import quantise
-from mtpserve.weights.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
 from tests import selection
 from tests.models.checkpoints import deepseek, mimo
 from tests.models.sparse_checkpoints import deepseek_v32

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from mtpserve.core.arch.rope import RopeArch, YarnArch
 from mtpserve.core.errors import LoadError, UnsupportedModel
-from mtpserve.core.rope import RopeArch, YarnArch
-from mtpserve.weights.hf import HFConfig, rope
+from mtpserve.weights.checkpoint.hf import rope
+from mtpserve.weights.checkpoint.hf_config import HFConfig
 
 V3 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0}
 V3 |= {"mscale_all_dim": 1.0}

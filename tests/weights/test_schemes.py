@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mtpserve.core.errors import UnsupportedModel
-from mtpserve.weights.hf import HFConfig, quantization, quantization_section, read_config
-from mtpserve.weights.schemes import Told, told
+from mtpserve.weights.checkpoint.hf import quantization, quantization_section, read_config
+from mtpserve.weights.checkpoint.hf_config import HFConfig
+from mtpserve.weights.checkpoint.schemes import Told, told
 from tests.weights.published import AWQ, COMPRESSED, GPTQ, LAYOUTS, MODELOPT, scheme
 
 FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -68,7 +69,7 @@ def test_modelopts_own_file(tmp_path: Path) -> None:
 
 
 def test_scales_of_a_cache_are_left_out_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "mtpserve.weights.schemes"):
+    with caplog.at_level("INFO", "mtpserve.weights.checkpoint.schemes"):
         quantization(config(tmp_path, COMPRESSED | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}))
     assert "its scales of keys and values are not used: --kv-cache-dtype says how those are stored" in caplog.text
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from mtpserve.config import EngineConfig, ModelConfig
-from mtpserve.core.arch import ModelArch
+from mtpserve.core.arch.model import ModelArch
+from mtpserve.core.arch.sharding import one_rank
 from mtpserve.core.errors import ConfigError
-from mtpserve.core.parallel import PlannedRank, Ranks
-from mtpserve.core.sharding import one_rank
-from mtpserve.engine.planning import describe, empty_model
-from mtpserve.engine.storage import Storage
+from mtpserve.core.protocols.parallel import PlannedRank, Ranks
+from mtpserve.engine.startup.planning import describe, empty_model
+from mtpserve.engine.startup.storage import Storage
 from mtpserve.layers.decoder import DecoderModel, Methods
 from mtpserve.layers.torch_kernels import torch_kernels
 from mtpserve.models import deepseek, gqa, nemotron_h, qwen3_next

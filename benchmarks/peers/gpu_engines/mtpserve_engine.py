@@ -13,7 +13,7 @@ class MtpserveEngine:
     def __init__(self, directory: Path, drafts: int, sizes: Sizes, kv_bytes: int, options: dict[str, Any]) -> None:
         """`options`: more of SchedulerConfig."""
         from mtpserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpecConfig
-        from mtpserve.engine.build import build_engine
+        from mtpserve.engine.startup.build import build_engine
 
         spec = SpecConfig(speculative_algorithm="none")
         if drafts:

@@ -14,8 +14,8 @@ import numpy as np
 
 from mtpserve.cache.keys import Key
 from mtpserve.core.kv_transfer import PageSource
-from mtpserve.runtime.remote.memory import Mapped
 from mtpserve.runtime.remote.nixl import Nixl
+from mtpserve.runtime.remote.shared_memory import Mapped
 from mtpserve.runtime.remote.wire import Done, Give, Given, Hello, WantPages, differing, receive, receive_into, send
 
 log = logging.getLogger(__name__)

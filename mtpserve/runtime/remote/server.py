@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mtpserve.cache.leases import Leases, Place
 from mtpserve.core.errors import ConfigError
-from mtpserve.runtime.remote.memory import SharedBlocks
 from mtpserve.runtime.remote.nixl import Nixl
+from mtpserve.runtime.remote.shared_memory import SharedBlocks
 from mtpserve.runtime.remote.wire import Done, Give, Given, Hello, WantPages, differing, receive, send
 
 log = logging.getLogger(__name__)

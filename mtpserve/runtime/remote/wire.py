@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from mtpserve.runtime.remote.memory import Address
+from mtpserve.runtime.remote.shared_memory import Address
 
 VERSION = "1"  # of these messages
 LENGTH = struct.Struct(">I")

@@ -15,13 +15,13 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import Finish
-from mtpserve.server.anthropic.body import CountRequest, MessagesRequest
-from mtpserve.server.dialogue import asked_tools, rendered
-from mtpserve.server.generation import Block, Choice, Generation, continued
+from mtpserve.server.anthropic.messages_body import CountRequest, MessagesRequest
+from mtpserve.server.chat.dialogue import asked_tools, rendered
+from mtpserve.server.chat.generation import Block, Choice, Generation, continued
+from mtpserve.server.chat.service import Served
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.http.rendering import JSON, Rendered
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
-from mtpserve.server.service import Served
 
 RENAMED = {
     "stop": "stop_sequences", ".function.parameters": ".input_schema", ".function": "", "response_format": "output_config.format",

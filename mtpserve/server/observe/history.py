@@ -11,20 +11,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import TYPE_CHECKING
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import EngineStats
-from mtpserve.server.http.rendering import JSON, Rendered
+from mtpserve.server.http.rendering import Rendered
 from mtpserve.server.observe.histogram import LoopHistogram
 from mtpserve.server.observe.observed import cached_share
 from mtpserve.server.observe.percentiles import Latency, percentiles
-
-if TYPE_CHECKING:
-    from mtpserve.server.service import Service
 
 EVERY_S = 2.0
 KEPT_S = 600.0
@@ -150,12 +142,3 @@ class RecentHistory:
 
     def _counts(self) -> Counts:
         return {name: histogram.counts() for name, histogram in self._latencies.items()}
-
-
-async def history(request: Request, since: float = 0) -> Response:
-    """The last ten minutes, or what came after `since`, in seconds since the server began."""
-    if not abs(since) < float("inf"):
-        raise InvalidRequest(f"since must be a finite number of seconds, got {since}", "since")
-    service: Service = request.app.state.service
-    service.history.sample()
-    return JSON(service.history.since(since), headers={"Cache-Control": "no-store"})

@@ -13,7 +13,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from mtpserve.core.clients import EngineClient
+from mtpserve.core.protocols.clients import EngineClient
 from mtpserve.core.request import EngineState, EngineStats
 from mtpserve.server.observe.dialects import OBSERVERS
 from mtpserve.server.observe.observed import OUTCOMES, STEP_HELP, Observed, Observer, Recent, Row, Scrape, step_tokens

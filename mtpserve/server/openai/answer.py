@@ -16,11 +16,11 @@ from starlette.responses import Response
 
 from mtpserve.core.errors import RequestFailed
 from mtpserve.core.request import TokenLogprob
-from mtpserve.server.generation import Added, Choice, Generation
+from mtpserve.server.chat.bodies import GenerationRequest
+from mtpserve.server.chat.generation import Added, Choice, Generation
+from mtpserve.server.chat.service import StepOutput
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import EventStream, unless_gone
-from mtpserve.server.kv_transfer import answered
-from mtpserve.server.openai.body import GenerationRequest
 from mtpserve.server.openai.logprobs import ById, Offsets, TokenNames, prompt_scores
 from mtpserve.server.openai.objects import (
     ChatChoice,
@@ -33,7 +33,7 @@ from mtpserve.server.openai.objects import (
     CompletionObject,
 )
 from mtpserve.server.openai.usage import Trace, Usage, UsageObject
-from mtpserve.server.service import StepOutput
+from mtpserve.server.schema.kv_transfer import answered
 
 Fields = dict[str, Any]  # of a choice's Struct
 

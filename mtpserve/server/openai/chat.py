@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.generation import Added, continued
+from mtpserve.server.chat.bodies import ChatRequest
+from mtpserve.server.chat.generation import Added, continued
+from mtpserve.server.chat.service import Served
 from mtpserve.server.http.errors import renamed
 from mtpserve.server.openai import objects
 from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
-from mtpserve.server.openai.body import ChatRequest
 from mtpserve.server.openai.logprobs import chat_logprobs
-from mtpserve.server.service import Served
 
 
 @dataclass(slots=True)

@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.request import TokenLogprob
-from mtpserve.server.generation import Added, Choice, Generation, requests_of
+from mtpserve.server.chat.bodies import CompletionRequest
+from mtpserve.server.chat.generation import Added, Choice, Generation, requests_of
+from mtpserve.server.chat.service import Served
 from mtpserve.server.openai.answer import Answer, ChoiceWriter, Fields, id_of
-from mtpserve.server.openai.body import CompletionRequest
 from mtpserve.server.openai.logprobs import completion_logprobs
 from mtpserve.server.openai.objects import CompletionChoice, CompletionLogprobs, CompletionObject
-from mtpserve.server.service import Served
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

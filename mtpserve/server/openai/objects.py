@@ -7,8 +7,8 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from mtpserve.server.http.rendering import Rendered
-from mtpserve.server.kv_transfer import KVTransferAnswer
 from mtpserve.server.openai.usage import TraceStep, UsageObject
+from mtpserve.server.schema.kv_transfer import KVTransferAnswer
 
 
 class PromptLogprob(Rendered):

@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mtpserve.server.chat.bodies import ChatRequest, CompletionRequest
+from mtpserve.server.chat.service import Served
 from mtpserve.server.http.errors import Unsupported
-from mtpserve.server.openai.body import ChatRequest, CompletionRequest
 from mtpserve.server.openai.chat import chat
 from mtpserve.server.openai.completions import completions
-from mtpserve.server.service import Served
 
 
 async def invocations(request: Request, service: Served, invocation: dict[str, Any]) -> Response:

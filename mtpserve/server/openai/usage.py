@@ -6,9 +6,9 @@ import codecs
 from dataclasses import dataclass, field
 
 from mtpserve.core.request import Proposal
-from mtpserve.server.generation import Choice
+from mtpserve.server.chat.generation import Choice
+from mtpserve.server.chat.service import StepOutput
 from mtpserve.server.http.rendering import Rendered
-from mtpserve.server.service import StepOutput
 from mtpserve.text.tokenizer import Tokenizer
 
 PREDICTION = "prediction"  # the source of drafts from the client's predicted output

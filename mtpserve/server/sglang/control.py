@@ -14,10 +14,10 @@ from mtpserve.core.errors import EngineBusy, InvalidRequest
 from mtpserve.core.request import Request as EngineRequest
 from mtpserve.core.sampling import SamplingParams
 from mtpserve.server.about import Healthy
-from mtpserve.server.body import RequestId, Strict
-from mtpserve.server.document.shapes import NULL, Schema, being, present
+from mtpserve.server.chat.service import Served
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import Served
+from mtpserve.server.schema.base import RequestId, Strict
+from mtpserve.server.schema.shapes import NULL, Schema, being, present
 
 TRIAL_S = 20.0  # as long as SGLang waits
 

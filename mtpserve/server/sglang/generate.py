@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from mtpserve.core.request import Finish, TokenLogprob
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.server.generation import Choice, Generation, requests_of
+from mtpserve.server.chat.generation import Choice, Generation, requests_of
+from mtpserve.server.chat.service import Served, Service, StepOutput
 from mtpserve.server.http.errors import renamed, renaming
 from mtpserve.server.http.rendering import JSON, Rendered, finite
 from mtpserve.server.http.sse import EventStream, unless_gone
-from mtpserve.server.service import Served, Service, StepOutput
-from mtpserve.server.sglang.body import DEFAULT_MAX_TOKENS, NativeRequest, Wanted
+from mtpserve.server.sglang.generate_body import DEFAULT_MAX_TOKENS, NativeRequest, Wanted
 
 RENAMED = {
     "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed", "logprobs": "top_logprobs_num",

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from mtpserve import __version__
 from mtpserve.core.errors import InvalidRequest
 from mtpserve.core.request import EngineState, EngineStats, ModelCard
-from mtpserve.server.document.shapes import SERVER
+from mtpserve.server.chat.service import Served
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import Served
+from mtpserve.server.schema.shapes import SERVER
 
 Rank = Annotated[int, Field(json_schema_extra={"minimum": 0, SERVER: "rank"})]  # among the engines of this server
 

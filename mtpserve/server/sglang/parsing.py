@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 from starlette.responses import Response
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.body import Strict
-from mtpserve.server.document import forms
-from mtpserve.server.document.shapes import SERVER, Schema
-from mtpserve.server.formats import Formats
+from mtpserve.server.chat import forms
+from mtpserve.server.chat.formats import Formats
+from mtpserve.server.chat.service import MAX_BYTES_PER_TOKEN, Served, Service
+from mtpserve.server.chat.tools import call_format, tool_use
 from mtpserve.server.http.errors import ContextLengthExceeded
 from mtpserve.server.http.rendering import JSON, Rendered
-from mtpserve.server.service import MAX_BYTES_PER_TOKEN, Served, Service
-from mtpserve.server.tools import call_format, tool_use
+from mtpserve.server.schema.base import Strict
+from mtpserve.server.schema.shapes import SERVER, Schema
 from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
 from mtpserve.text.parsers.output import OutputParser
 from mtpserve.text.parsers.reasoning import Opening

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from mtpserve.text.parsers.grammar import text, up_to
+from mtpserve.text.parsers.call_grammar import text, up_to
 from mtpserve.text.parsers.scanner import BLANKS, Reading, Scanner
 from mtpserve.text.parsers.tools import CallFormat, Spell
 

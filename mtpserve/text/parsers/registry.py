@@ -4,9 +4,10 @@ from mtpserve.core.registry import Registry
 from mtpserve.text.parsers.reasoning import Thinking
 from mtpserve.text.parsers.tools import CallFormat
 
-JSON, DEEPSEEK, TAGGED, PYTHON, HARMONY, REASONING = (
-    f"mtpserve.text.parsers.{module}" for module in ("json_calls", "deepseek", "tagged_calls", "python_calls", "harmony", "reasoning")
+JSON, DEEPSEEK, TAGGED, PYTHON, HARMONY = (
+    f"mtpserve.text.parsers.formats.{module}" for module in ("json_calls", "deepseek", "tagged_calls", "python_calls", "harmony")
 )
+REASONING = "mtpserve.text.parsers.reasoning"
 
 
 def named(entries: dict[str, str]) -> dict[str, str]:

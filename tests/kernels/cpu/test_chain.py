@@ -16,9 +16,9 @@ from mtpserve.core.sampling import SamplingParams
 from mtpserve.engine.engine import Engine
 from mtpserve.layers.decoder import DecoderModel
 from mtpserve.layers.embedding import Embedding
-from mtpserve.spec.chain import ChainDrafter, one_by_one
 from mtpserve.spec.cpu import draft_chain
-from mtpserve.spec.passes import DraftPasses
+from mtpserve.spec.draft.chain import ChainDrafter, one_by_one
+from mtpserve.spec.draft.passes import DraftPasses
 from tests.runtime.recorders import runner_of
 from tests.tiny import prompts, run, tiny_engine, tiny_model
 

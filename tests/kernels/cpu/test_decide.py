@@ -11,13 +11,13 @@ from mtpserve_kernels.cpu.accept import draw
 from torch import Tensor
 
 from mtpserve.core.draft_sizes import DraftSizes
-from mtpserve.runtime.rules import LogitRules
-from mtpserve.runtime.sampling import Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.sampling.rules import LogitRules
+from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
 from mtpserve.runtime.seats import SeatTensors
 from mtpserve.spec import cpu
-from mtpserve.spec.accept import decide
-from mtpserve.spec.propose import propose
-from mtpserve.spec.thresholds import Thresholds
+from mtpserve.spec.draft.propose import propose
+from mtpserve.spec.verify.accept import decide
+from mtpserve.spec.verify.thresholds import Thresholds
 from tests.spec.test_accept import batch_of
 
 SEATS, CPU = 12, torch.device("cpu")

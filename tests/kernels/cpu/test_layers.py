@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpserve.core.protocols import Context
+from mtpserve.core.protocols.attention import Context
 from mtpserve.core.sampling import SamplingParams
-from mtpserve.layers import cpu_kernels
-from mtpserve.layers.cpu_kernels import FusedStack, LayerStack
 from mtpserve.layers.decoder import MTPHead
+from mtpserve.layers.devices import cpu_kernels
+from mtpserve.layers.devices.cpu_kernels import FusedStack, LayerStack
 from mtpserve.layers.embedding import Embedding
 from mtpserve.layers.kernels import RunFusedLayer
 from mtpserve.layers.moe import MoE

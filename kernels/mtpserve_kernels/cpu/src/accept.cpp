@@ -1,5 +1,5 @@
 // The verdict over a step's drafts: a walk from the root of each request's tree along the choices that were drafted; and drafts.
-// Reference: mtpserve_kernels/spec/reference.py; mtpserve/spec/propose.py. Rejection: Leviathan et al. 2023,
+// Reference: mtpserve_kernels/spec/reference.py; mtpserve/spec/draft/propose.py. Rejection: Leviathan et al. 2023,
 // https://arxiv.org/abs/2211.17192.
 
 #include "sample.h"

@@ -1,7 +1,7 @@
 // A chain of drafts: the draft model's layer computes the rows of a step's tokens, what it gives for the last token of a request makes the
 // first draft, a pass over that one the second, and so on. Each of these ops is small: for a small model the calls from Python between them
 // take longer than they do.
-// Reference: mtpserve/spec/chain.py, `one_by_one`.
+// Reference: mtpserve/spec/draft/chain.py, `one_by_one`.
 #include "layers.h"
 #include "sample.h"
 

@@ -7,7 +7,7 @@
 #include "ranks.h"
 
 namespace mtp {
-// layers/attention.py; where kv_rank is not 0, latent attention: layers/mla.py.
+// layers/mixers/attention.py; where kv_rank is not 0, latent attention: layers/mixers/mla.py.
 struct AttentionLayer {
   Matrix in, out;  // in: q, k, v of all heads; latent: the query, or what q_up makes it of, and the cache's row
   int64_t heads, kv_heads, dim;

@@ -268,7 +268,7 @@ void linear(const Member& member, const Matrix& matrix, const void* x, Type x_ty
   });
 }
 
-// Reference: the two torch.bmm of mtpserve/layers/mla.py.
+// Reference: the two torch.bmm of mtpserve/layers/mixers/mla.py.
 void heads_linear(const Member& member, const Matrices& matrices, const Heads& x, int64_t rows, const Heads& out) {
   // Whole heads for each member where they come out nearly even, otherwise a part of each head.
   const bool whole = matrices.number % member.size == 0 || matrices.number >= 4 * member.size;

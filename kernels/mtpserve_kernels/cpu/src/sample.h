@@ -9,7 +9,7 @@ namespace mtp {
 // Random numbers that are a function of (seed, index of the token, stream, token): mtpserve_kernels/noise.py (SplitMix64).
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15;
 constexpr int64_t STREAMS = 3;                // independent numbers for each index
-enum Stream : int64_t { DRAFT, COIN, DRAW };  // mtpserve/spec/streams.py
+enum Stream : int64_t { DRAFT, COIN, DRAW };  // mtpserve/spec/verify/streams.py
 
 inline uint64_t finalise(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;

@@ -13,9 +13,9 @@ from typing import Literal
 from msgspec import UNSET
 
 from mtpserve.core.errors import InvalidRequest
-from mtpserve.server.conversation import ChatMessage, TextPart
-from mtpserve.server.openai.responses import objects
-from mtpserve.server.openai.responses.body import InputItem, messages_of
+from mtpserve.server.chat.conversation import ChatMessage, TextPart
+from mtpserve.server.openai.responses import response_objects as objects
+from mtpserve.server.openai.responses.response_body import InputItem, messages_of
 from mtpserve.server.openai.responses.store import Stored
 
 Order = Literal["asc", "desc"]

@@ -12,17 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtpserve.core.errors import MTPServeError
-from mtpserve.server.dialogue import asked_tools, rendered
+from mtpserve.server.chat.dialogue import asked_tools, rendered
+from mtpserve.server.chat.service import Served
 from mtpserve.server.http.errors import NotStored, renamed, renaming
 from mtpserve.server.http.rendering import JSON
 from mtpserve.server.http.sse import NamedEventStream, unless_gone
-from mtpserve.server.openai.responses.answer import events
-from mtpserve.server.openai.responses.body import InputTokensRequest, ResponsesRequest
 from mtpserve.server.openai.responses.items import Order, given, page
-from mtpserve.server.openai.responses.objects import DeletedResponse, InputTokens
+from mtpserve.server.openai.responses.response_answer import events
+from mtpserve.server.openai.responses.response_body import InputTokensRequest, ResponsesRequest
+from mtpserve.server.openai.responses.response_objects import DeletedResponse, InputTokens
 from mtpserve.server.openai.responses.start import RENAMED, before_of, begun
 from mtpserve.server.openai.responses.store import ResponseStore
-from mtpserve.server.service import Served
 
 MAX_PAGE = 100
 

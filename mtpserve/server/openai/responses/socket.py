@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from mtpserve.core.errors import InvalidRequest, MTPServeError, QueueFull
-from mtpserve.server.body import Label
+from mtpserve.server.chat.service import Service
 from mtpserve.server.http.errors import (
     RETRY_AFTER,
     ErrorAnswer,
@@ -39,11 +39,11 @@ from mtpserve.server.http.errors import (
     validation_message,
 )
 from mtpserve.server.http.rendering import Rendered
-from mtpserve.server.openai.responses.answer import events
-from mtpserve.server.openai.responses.body import ResponsesRequest
+from mtpserve.server.openai.responses.response_answer import events
+from mtpserve.server.openai.responses.response_body import ResponsesRequest
 from mtpserve.server.openai.responses.start import RENAMED, before_of, begun
 from mtpserve.server.openai.responses.store import ResponseStore
-from mtpserve.server.service import Service
+from mtpserve.server.schema.base import Label
 
 log = logging.getLogger(__name__)
 

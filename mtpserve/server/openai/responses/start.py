@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtpserve.server.generation import continued
+from mtpserve.server.chat.generation import continued
+from mtpserve.server.chat.service import Service
 from mtpserve.server.http.errors import PreviousNotStored, renamed
-from mtpserve.server.openai.responses.answer import ResponseAnswer
-from mtpserve.server.openai.responses.body import InputTokensRequest, ResponsesRequest
 from mtpserve.server.openai.responses.items import given
+from mtpserve.server.openai.responses.response_answer import ResponseAnswer
+from mtpserve.server.openai.responses.response_body import InputTokensRequest, ResponsesRequest
 from mtpserve.server.openai.responses.store import ResponseStore, Stored
-from mtpserve.server.service import Service
 
 RENAMED = {
     "max_tokens": "max_output_tokens", "messages": "input", "response_format": "text", "reasoning_effort": "reasoning", ".function": "",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from mtpserve.server.conversation import ChatMessage
+from mtpserve.server.chat.conversation import ChatMessage
 from mtpserve.server.http.errors import NotStored
-from mtpserve.server.openai.responses.objects import ListedItem, ResponseObject
+from mtpserve.server.openai.responses.response_objects import ListedItem, ResponseObject
 
 MAX_RESPONSES = 1024
 MAX_CHARACTERS = 32 << 20

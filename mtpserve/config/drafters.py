@@ -1,0 +1,41 @@
+"""The draft models, by their names in --speculative-algorithm. Each is one file and one line here.
+
+SGLang and vLLM have several names for drafting with the checkpoint's own MTP layer, and EAGLE is one of them where no head is named.
+n-grams have no model: see spec/draft/ngram.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mtpserve.core.registry import Registry
+
+if TYPE_CHECKING:
+    from mtpserve.core.protocols.models import DraftSource
+
+DRAFTERS: Registry[DraftSource] = Registry(
+    "drafter",
+    {
+        "MTP": "mtpserve.spec.draft.mtp:MTP",
+        "NEXTN": "mtpserve.spec.draft.mtp:MTP",
+        "EAGLE": "mtpserve.heads.eagle:EAGLE",
+        "EAGLE3": "mtpserve.heads.eagle3:EAGLE3",
+        "MEDUSA": "mtpserve.heads.medusa:MEDUSA",
+        "DFLASH": "mtpserve.heads.dflash:DFLASH",
+        "STANDALONE": "mtpserve.heads.standalone:STANDALONE",
+        "DRAFT_MODEL": "mtpserve.heads.standalone:STANDALONE",
+    },
+)
+MTP = "mtp"
+
+
+def source_name(drafter: str | None, path: str | None) -> str:
+    """Of a draft model in traces and metrics: `mtp` for the checkpoint's own layer, else the first of its algorithm's names. `path`: of the
+    draft model."""
+    if drafter is None or DRAFTERS.get(drafter).in_checkpoint(path):
+        return MTP
+    return next(name for name, target in DRAFTERS.entries.items() if target == DRAFTERS.entries[drafter]).lower()
+
+
+SEPARATE = ("EAGLE3", "MEDUSA", "DFLASH", "STANDALONE", "DRAFT_MODEL")  # those that are only published apart from the model
+BLOCKS = ("DFLASH",)  # those that compute a block of drafts in one pass, and store all of its rows

@@ -1,0 +1,71 @@
+"""What steps compute, by which those that take as long as each other are known.
+
+Launched kernel by kernel, a step has its requests' tokens and drafts, and rows of prompts among them. Captured steps (runtime/graphs) are
+there for a few depths. They have as many rows of each request as their depth has drafts, and as many passes, whoever has fewer; prompts
+have passes through the model of their own.
+
+    drafts of three requests, 2 deep   | 2 | 0 | 1 |    launched: 6 rows, 2 passes    captured for 0, 1 and 3: 12 rows, 3 passes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass
+
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.plan import StepPlan
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.depth.step_times import StepWork
+
+
+def passes_of(plan: StepPlan) -> int:
+    """Of what proposes tokens, after the trunk's pass; those that are wanted."""
+    return plan.want if plan.want and any(span.drafts_next for span in plan.spans) else 0
+
+
+def is_sampled(seqs: Iterable[Sequence]) -> bool:
+    return any(seq.sampling.temperature > 0 for seq in seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShapes:
+    """`captured`: depths, without 0, in ascending order. Empty: steps are launched."""
+
+    sizes: DraftSizes
+    captured: Seq[int] = ()
+
+    def depths(self, deepest: int) -> Seq[int]:
+        """Those that differ in what they take."""
+        # A tree is grown to its whole depth or not at all: fewer nodes are those with the best scores.
+        if self.sizes.trees and deepest > 0:
+            return 0, deepest
+        if self.captured:
+            return 0, *(depth for depth in self.captured if depth < deepest), *([deepest] if deepest else [])
+        return range(deepest + 1)
+
+    def drafts(self, depth: int) -> int:
+        """Of each request, at most."""
+        return self.sizes.proposed if self.sizes.trees and depth else min(depth, self.sizes.proposed)
+
+    def drafting(self, work: StepWork, drafts: int, depth: int) -> StepWork:
+        """The same requests in a step that verifies so many drafts of all of them together, and makes new ones."""
+        if not self.captured or not (drafts or depth):
+            return work._replace(rows=work.requests + drafts, passes=depth)
+        computed = next((each for each in self.captured if each >= depth), self.captured[-1])  # a tree has more drafts than it is deep
+        return work._replace(rows=work.requests * (1 + self.drafts(computed)), passes=computed)
+
+    def work(self, seqs: Seq[Sequence], drafts: int, depth: int) -> StepWork:
+        """Of a step that verifies so many of these requests' drafts."""
+        context = sum(len(seq.tokens) for seq in seqs)
+        return self.drafting(StepWork(len(seqs), len(seqs), 0, is_sampled(seqs), context), drafts, depth)
+
+    def planned(self, plan: StepPlan, seqs: Seq[Sequence]) -> tuple[StepWork, int]:
+        """And rows of prompts; the last one of a prompt counts as one that decodes, since the request is drafted for."""
+        drafted = drafts = widest = rows = context = 0
+        for span in plan.spans:
+            drafted, drafts, rows = drafted + span.drafts_next, drafts + span.drafts, rows + span.length
+            context, widest = context + span.start * span.drafts_next, max(widest, span.drafts)
+        depth = plan.want if drafted else 0
+        if self.captured:
+            depth = max(depth, widest)  # drafts of the step before may be deeper than the new ones
+        return self.drafting(StepWork(drafted, drafted, 0, is_sampled(seqs), context), drafts, depth), rows - drafted

@@ -1,0 +1,306 @@
+"""Whether the draft model works: measured at start, watched while serving. A broken one changes no text, so that nothing else names it.
+
+    at start        The engine's own requests: the model goes on greedily from a few tokens at full depth, and the share of verifications
+                    that accept the first draft is measured, and named where it is below the floor of the model's family.
+    while serving   WINDOW first drafts of the clients' requests at a time are compared with the best that was seen. Below half of it
+                    there is a doubt, and no more than that: clients may have begun to send text that nobody can guess, and one
+                    client's random tokens look like a broken head.
+    a doubt         is decided by the engine's own requests, the same as at start, on pages that no other request has written. If their
+                    drafts are accepted the texts have changed, and the next doubt waits a while. If less than half as many are as at
+                    start, the draft model is at fault: that is logged and counted once. Below a quarter, or below 5 %, drafting ends
+                    too, and the same requests run again after 30 s, 60 s, … 10 min. Half of what they reached at start is a
+                    recovery: drafting begins again.
+
+Where none of these requests gets a seat for SEAT_S the clients' drafts decide alone, by a rule that no single client or text fulfils: less
+than 2 % of 512 verifications of 8 requests.
+
+Only the first draft is counted, in a tree the node with the best score, and only where the draft model proposed it: what a grammar
+forces or a prediction proposes says nothing of it. Nothing is read from the device that is not read anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from mtpserve.config.drafters import MTP
+from mtpserve.core.errors import EngineBusy
+from mtpserve.core.request import DraftHealth, DraftState, Proposal, Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.depth.control import EngineControl
+from mtpserve.engine.depth.survival import part_of
+from mtpserve.engine.steps import Outcome
+
+log = logging.getLogger(__name__)
+
+PARTS, TOKENS = 3, 40  # of the engine's own requests: how many, and the length of each output
+ENOUGH, FEWEST = 24, 8  # verifications after which they end, and with less than which they decide nothing
+START_S = 0.5  # that they may take at start: a model that is slower starts without
+WINDOW = 32  # first drafts that are compared at a time
+LEAST, SHARE = 0.05, 0.25  # below this, or this share of what was reached, drafting ends
+HALF = 0.5  # the share of what was reached below which is a doubt or a fault, and from which on is a recovery
+DOUBT_S, LONGEST_DOUBT_S = 2.0, 60.0  # between two decisions about clients' text, doubled as long as it is the text
+BACK_OFF_S, LONGEST_S = 30.0, 600.0  # until drafting is tried again, doubled as long as it fails
+SEAT_S, DEAD, EVIDENCE, REQUESTS = 4.0, 0.02, 512, 8  # the rule without the engine's own requests
+FIRST = -(2**31)  # a priority: before all requests of clients
+CAUSES = (
+    "the draft model's weights are of another model or damaged, --speculative-draft-model-path names the wrong checkpoint, or it is not "
+    "trained"
+)
+
+
+@dataclass(slots=True)
+class FirstDrafts:
+    """First drafts of the draft model, and what became of them."""
+
+    verified: int = 0
+    accepted: int = 0
+    tokens: set[int] = field(default_factory=set)  # that were drafted; two are enough
+    requests: set[str] = field(default_factory=set)  # whose they were; REQUESTS are enough
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.verified if self.verified else 0.0
+
+    def count(self, request_id: str, proposal: Proposal, hit: bool) -> None:
+        self.verified, self.accepted = self.verified + 1, self.accepted + hit
+        if len(self.tokens) < 2:
+            self.tokens.add(proposal.tokens[0])
+        if len(self.requests) < REQUESTS:
+            self.requests.add(request_id)
+
+    def __str__(self) -> str:
+        return f"{100 * self.rate:.0f} % of {self.verified}"
+
+    @property
+    def symptom(self) -> str:
+        """What the drafts look like where they are not accepted."""
+        if len(self.tokens) == 1 and self.verified >= FEWEST:
+            return f"all of them are token {min(self.tokens)}, as where weights are zero or numbers are not finite"
+        return "they differ, but are not what the model says, as with weights that are damaged or another model's"
+
+
+@dataclass(slots=True)
+class Own:
+    """The engine's own requests."""
+
+    began: float
+    ids: set[str]  # that have not ended
+    tally: FirstDrafts = field(default_factory=FirstDrafts)
+
+
+class Watchdog:
+    """`full`: the depth of the drafts; 0: there is nothing to watch. `vocab`: of the model. `drafter`: the draft model's name among the
+    sources. `clock` in seconds.
+
+    The engine calls `start` once, `turn` and `limited` for each step that it plans, and `others` for what each one yielded.
+    """
+
+    def __init__(
+        self, full: int = 0, vocab: int = 1, floor: float = 0.4, drafter: str = MTP, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self.full, self.vocab, self.floor, self.drafter, self.clock = full, vocab, floor, drafter, clock
+        self.health = DraftHealth("unmeasured", floor=floor) if full else DraftHealth()
+        self.reached = 0.0  # the best window, or the rate at start
+        self._own: Own | None = None
+        self._window, self._since = FirstDrafts(), FirstDrafts()  # of clients' drafts: the current one, and since the last that was good
+        self._doubt = False
+        self._next, self._pause, self._back_off = 0.0, DOUBT_S, BACK_OFF_S  # when to decide next; how long to wait after that
+        self._limits = False  # requests have got limits of drafts
+        self._turn = 0  # steps: see part_of
+        self._armed = False  # clients' drafts are watched
+
+    @property
+    def suspended(self) -> bool:
+        return self.health.state == "suspended"
+
+    # --------------------------------------------------------------------------------------------------- at start
+
+    def start(self, engine: EngineControl) -> None:
+        """Measure, from when on clients' drafts are watched. Computes until it is over, and leaves no request."""
+        if not self.full:
+            return
+        end = self.clock() + START_S
+        own = self._begin(engine)
+        while own.ids and own.tally.verified < ENOUGH and self.clock() < end:
+            engine.step()
+        tally = self._end(engine)
+        while engine.has_work:
+            engine.step()
+        self._armed, self._window, self._since = True, FirstDrafts(), FirstDrafts()
+        if tally.verified < FEWEST:
+            log.info(
+                "the draft model (%s) was not tried out: there is time for %d verifications, and less than %d decide nothing",
+                self.drafter,
+                tally.verified,
+                FEWEST,
+            )
+            return
+        self.health.start = self.reached = tally.rate
+        if tally.rate >= self.floor:
+            self.health.state = "ok"
+            log.info("the draft model (%s) was tried out: the first draft was accepted in %s verifications", self.drafter, tally)
+            return
+        found = f"at start the first draft was accepted in {tally} verifications, and at least {100 * self.floor:.0f} % are expected"
+        self._name("weak", f"{found}: {tally.symptom}; probably {CAUSES}")
+
+    # -------------------------------------------------------------------------------------------------- each step
+
+    def turn(self, engine: EngineControl) -> None:
+        """Before a step is planned: begin and end the engine's own requests where that is due."""
+        if not self._armed or not (self._own is not None or self._doubt or self.suspended):
+            return
+        own = self._own
+        if own is None:
+            if self.clock() >= self._next:
+                self._begin(engine)
+        elif not own.ids or own.tally.verified >= ENOUGH:
+            self._decide(engine, self._end(engine))
+        elif not own.tally.verified and not self.suspended and self.clock() - own.began > SEAT_S and self._dead(self._since):
+            self._suspend(f"{self._since} first drafts of clients' requests were accepted: {self._since.symptom}")
+
+    def owns(self, request_id: str) -> bool:
+        return self._own is not None and request_id in self._own.ids
+
+    def limited(self, running: Seq[Sequence], want: int) -> int:
+        """The depth of the next step, where others would have it draft `want` deep; each request is told how many drafts it may have."""
+        if self._own is None and not self.suspended:
+            if self._limits:
+                self._limits = False
+                for seq in running:
+                    seq.most = None
+            return want
+        self._limits, want = True, 0 if self.suspended else want
+        deep = False
+        for seq in running:
+            if self.owns(seq.id):
+                deep, seq.most = True, None
+            elif want < self.full:
+                seq.most = want if seq.most is None else min(seq.most, want)
+        return self.full if deep else want
+
+    def others(self, outcomes: Seq[Outcome], verified: bool = True) -> Seq[Outcome]:
+        """What a step yielded for clients' requests. If drafts were `verified`, what came of them is counted; where there are many
+        requests, for a part of them."""
+        if self._own is None:
+            if verified and self._armed and not self.suspended:
+                self._turn += 1
+                for outcome in part_of(outcomes, self._turn):
+                    self._look(outcome, None)
+            return outcomes
+        kept = list[Outcome]()
+        for outcome in outcomes:
+            own = self._own if self.owns(outcome.seq.id) else None
+            self._look(outcome, own)
+            if own is None:
+                kept.append(outcome)
+            elif outcome.seq.finish is not None:
+                own.ids.discard(outcome.seq.id)
+        return kept
+
+    def _look(self, outcome: Outcome, own: Own | None) -> None:
+        proposal = outcome.proposal
+        if proposal.tokens and proposal.sources[0] == self.drafter and outcome.seq.error is None:
+            self._seen(outcome.seq.id, proposal, own)
+
+    # -------------------------------------------------------------------------------------------------- decisions
+
+    def _seen(self, request_id: str, proposal: Proposal, own: Own | None) -> None:
+        hit = 1 in proposal.path
+        if own is not None:
+            own.tally.count(request_id, proposal, hit)
+        if own is not None or not self._armed or self.suspended:
+            return
+        for tally in (self._window, self._since):
+            tally.count(request_id, proposal, hit)
+        if self._window.verified < WINDOW:
+            return
+        rate, self._window = self._window.rate, FirstDrafts()
+        good = rate >= max(LEAST, HALF * self.reached)
+        self.reached = max(self.reached, rate)
+        self._doubt = (not good or self._worse) and self.reached >= self.floor
+        if good:
+            self._since, self._pause = FirstDrafts(), DOUBT_S
+
+    def _dead(self, tally: FirstDrafts) -> bool:
+        return tally.verified >= EVIDENCE and tally.rate < DEAD and len(tally.requests) >= REQUESTS
+
+    def _decide(self, engine: EngineControl, tally: FirstDrafts) -> None:
+        """What the engine's own requests say."""
+        expected = max(self.health.start or 0.0, self.floor)
+        self._next = self.clock() + (self._back_off if self.suspended else self._pause)
+        if tally.verified < FEWEST:
+            return
+        if self.suspended:
+            if tally.rate >= HALF * expected:
+                self._recover(engine, tally)
+            else:
+                self._back_off = min(2 * self._back_off, LONGEST_S)
+                self._next = self.clock() + self._back_off
+                log.info("drafting stays off: the first draft is accepted in %s verifications; next trial in %.0f s", tally, self._back_off)
+            return
+        found = f"the first draft is accepted in {tally} verifications of a text where {100 * expected:.0f} % are expected"
+        if tally.rate < max(LEAST, SHARE * expected):
+            self._suspend(f"{found}: {tally.symptom}")
+            return
+        self._pause = min(2 * self._pause, LONGEST_DOUBT_S)
+        self._doubt = tally.rate < HALF * expected
+        if not self._doubt:
+            log.debug("clients' texts are hard to draft, the draft model works: its first draft is accepted in %s verifications", tally)
+            if self._worse:
+                log.warning("the draft model (%s) has recovered: its first draft is accepted in %s verifications", self.drafter, tally)
+                self.health.state = "ok"
+        elif self.health.state != "weak":
+            self._name("weak", f"{found}: {tally.symptom}; it drafts on, as deep as that is worth its time")
+
+    @property
+    def _worse(self) -> bool:
+        """It is weak, and was not at start."""
+        return self.health.state == "weak" and (self.health.start or 0.0) >= self.floor
+
+    def _suspend(self, reason: str) -> None:
+        self._back_off = BACK_OFF_S
+        self._next = self.clock() + self._back_off
+        self._name("suspended", f"{reason}; drafting is off and tried again in {self._back_off:.0f} s")
+
+    def _name(self, state: DraftState, reason: str) -> None:
+        self.health.state, self.health.reason = state, reason
+        self.health.faults_total += 1
+        log.warning("DRAFT MODEL AT FAULT (%s): %s", self.drafter, reason)
+
+    def _recover(self, engine: EngineControl, tally: FirstDrafts) -> None:
+        log.warning(
+            "the draft model (%s) has recovered: its first draft is accepted in %s verifications; drafting is on", self.drafter, tally
+        )
+        self.health.state = "ok"
+        self._window, self._since, self._doubt = FirstDrafts(), FirstDrafts(), False
+        self._next, self._pause = 0.0, DOUBT_S
+        # Its rows in pages that were computed meanwhile may be as bad as its drafts were, and what was learned is void.
+        engine.reset_prefix_cache()
+        if engine.policy is not None:
+            engine.policy.forget()
+
+    # ------------------------------------------------------------------------------------- the engine's own requests
+
+    def _begin(self, engine: EngineControl) -> Own:
+        own = self._own = Own(self.clock(), set())
+        length = min(TOKENS, engine.context_length - 1)
+        sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True, seed=0, priority=FIRST)
+        for part in range(PARTS):
+            name = f"mtpserve self-check {part}"
+            own.ids.add(name)
+            try:
+                engine.add(Request(name, [part * self.vocab // PARTS], sampling))
+            except EngineBusy:
+                own.ids.discard(name)
+        return own
+
+    def _end(self, engine: EngineControl) -> FirstDrafts:
+        assert self._own is not None
+        own, self._own = self._own, None
+        for request_id in own.ids:
+            engine.abort(request_id)
+        return own.tally

@@ -1,0 +1,106 @@
+"""Pages of waiting requests on their way from the node that has computed them, into host memory; from there they are loaded as others are.
+
+A request asks once, for all whole pages of its prompt that this node lacks, and waits until each has come or will not. What does not come
+is computed here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.keys import Key
+from mtpserve.cache.leases import Place
+from mtpserve.core.plan import Transferred
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.pages.host import HostMemory
+
+NO_ROOM = "no_room"  # why pages were not asked for
+
+
+class Pulls:
+    def __init__(self, host: HostMemory, pages: PageGroups) -> None:
+        self._host, self._pages = host, pages
+        self._coming: dict[Place, int] = {}  # the batch in which each comes
+        self._batches: dict[int, set[int]] = {}  # numbers of the transfers that have not ended
+        self._void: set[int] = set()  # transfers whose pages must not be found
+        self._count = 0
+        self.failed: dict[str, int] = defaultdict(int)  # pages, by reason
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._batches)
+
+    def waits(self, seq: Sequence, keys: Seq[Key]) -> bool:
+        """Whether a request that may start after the columns with these `keys` has some of them still to come."""
+        if seq.source is None:
+            return False
+        if seq.pulls is None and not self._ask(seq, keys):
+            return True
+        return self.open(seq)
+
+    def open(self, seq: Sequence) -> bool:
+        """Some of what the request has asked for is still to come."""
+        return seq.pulls is not None and not self._batches.keys().isdisjoint(seq.pulls)
+
+    def _ask(self, seq: Sequence, keys: Seq[Key]) -> bool:
+        """False: there will be room for its pages once others have come."""
+        assert seq.source is not None
+        needed = self._pages.needed(len(keys)) if keys else []
+        places = [(group, keys[column]) for group, columns in enumerate(needed) for column in columns]
+        lacking = [place for place in places if place in self._coming or not self._found(place)]
+        own = [place for place in lacking if place not in self._coming]
+        blocks = self._blocks(own)
+        if blocks is None and self._batches:
+            return False
+        seq.pulls = frozenset(self._coming[place] for place in lacking if place in self._coming)
+        if blocks is None:
+            self.failed[NO_ROOM] += len(own)
+        elif own:
+            self._count += 1
+            seq.pulls |= {self._count}
+            self._coming |= dict.fromkeys(own, self._count)
+            self._batches[self._count] = {
+                self._host.move("pull", group, block, key=key, source=seq.source)
+                for (group, key), block in zip(own, blocks, strict=True)
+            }  # fmt: skip
+        return True
+
+    def _found(self, place: Place) -> bool:
+        group, key = place
+        if key in self._host.groups[group].blocks:
+            self._host.groups[group].blocks.move_to_end(key)  # room is made at others' expense
+        return self._host.found(group, key)
+
+    def _blocks(self, places: Seq[Place]) -> list[int] | None:
+        """One for each, pinned. None: there are too few."""
+        blocks = list[int]()
+        for group, _ in places:
+            taken = self._host.take(group)
+            if taken is None:
+                for (its, key), block in zip(places, blocks, strict=False):
+                    self._host.release(its, key, block)
+                return None
+            self._host.groups[group].pins[taken] += 1
+            blocks.append(taken)
+        return blocks
+
+    def book(self, each: Transferred) -> None:
+        moved = each.transfer
+        place = moved.group, moved.key
+        batch = self._coming.pop(place)
+        self._batches[batch].remove(moved.number)
+        if not self._batches[batch]:
+            del self._batches[batch]
+        if not each.good:
+            self.failed[each.reason] += 1
+        elif moved.number not in self._void:
+            self._host.groups[moved.group].blocks.setdefault(moved.key, moved.block)
+        self._void.discard(moved.number)
+        self._host.release(moved.group, moved.key, moved.block)
+
+    def forget(self) -> None:
+        """What is under way comes to nothing."""
+        for numbers in self._batches.values():
+            self._void |= numbers

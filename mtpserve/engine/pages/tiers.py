@@ -1,0 +1,283 @@
+"""Pages that outlive the device's pool: which ones are in host memory or on disk, and which are on their way.
+
+    device ──save, before somebody else gets the page──→ host ──spill──→ disk          pages are found by key in all of them
+           ←──load, beside the steps────────────────────      ←─fetch──
+
+It counts; what moves the bytes is runtime/paging. With a disk, pages are written through as they become complete, a few with each step,
+so that what is often used outlives the process, too. In host memory the least recently used are dropped first.
+
+A request that finds pages below the device waits until they are loaded; others run meanwhile. The loading itself holds them, as a request
+would: afterwards they are cached as if they had just been used.
+
+Another node is one more place from which pages come to host memory (pulls.py), and for which they are kept there (exports.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.keys import Key
+from mtpserve.core.plan import Transfer, Transferred
+from mtpserve.core.request import EngineStats
+from mtpserve.core.sequence import Held, Sequence as Live
+from mtpserve.engine.pages.exports import Exports
+from mtpserve.engine.pages.host import Disk, HostMemory
+from mtpserve.engine.pages.pulls import Pulls
+
+THROUGH = 8  # pages that a plan writes through to the disk
+WAITING = 4096  # pages that wait for it; of more the oldest are left to eviction
+
+
+@dataclass(slots=True)
+class Missing:
+    """A page that is loaded."""
+
+    group: int
+    column: int
+    key: Key
+    block: int
+    cold: bool  # it is on disk alone
+
+
+@dataclass(slots=True)
+class Loading:
+    """Pages on their way to the device, for all requests that wait for them."""
+
+    number: int
+    keys: Sequence[Key]
+    held: list[Held]  # of the device, with those that were there already
+    missing: list[Missing]
+    open: set[int]  # numbers of its transfers
+    fetched: bool = False
+    good: bool = True
+
+
+class Tiers(HostMemory):
+    """`blocks`: in host memory, of each group of `pages`."""
+
+    def __init__(self, pages: PageGroups, blocks: Sequence[int], disk: Disk | None = None) -> None:
+        super().__init__(pages, blocks, disk)
+        self.on_close: Callable[[], None] = lambda: None
+        self.pulls: Pulls | None = None  # from other nodes
+        self.exports: Exports | None = None  # for them
+        self.loadings: list[Loading] = []
+        self._through: deque[tuple[int, int, Key]] = deque(maxlen=WAITING)
+        self._spilling: dict[int, tuple[int, Key]] = {}  # group and key by number
+        self._void: set[int] = set()  # numbers of spills that must not be found
+        self._loads = 0
+        self.loaded: dict[str, int] = defaultdict(int)  # pages by the tier from which they came
+        self.dropped = 0  # pages for which host memory had no place
+
+    @property
+    def pending(self) -> bool:
+        """Something has to be moved, or is under way."""
+        pulling = self.pulls is not None and self.pulls.pending
+        return bool(self._outgoing or self._through or self.saving or self._spilling or self.loadings or pulling)
+
+    @property
+    def holders(self) -> list[list[Held]]:
+        """Of the device's pages, besides requests."""
+        return [loading.held for loading in self.loadings]
+
+    def take_outgoing(self) -> list[Transfer]:
+        """What the next plan has to move."""
+        if self.exports is not None:
+            self.exports.collect()
+        for _ in range(min(THROUGH, len(self._through))):
+            group, page, key = self._through.popleft()
+            # Another page may have the key by now, or none.
+            if self._pages.groups[group].allocator.find(key) == page and not self.save(group, page, key):
+                # All blocks are on their way to the disk.
+                self._through.appendleft((group, page, key))
+                break
+        made, self._outgoing = self._outgoing, []
+        return made
+
+    # ---------------------------------------------------------------------------------------------- downwards
+
+    def evicted(self, group: int, page: int, key: Key) -> None:
+        """The device gives this page to somebody else."""
+        if not self.save(group, page, key):
+            self.dropped += 1
+            self._left(group, key)
+
+    def completed(self, held: Sequence[Held], keys: Sequence[Key], first: int, end: int) -> None:
+        """A request's pages of these columns have got their keys."""
+        if self._disk is None:
+            return
+        for group, one in enumerate(held):
+            self._through += [
+                (group, one.pages[column - one.first], keys[column]) for column in range(max(first, one.first), min(end, one.end))
+            ]
+
+    def forget(self) -> None:
+        """Empty them all. What is under way comes to nothing."""
+        for host in self.groups:
+            for key in list(host.blocks):
+                host.drop(key)
+        for loading in self.loadings:
+            loading.good = False
+        self._through.clear()
+        self._void |= self._spilling.keys()
+        if self.pulls is not None:
+            self.pulls.forget()
+        if self._disk is not None:
+            self._disk.clear()
+
+    def distrust(self, keys: Sequence[Key]) -> None:
+        """What these pages hold may not be numbers."""
+        wrong = set(keys)
+        for group, host in enumerate(self.groups):
+            for key in wrong & host.blocks.keys():
+                host.drop(key)
+            if self._disk is not None:
+                for key in wrong:
+                    self._disk.remove(group, key)
+        self._void |= {number for number, (_, key) in self._spilling.items() if key in wrong}
+        for loading in self.loadings:
+            loading.good &= wrong.isdisjoint(loading.keys)
+        if self.exports is not None:
+            self.exports.withdraw(wrong)
+
+    # ------------------------------------------------------------------------------------------------ upwards
+
+    def bring(self, keys: Sequence[Key], columns: int) -> int | None:
+        """A request finds so many columns on the device, not all. → the number of the loading that brings more: it waits for that."""
+        for loading in self.loadings:
+            if any(each.key == keys[columns] for each in loading.missing):
+                return loading.number
+        most = self._pages.matched(keys, found=self.found)
+        return self._start(keys[:most]) if most > columns else None
+
+    def is_loading(self, number: int) -> bool:
+        return any(loading.number == number for loading in self.loadings)
+
+    def _start(self, keys: Sequence[Key]) -> int | None:
+        """Load what the device lacks of these columns. None: there is no room."""
+        needed = self._pages.needed(len(keys))
+        wanted = [
+            (group, column) for group, columns in enumerate(needed) for column in columns if not self._pages.found(group, keys[column])
+        ]
+        missing = self._blocks(wanted, keys)
+        if missing is None:
+            return None
+        held = self._pages.gather(keys, needed)
+        if held is None:
+            self._unpin(missing)
+            return None
+        self._loads += 1
+        loading = Loading(self._loads, keys, held, missing, set())
+        self.loadings.append(loading)
+        loading.open = {self.move("fetch", each.group, each.block, key=each.key) for each in missing if each.cold}
+        if not loading.open:
+            self._load(loading)
+        return loading.number
+
+    def _blocks(self, wanted: Sequence[tuple[int, int]], keys: Sequence[Key]) -> list[Missing] | None:
+        """Pinned: those that hold the pages, and empty ones for those on disk. None: there are too few."""
+        missing = list[Missing]()
+        for group, column in wanted:
+            host, key = self.groups[group], keys[column]
+            if (block := host.blocks.get(key)) is not None:
+                host.blocks.move_to_end(key)
+                host.pins[block] += 1
+                missing.append(Missing(group, column, key, block, cold=False))
+        known = {(each.group, each.column) for each in missing}
+        for group, column in wanted:
+            if (group, column) in known:
+                continue
+            taken = self.take(group)
+            if taken is None:
+                self._unpin(missing)
+                return None
+            self.groups[group].pins[taken] += 1
+            missing.append(Missing(group, column, keys[column], taken, cold=True))
+        return missing
+
+    def _load(self, loading: Loading) -> None:
+        loading.fetched = True
+        for each in loading.missing:
+            one = loading.held[each.group]
+            loading.open.add(self.move("load", each.group, each.block, one.pages[each.column - one.first], each.key))
+
+    def _unpin(self, missing: Sequence[Missing]) -> None:
+        for each in missing:
+            self.release(each.group, each.key, each.block)
+
+    # ------------------------------------------------------------------------------------------------- booked
+
+    def book(self, ended: Sequence[Transferred]) -> None:
+        for each in ended:
+            moved = each.transfer
+            self.count(each)
+            if moved.kind == "pull" and self.pulls is not None:
+                self.pulls.book(each)
+            elif moved.kind == "save":
+                self._saved(moved, each.good)
+            elif moved.kind == "spill":
+                self._spilled(moved, each.good)
+            else:
+                loading = next(one for one in self.loadings if moved.number in one.open)
+                self._book_part(loading, moved, each.good)
+
+    def _saved(self, moved: Transfer, good: bool) -> None:
+        group, block, key = moved.group, moved.block, moved.key
+        self.saving.remove((group, block))
+        if not good:
+            self._avoid(moved)
+        elif self._disk is not None and self.groups[group].blocks.get(key) == block and not self._disk.has(group, key):
+            self.groups[group].pins[block] += 1
+            self._spilling[self.move("spill", group, block, key=key)] = group, key
+        self.release(group, key, block)
+        if self.exports is not None:
+            self.exports.saved(group, block, good)
+
+    def _spilled(self, moved: Transfer, good: bool) -> None:
+        self.release(moved.group, moved.key, moved.block)
+        del self._spilling[moved.number]
+        if moved.number in self._void and self._disk is not None:
+            self._void.discard(moved.number)
+            self._disk.remove(moved.group, moved.key)
+        elif good:
+            self._bad.pop((moved.group, moved.key), None)
+
+    def report(self, stats: EngineStats, waiting: Sequence[Live]) -> None:
+        """`waiting`: the requests that have no seat."""
+        pulls = self.pulls if self.pulls is not None and self.pulls.pending else None
+        late = (self.is_loading(seq.loading) or (pulls is not None and pulls.open(seq)) for seq in waiting)
+        stats.waiting_for_pages = sum(late) if self.loadings or pulls is not None else 0
+        if self.exports is not None:
+            self.exports.report(stats)
+        if self.pulls is not None:
+            stats.failed_pulls_total = self.pulls.failed
+        stats.loaded_pages, stats.dropped_pages_total = self.loaded, self.dropped
+        stats.tier_pages = {"host": sum(len(host.blocks) for host in self.groups)}
+        stats.tier_pages_total = {"host": sum(len(host.pins) for host in self.groups)}
+        stats.transfers_total, stats.failed_transfers_total = self.moved, self.failed
+        stats.transfer_bytes_total, stats.transfer_seconds_total = self.bytes, self.seconds
+
+    def _book_part(self, loading: Loading, moved: Transfer, good: bool) -> None:
+        loading.open.remove(moved.number)
+        if not good:
+            loading.good = False
+            self._avoid(moved)
+        if loading.open:
+            return
+        if loading.good and not loading.fetched:
+            self._load(loading)
+        else:
+            self._end(loading)
+
+    def _end(self, loading: Loading) -> None:
+        self.loadings.remove(loading)
+        if loading.good:
+            for each in loading.missing:
+                self.loaded["disk" if each.cold else "host"] += 1
+                if each.cold:
+                    self.groups[each.group].blocks.setdefault(each.key, each.block)
+                self._pages.label_page(each.group, loading.held[each.group], each.column, each.key)
+        self._unpin(loading.missing)
+        self._pages.release(loading.held)

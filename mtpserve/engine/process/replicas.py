@@ -1,0 +1,394 @@
+"""Several engine processes as one. Implements `core.clients.EngineClient`.
+
+    a request ──→ the engine where its prompt's beginning was computed, unless that has much more to do than the least busy one
+    an engine dies ──→ its requests go on in another one, or in itself when it is there again; it is started again after a pause
+
+Where a request goes on, its next token is the one that the lost engine would have given: noise depends on the request's seed and a token's
+index alone, and seeds are drawn here. (Where drafts are accepted by rejection, see spec/verify/accept, that holds for the law of the text.)
+A request that has lost several engines may be what kills them, and ends with the last one's error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence as Seq
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from random import Random, SystemRandom
+from time import monotonic
+from typing import Literal, Protocol
+
+from mtpserve.cache.keys import Key, extend, root
+from mtpserve.core.errors import EngineDead, MTPServeError, QueueFull, RequestFailed, ShuttingDown
+from mtpserve.core.profile import ProfileChange, ProfileReport
+from mtpserve.core.protocols.clients import RequestClient
+from mtpserve.core.request import EngineState, EngineStats, ModelCard, Request, SpecChange, SpecReport, TokenEvent
+from mtpserve.engine.process.totals import counters, total
+
+log = logging.getLogger(__name__)
+
+BLOCK = 64  # tokens of a prompt that are remembered together
+REMEMBERED = 1 << 16  # blocks
+SLACK, MORE = 2, 1.5  # an engine has much more to do with so many requests more than another, and so many times as many
+LOST = 3  # engines that a request may lose
+PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before an engine is started again: the next one where it has died soon
+STEADY_S = 60.0  # after which a death is the first one again
+
+
+class LocalEngine(RequestClient, Protocol):
+    """An engine that is started and ended here. `submitted` is called whenever it was sent a request; `hung`: it is dead because it gave no
+    sign of life."""
+
+    submitted: Callable[[], None]
+    hung: bool
+
+    def join(self, number: int) -> None:
+        """Tell it that an engine with which it shares experts has work: see ticks.py."""
+        ...
+
+    async def start(self) -> None: ...
+    async def stop(self, grace: float = 2.0) -> None: ...
+    async def wait_dead(self) -> str: ...
+
+    async def set_spec(self, change: SpecChange) -> SpecReport:
+        """Raises EngineDead."""
+        ...
+
+    async def profile(self, change: ProfileChange) -> ProfileReport:
+        """Raises EngineDead."""
+        ...
+
+
+@dataclass(slots=True)
+class Replica:
+    """`lost`: what its processes that have died had counted."""
+
+    number: int
+    client: LocalEngine
+    state: Literal["starting", "up", "dead"] = "starting"
+    restarts: int = 0
+    deaths: int = 0  # in a row
+    hangs: int = 0
+    since: float = 0.0  # when it came up
+    lost: EngineStats = field(default_factory=EngineStats)
+    reason: str = ""  # of its last death
+    open: set[str] = field(default_factory=set)  # ids of its requests
+
+    @property
+    def is_full(self) -> bool:
+        capacity = self.client.card.capacity
+        return capacity is not None and len(self.open) >= capacity
+
+    def stats(self) -> EngineStats:
+        return total([self.lost, self.client.stats()]) if self.state == "up" else self.lost
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a request has got so far: see core.request.Request."""
+
+    said: list[int]
+    scored: int
+
+    def take(self, events: Seq[TokenEvent]) -> None:
+        for event in events:
+            self.said += event.tokens
+            self.scored += len(event.prompt_logprobs or ())
+
+
+class Affinity:
+    """Which engine has computed the beginnings of which prompts, as far as it is remembered."""
+
+    def __init__(self) -> None:
+        self._owner: OrderedDict[Key, int] = OrderedDict()
+
+    def keys(self, request: Request) -> list[Key]:
+        keys: list[Key] = []
+        extend(keys, root(b"", request.salt), request.prompt, len(request.prompt), BLOCK)
+        return keys
+
+    def find(self, keys: Seq[Key]) -> int | None:
+        """The engine with the longest beginning."""
+        found = None
+        for key in keys:
+            owner = self._owner.get(key)
+            if owner is None:
+                break
+            found = owner
+        return found
+
+    def remember(self, keys: Seq[Key], number: int) -> None:
+        for key in keys:
+            self._owner[key] = number
+            self._owner.move_to_end(key)
+        while len(self._owner) > REMEMBERED:
+            self._owner.popitem(last=False)
+
+    def forget(self, number: int | None = None) -> None:
+        """What an engine had, or all of them."""
+        self._owner = OrderedDict((key, owner) for key, owner in self._owner.items() if number is not None and owner != number)
+
+
+class Replicas:
+    """`card` exists after `start()`. `make(number, restarts)` gives an engine that was not started; `restarts`: how often each is started
+    again after it has died; `seed`: from which requests without one get theirs; `together`: they share experts, so that
+    they die and are started together."""
+
+    card: ModelCard
+
+    def __init__(
+        self, make: Callable[[int, int], LocalEngine], count: int, *, restarts: int = 0, seed: int | None = None, together: bool = False
+    ) -> None:
+        self._make, self._restarts, self._together = make, restarts, together
+        self._seeds = SystemRandom() if seed is None else Random(seed)
+        self._joins = 0
+        self._replicas = [Replica(number, self._made(number, 0)) for number in range(count)]
+        self._affinity = Affinity()
+        self._open: dict[str, Replica | None] = {}  # None: it waits for an engine
+        self._aborted: set[str] = set()  # of those that wait
+        self._changed = asyncio.Event()  # set, and made anew, when an engine has come up or a request has ended
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._draining = False
+        self._keepers: list[asyncio.Task[None]] = []
+
+    # -- life -----------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Returns when all engines are ready. Raises what the first failure raises."""
+        await asyncio.gather(*(replica.client.start() for replica in self._replicas))
+        first, *others = [replica.client.card for replica in self._replicas]
+        capacity = None if first.capacity is None else sum(card.capacity or 0 for card in (first, *others))
+        # They are alike, but for what memory each has found.
+        self.card = replace(first, capacity=capacity, context_length=min(card.context_length for card in (first, *others)))
+        for replica in self._replicas:
+            replica.state, replica.since = "up", monotonic()
+        groups = [self._replicas] if self._together else [[replica] for replica in self._replicas]
+        self._keepers = [asyncio.create_task(self._keep(group)) for group in groups]
+
+    async def stop(self, grace: float = 2.0) -> None:
+        """Ends the processes, by force after `grace` seconds, and every stream that is still open. Leaves no child; may be repeated."""
+        self._draining = True
+        self._die("the server is shutting down")
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(replica.client.stop(grace) for replica in self._replicas))
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the open streams. False: some were still open after `timeout` seconds."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                while self._open:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def wait_dead(self) -> str:
+        """Until no engine lives and none will be started again."""
+        return await asyncio.shield(self._death)
+
+    @property
+    def dead(self) -> str | None:
+        return self._death.result() if self._death.done() else None
+
+    @property
+    def requests(self) -> int:
+        """Those that run or wait."""
+        return len(self._open)
+
+    @property
+    def engines(self) -> list[EngineState]:
+        return [EngineState(each.number, each.state, each.restarts, each.hangs, each.reason, each.stats()) for each in self._replicas]
+
+    def _made(self, number: int, restarts: int) -> LocalEngine:
+        made = self._make(number, restarts)
+        if self._together:
+            made.submitted = self._tell
+        return made
+
+    def _tell(self) -> None:
+        """All engines, that one of them was sent a request. They start together, so that each has heard of all since then."""
+        self._joins += 1
+        for replica in self._replicas:
+            replica.client.join(self._joins)
+
+    async def _keep(self, group: Seq[Replica]) -> None:
+        """Starts engines again whenever one of them has died: a single one, or all that share experts."""
+        while True:
+            deaths = [asyncio.create_task(replica.client.wait_dead()) for replica in group]
+            try:
+                await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for death in deaths:
+                    death.cancel()
+            number = next(number for number, death in enumerate(deaths) if death.done())
+            reason = deaths[number].result()
+            for replica in group:
+                own = replica is group[number]
+                replica.reason = reason if own else f"it shares experts with engine {group[number].number}: {reason}"
+                replica.hangs += replica.client.hung
+                replica.state = "starting"  # from here on what it has counted is in `lost` alone
+                if monotonic() - replica.since > STEADY_S:
+                    replica.deaths = 0
+                replica.lost = total([replica.lost, counters(replica.client.stats())])
+                self._affinity.forget(replica.number)
+            await self._put_away(group)
+            if not await self._revive(group):
+                self._give_up(group, reason)
+                return
+            for replica in group:
+                replica.state, replica.since = "up", monotonic()
+                log.info("engine %d is up again", replica.number)
+            self._wake()
+
+    async def _put_away(self, group: Seq[Replica]) -> None:
+        await asyncio.gather(*(replica.client.stop(grace=0) for replica in group))
+
+    def _give_up(self, group: Seq[Replica], reason: str) -> None:
+        for replica in group:
+            replica.state = "dead"
+            if self._restarts:
+                log.error("engine %d is not started again: %s", replica.number, replica.reason)
+        if all(each.state == "dead" for each in self._replicas):
+            self._die(reason)
+
+    async def _revive(self, group: Seq[Replica]) -> bool:
+        """False: they were started often enough."""
+        while group[0].restarts < self._restarts:
+            pause = PAUSES[min(group[0].deaths, len(PAUSES) - 1)]
+            for replica in group:
+                replica.restarts, replica.deaths = replica.restarts + 1, replica.deaths + 1
+                log.warning("engine %d is started again in %g s: %s", replica.number, pause, replica.reason)
+            await asyncio.sleep(pause)
+            for replica in group:
+                replica.client = self._made(replica.number, replica.restarts)
+            try:
+                await asyncio.gather(*(replica.client.start() for replica in group))
+                return True
+            except MTPServeError as error:
+                for replica in group:
+                    replica.reason = str(error)
+                await self._put_away(group)
+        return False
+
+    def _die(self, reason: str) -> None:
+        if not self._death.done():
+            self._death.set_result(reason)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # -- requests -------------------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
+        if self._draining:
+            raise ShuttingDown
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        if self.card.capacity is not None and len(self._open) >= self.card.capacity:
+            raise QueueFull(f"{len(self._open)} requests run and wait already, and --max-queued-requests allows no more")
+        if request.sampling.seed is None:
+            request = replace(request, seed=self._seeds.getrandbits(63))
+        self._open[request.id] = None
+        progress = Progress(list(request.said), request.scored)
+        try:
+            for left in range(LOST, -1, -1):
+                replica = await self._place(request)
+                try:
+                    async with aclosing(self._stream(replica, request)) as stream:
+                        async for events in stream:
+                            progress.take(events)
+                            yield events
+                    return
+                except (EngineDead, ShuttingDown):  # the latter where it is put away because another one has died
+                    if left == 0 or self.dead is not None:
+                        raise
+                request = replace(request, said=list(progress.said), scored=progress.scored, moved=True)
+        finally:
+            self._open.pop(request.id, None)
+            self._aborted.discard(request.id)
+            self._wake()
+
+    async def _stream(self, replica: Replica, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
+        self._open[request.id] = replica
+        replica.open.add(request.id)
+        try:
+            async with aclosing(replica.client.submit(request)) as stream:
+                async for events in stream:
+                    yield events
+        finally:
+            self._open[request.id] = None
+            replica.open.discard(request.id)
+
+    async def _place(self, request: Request) -> Replica:
+        """An engine for it, as soon as there is one. Raises EngineDead, and RequestFailed where it is aborted meanwhile."""
+        while True:
+            if self.dead is not None:
+                raise ShuttingDown(self.dead) if self._draining else EngineDead(self.dead)
+            if request.id in self._aborted:
+                raise RequestFailed("the request was aborted")
+            up = [replica for replica in self._replicas if replica.state == "up" and replica.client.dead is None]
+            if up:
+                return self._chosen(up, request)
+            await self._changed.wait()
+
+    def _chosen(self, up: list[Replica], request: Request) -> Replica:
+        if len(self._replicas) == 1:
+            return up[0]
+        # Where all are full the least busy one refuses.
+        up = [replica for replica in up if request.moved or not replica.is_full] or up
+        least = min(up, key=lambda replica: len(replica.open))
+        keys = self._affinity.keys(request)
+        number = self._affinity.find(keys)
+        usual = next((replica for replica in up if replica.number == number), least)
+        busy = len(usual.open) > len(least.open) + SLACK and len(usual.open) > MORE * len(least.open)
+        chosen = least if busy else usual
+        self._affinity.remember(keys, chosen.number)
+        return chosen
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request in its engine. Ids that are not running are ignored."""
+        replica = self._open.get(request_id)
+        if replica is not None:
+            replica.client.abort(request_id)
+        elif request_id in self._open:
+            self._aborted.add(request_id)
+            self._wake()
+
+    def where(self, request_id: str) -> int:
+        """The number of the engine that has a request; 0 while none has."""
+        replica = self._open.get(request_id)
+        return 0 if replica is None else replica.number
+
+    def reset_prefix_cache(self) -> None:
+        """Requests that are submitted from now on find nothing that was computed before."""
+        self._affinity.forget()
+        for replica in self._replicas:
+            replica.client.reset_prefix_cache()
+
+    async def set_spec(self, change: SpecChange) -> dict[int, SpecReport]:
+        """Of all engines that are up. Raises EngineDead."""
+        up = [replica for replica in self._replicas if replica.state == "up"]
+        reports = await asyncio.gather(*(replica.client.set_spec(change) for replica in up), return_exceptions=True)
+        known = {replica.number: report for replica, report in zip(up, reports, strict=True) if isinstance(report, SpecReport)}
+        if not known:
+            raise EngineDead(self.dead or "no engine is up")
+        return known
+
+    async def profile(self, change: ProfileChange) -> list[ProfileReport]:
+        """Of all engines that are up. Raises EngineDead."""
+        up = [replica for replica in self._replicas if replica.state == "up"]
+        reports = await asyncio.gather(*(replica.client.profile(change) for replica in up), return_exceptions=True)
+        known = [report for report in reports if isinstance(report, ProfileReport)]
+        if not known:
+            raise EngineDead(self.dead or "no engine is up")
+        return known
+
+    def stats(self) -> EngineStats:
+        return total([replica.stats() for replica in self._replicas])

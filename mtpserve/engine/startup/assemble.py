@@ -1,0 +1,321 @@
+"""Puts the parts of an engine together, in one place: `build` calls it with a loaded checkpoint, tests with models of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from mtpserve_kernels.cache import reference
+from mtpserve_kernels.recurrent.reference import recur as reference_recur
+from mtpserve_kernels.seats.reference import draft_positions
+
+from mtpserve.attention.recurrent import MixedLayers, Recur, Recurrence
+from mtpserve.attention.registry import BACKENDS
+from mtpserve.cache.boundary import BoundaryRows, StoreBoundary
+from mtpserve.cache.deferred import DeferredRows, Keep
+from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.states import States
+from mtpserve.cache.stores import Stores
+from mtpserve.config import SamplingConfig, SchedulerConfig, SpecConfig
+from mtpserve.config.drafters import source_name
+from mtpserve.core.arch.model import Attention, Features, LayerKind, ModelArch, attention_kinds, page_groups, recurrent_kinds
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.protocols.attention import AttentionBackend
+from mtpserve.core.protocols.grammars import GrammarCompiler
+from mtpserve.core.protocols.logits_processor import LogitsProcessor
+from mtpserve.core.protocols.models import DraftModel, Trunk
+from mtpserve.core.protocols.observers import CacheObserver
+from mtpserve.core.protocols.runner import ModelRunner
+from mtpserve.engine.depth.watchdog import Watchdog
+from mtpserve.engine.engine import Engine
+from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.pages.below import TierOptions, make_tiers, page_parts
+from mtpserve.engine.pages.tiers import Tiers
+from mtpserve.engine.parallel.ranks import EveryRank, RankProcesses
+from mtpserve.runtime.exact import ExactModel
+from mtpserve.runtime.graphs.graphs import StepGraphs
+from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.sampling.rules import LogitRules
+from mtpserve.runtime.sampling.sampling import SeatSampling
+from mtpserve.runtime.seats import SeatKernels, SeatTensors
+from mtpserve.runtime.step import Step
+from mtpserve.spec.build import DraftersByShape, make_draft_model, make_drafter, reduced_head
+from mtpserve.spec.draft.history import FeatureHistory
+from mtpserve.spec.draft.passes import DraftPasses
+from mtpserve.spec.draft.propose import propose
+from mtpserve.spec.sizes import draft_sizes
+from mtpserve.spec.verify.accept import Decide, decide
+from mtpserve.spec.verify.synthetic import SyntheticAcceptance
+from mtpserve.spec.verify.thresholds import Thresholds
+
+log = logging.getLogger(__name__)
+
+# On a CPU a step takes as long as it has rows: a long prompt gets a part of them. On a GPU few rows take as long as many.
+CPU_LONG = 8
+
+KERNELS: dict[str, dict[str, str]] = {
+    "triton": {
+        "compact": "mtpserve_kernels.cache.compact",
+        "slots": "mtpserve_kernels.cache.slots",
+        "store_boundary": "mtpserve_kernels.cache.slots",
+        "place": "mtpserve_kernels.seats.step",
+        "following": "mtpserve_kernels.seats.step",
+        "draft_positions": "mtpserve_kernels.seats.step",
+        "advance": "mtpserve_kernels.seats.step",
+        "hold": "mtpserve_kernels.seats.step",
+        "result_table": "mtpserve_kernels.seats.step",
+        "decide": "mtpserve.spec.triton",
+        "propose": "mtpserve.spec.triton",
+    },
+    "cpu": {
+        "compact": "mtpserve_kernels.cpu.cache",
+        "store_boundary": "mtpserve_kernels.cpu.cache",
+        "keep": "mtpserve_kernels.cpu.cache",
+        "slots": "mtpserve_kernels.cpu.seats",
+        "place": "mtpserve_kernels.cpu.seats",
+        "following": "mtpserve_kernels.cpu.seats",
+        "advance": "mtpserve_kernels.cpu.seats",
+        "hold": "mtpserve_kernels.cpu.seats",
+        "decide": "mtpserve.spec.cpu",
+        "propose": "mtpserve.spec.cpu",
+        "draft_chain": "mtpserve.spec.cpu",
+    },
+}  # of a backend; imported only where they run
+RECUR: dict[str, str] = {
+    "cpu": "mtpserve_kernels.cpu.recurrent",
+    "triton": "mtpserve_kernels.recurrent.delta",
+}  # the same for recurrent layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSizes:
+    pages: Seq[int]  # of each group (core.arch.page_groups) for requests; there is one more in each, which pads batches
+    page_size: int  # tokens in a page
+    seats: int  # requests that run at once
+    context: int  # tokens of prompt and output together
+    states: int = 0  # of recurrent layers, that are kept for requests with the same prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What is not the model's. Everything has the value that a plain engine on a CPU has."""
+
+    spec: SpecConfig = field(default_factory=SpecConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32  # what the layers compute in
+    stored: torch.dtype | None = None  # what keys and values are stored in; None: `dtype`
+    backend: str = "reference"  # of attention, see attention/registry; the kernels of KERNELS move and judge, too
+    eos_ids: tuple[int, ...] = ()
+    token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
+    rates: Seq[float] | None = None  # synthetic acceptance, of each depth
+    processors: Seq[LogitsProcessor] = ()
+    grammars: GrammarCompiler | None = None
+    recorder: Callable[[ModelRunner], ModelRunner] | None = None  # between engine and runner
+    others: RankProcesses | None = None  # that compute the same model; None: there are none
+    overlap: int = 0  # steps in flight while another is planned
+    graphs: Callable[[Step, SeatSampling], StepGraphs | None] = lambda step, sampling: None
+    fingerprint: bytes | None = b""  # of all that KV depends on besides tokens; None: no prefix cache
+    below: TierOptions = field(default_factory=TierOptions)  # the device
+    observer: CacheObserver | None = None
+    floor: float | None = (
+        None  # share of first drafts that the draft model has accepted at least, see engine/depth/watchdog; None: nobody watches
+    )
+    poison: bool = False  # fill the KV pool with NaN, so that a test sees a slot read that was not written
+    name: str = ""
+    kernels: str = ""  # for people
+
+
+def check(layers: Seq[LayerKind], attention: AttentionBackend, backend: str, drafts: DraftSizes) -> None:
+    """Raises ConfigError for a kind of layer that cannot be computed."""
+    for kind in dict.fromkeys(layers):
+        if not attention.supports(kind):
+            raise ConfigError(f"--attention-backend {backend} does not support layers of {kind}; reference does")
+    check_windows(layers, drafts)
+
+
+def check_windows(layers: Seq[LayerKind], drafts: DraftSizes) -> None:
+    """Raises ConfigError for a window that is smaller than drafts are deep."""
+    for kind in dict.fromkeys(layers):
+        # Backends count how far back a node of a tree is by places: as long as all of its path is seen, these are the positions.
+        window = kind.window if isinstance(kind, Attention) else None
+        if window is not None and drafts.branching and window <= drafts.depth:
+            raise ConfigError(f"drafts {drafts.depth} deep need layers with a window of at least {drafts.depth + 1}, got {kind}")
+
+
+def sizes_of(options: EngineOptions, layers: Seq[LayerKind], features: Features) -> DraftSizes:
+    """`features`: of the draft model."""
+    sizes = draft_sizes(options.spec, options.scheduler.step_tokens)
+    # The pages of a window are gone before a deferred row is stored in them. Of chained modules each row needs those before it at once.
+    return sizes if page_groups(layers) == (None,) and not features.chained else replace(sizes, deferred=0)
+
+
+def make_states(arch: ModelArch, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions) -> States | None:
+    """None: the model has no recurrent layers."""
+    kinds = recurrent_kinds(arch.layers)
+    seats = sizes.seats + 1
+    return States(kinds, seats, drafts.nodes, sizes.states, options.dtype, options.device, options.poison) if kinds else None
+
+
+def recur_of(backend: str) -> Recur:
+    """The kernel of recurrent layers."""
+    name = RECUR.get(backend)
+    recur: Recur = reference_recur if name is None else import_module(name).recur
+    return recur
+
+
+def trunk_attention(name: str, arch: ModelArch, stores: Stores, states: States | None, recur: Recur) -> AttentionBackend:
+    """The backend of this name for the trunk's layers. `stores`: of all that attend; `states`: of those that keep one."""
+    kinds = arch.layers[: arch.num_layers]
+    attention = BACKENDS.get(name)(stores.part(slice(len(attention_kinds(kinds)))), arch.heads, arch.scale)
+    if all(isinstance(kind, Attention) for kind in kinds):
+        return attention
+    return MixedLayers(kinds, attention, None if states is None else Recurrence(states, recur))
+
+
+def draft_passes(
+    model: Trunk, draft_model: DraftModel, stores: Stores, sizes: EngineSizes, drafts: DraftSizes, options: EngineOptions,
+    kernels: Mapping[str, Any],
+) -> DraftPasses:  # fmt: skip
+    """`stores`: of all layers, the draft model's own after the trunk's. `kernels`: the backend's, by their names in KERNELS."""
+    arch, width = model.arch, draft_model.features.width(model.arch.hidden, model.arch.residual // model.arch.hidden)
+    boundary = deferred = history = None
+    if width:
+        store_boundary: StoreBoundary = kernels.get("store_boundary", reference.store_boundary)
+        boundary = BoundaryRows(sizes.pages[0] + 1, sizes.page_size, width, options.dtype, options.device, store_boundary)
+    if (rows := draft_model.features.rows) > 1:
+        history = FeatureHistory(sizes.seats + 1, rows, width // rows, options.dtype, options.device)
+    if width and drafts.deferred:
+        keep: Keep = kernels.get("keep", reference.keep)
+        deferred = DeferredRows(sizes.seats + 1, drafts.deferred, width, options.dtype, options.device, keep)
+    own = stores.part(slice(len(attention_kinds(arch.layers[: arch.num_layers])), None))
+    scale = arch.scale if arch.draft is None else arch.draft.scale
+    attention = BACKENDS.get(options.backend)(own, arch.heads, scale)
+    reduced = reduced_head(model, draft_model, options.token_map)
+    positions = partial(kernels.get("draft_positions", draft_positions), page_size=sizes.page_size)
+    return DraftPasses(
+        draft_model, attention, positions, boundary, reduced, kernels.get("propose", propose), deferred, history, drafts.steps,
+        kernels.get("draft_chain"),
+    )  # fmt: skip
+
+
+def make_seats(
+    sizes: EngineSizes, drafts: DraftSizes, vocab: int, options: EngineOptions, coupled: bool, kernels: Mapping[str, Any]
+) -> SeatTensors:  # fmt: skip
+    own = SeatKernels(**{name: kernels[name] for name in SeatKernels._fields if name in kernels})
+    return SeatTensors(
+        sizes.seats, sizes.context, drafts, vocab, sizes.page_size, options.device, options.eos_ids, sizes.pages, coupled, options.overlap,
+        own,
+    )  # fmt: skip
+
+
+def judge_of(options: EngineOptions, kernels: Mapping[str, Any]) -> Decide | None:
+    """None: plain torch."""
+    judge: Decide | None = kernels.get("decide")
+    return judge if options.rates is None else SyntheticAcceptance(judge or decide, options.rates, options.device)
+
+
+def watch_of(options: EngineOptions, vocab: int) -> Watchdog | None:
+    """Of a draft model."""
+    spec = options.spec
+    if options.floor is None or options.rates:
+        return None
+    return Watchdog(spec.steps, vocab, options.floor, source_name(spec.drafter, spec.checkpoint))
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What computes steps, and what an engine has to know of it."""
+
+    runner: Runner
+    grammars: PreparedGrammars | None
+    pages: PageGroups
+    tiers: Tiers | None
+    drafts: bool  # by a model
+    finds: bool  # prefixes: they are of no use without the state after them
+
+
+def computing(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Computing:
+    """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
+    arch, spec, device = model.arch, options.spec, options.device
+    kernels = {name: getattr(import_module(module), name) for name, module in KERNELS.get(options.backend, {}).items()}
+    draft_model = make_draft_model(spec, model)
+    layers = (*arch.layers[: arch.num_layers], *(() if draft_model is None else draft_model.layers))
+    drafts = sizes_of(options, layers, Features() if draft_model is None else draft_model.features)
+    stores = Stores(
+        attention_kinds(layers), [count + 1 for count in sizes.pages], sizes.page_size, options.dtype, device, options.poison,
+        kernels.get("compact", reference.compact), options.stored, (sizes.seats + 1, drafts.nodes),
+    )  # fmt: skip
+    stores.clear_last()
+    states, recur = make_states(arch, sizes, drafts, options), recur_of(options.backend)
+    attention = trunk_attention(options.backend, arch, stores, states, recur)
+    check(layers, attention, options.backend, drafts)
+    passes = None if draft_model is None else draft_passes(model, draft_model, stores, sizes, drafts, options, kernels)
+    drafter = make_drafter(spec, drafts, passes)
+    seats = make_seats(sizes, drafts, arch.vocab, options, drafter.coupled, kernels)
+    exact = spec.speculative_exact and not attention.exact
+    step = Step(
+        ExactModel(model) if exact else model,
+        trunk_attention("exact", arch, stores, states, reference_recur) if exact else attention,
+        stores,
+        drafter,
+        seats,
+        states=states,
+        thresholds=Thresholds(spec.speculative_accept_threshold_single, spec.speculative_accept_threshold_acc),
+        processed_logprobs=options.sampling.logprobs_mode == "processed_logprobs",
+        decide=judge_of(options, kernels),
+    )
+    sampling = SeatSampling(sizes.seats, LogitRules(seats, sizes.seats, arch.vocab, options.eos_ids, options.processors, device), device)
+    grammars = None if options.grammars is None else prepared(options.grammars, options.others)
+    pages = PageGroups(page_groups(layers), sizes.pages, sizes.page_size, options.scheduler.step_tokens, sizes.states or None)
+    tiers, transfers = make_tiers(options.below, page_parts(stores, states, passes, pages), pages, options.fingerprint, options.recorder)
+    drafters, graphs = DraftersByShape(spec, options.scheduler.step_tokens, passes, drafts), options.graphs(step, sampling)
+    runner = Runner(step, sampling, graphs, options.overlap > 0, grammars, transfers, drafters)
+    return Computing(runner, grammars, pages, tiers, passes is not None, states is None or sizes.states > 0)
+
+
+def prepared(grammars: GrammarCompiler, others: RankProcesses | None) -> PreparedGrammars:
+    return PreparedGrammars(grammars) if others is None else PreparedGrammars(grammars, others.prepare)
+
+
+def runner_of(made: Runner, options: EngineOptions) -> ModelRunner:
+    """What the engine is given."""
+    runner: ModelRunner = made if options.others is None else EveryRank(made, options.others)
+    return runner if options.recorder is None else options.recorder(runner)
+
+
+def assemble(model: Trunk, sizes: EngineSizes, options: EngineOptions) -> Engine:
+    """`model` is loaded and on `options.device`. Raises ConfigError for what does not fit together."""
+    made, spec = computing(model, sizes, options), options.spec
+    return Engine(
+        runner_of(made.runner, options),
+        options.scheduler,
+        pages=made.pages,
+        tiers=made.tiers,
+        max_running=sizes.seats,
+        context_length=sizes.context,
+        vocab=model.arch.vocab,
+        eos_ids=options.eos_ids,
+        want=0 if options.below.computes_prompts else spec.steps,
+        name=options.name,
+        kernels=options.kernels,
+        grammars=made.grammars,
+        lossy=spec.lossy,
+        overlap=options.overlap,
+        plain_above=spec.speculative_disable_by_batch_size,
+        adaptive=spec.adaptive,
+        fingerprint=options.fingerprint if made.finds else None,
+        observer=options.observer,
+        watch=watch_of(options, model.arch.vocab) if made.drafts else None,
+        drafter=source_name(spec.drafter, spec.checkpoint),
+        captured=() if made.runner.graphs is None else made.runner.graphs.used_depths,
+        apart=made.runner.graphs is not None and not made.runner.graphs.has_mixed_steps,
+        long_rows=options.scheduler.step_tokens // CPU_LONG if options.device.type == "cpu" else None,
+    )

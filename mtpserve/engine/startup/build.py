@@ -1,0 +1,261 @@
+"""From a configuration to a running engine: plans (planning.py), loads, and puts the parts together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+from mtpserve.config import EngineConfig, SpecConfig
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.protocols.grammars import Grammar, GrammarCompiler
+from mtpserve.core.protocols.logits_processor import LogitsProcessor
+from mtpserve.core.protocols.parallel import Ranks
+from mtpserve.core.sampling import GrammarSpec
+from mtpserve.engine.engine import Engine
+from mtpserve.engine.grammars import PreparedGrammars
+from mtpserve.engine.pages.below import TierOptions
+from mtpserve.engine.pages.kv_events import KVEvents
+from mtpserve.engine.parallel.rank_messages import Order, Reached, Room, SharedFiles, Wire
+from mtpserve.engine.parallel.ranks import RankProcesses, joined
+from mtpserve.engine.parallel.spread import meet, ticks_of
+from mtpserve.engine.startup.assemble import EngineOptions, EngineSizes, assemble, computing
+from mtpserve.engine.startup.compute import backend_of, described, kernels_of
+from mtpserve.engine.startup.drafter import planned as planned_for
+from mtpserve.engine.startup.fingerprint import facts, fingerprint
+from mtpserve.engine.startup.planning import Plan, load_model, overlap_of, positions
+from mtpserve.engine.startup.recording import header_of, recorder_of
+from mtpserve.engine.startup.threads import bind
+from mtpserve.layers.decoder import DecoderModel, Methods
+from mtpserve.layers.kernels import KERNELS
+from mtpserve.quant.int8 import Int8
+from mtpserve.runtime.graphs.graphs import ROWS, CudaRecorder, StepGraphs, usual
+from mtpserve.runtime.memory import MemoryPlan, require_memory
+from mtpserve.runtime.runner import Runner
+from mtpserve.runtime.sampling.sampling import SeatSampling
+from mtpserve.runtime.step import Step
+from mtpserve.spec.curves import Curve, read_curve
+from mtpserve.spec.sizes import draft_sizes
+
+log = logging.getLogger(__name__)
+
+
+def make_graphs(config: EngineConfig, step: Step, sampling: SeatSampling, running: int) -> StepGraphs | None:
+    """None where steps are not captured: on a CPU, and with parts that have to read on the host."""
+    wanted, safe = not config.scheduler.disable_cuda_graph, step.attention.graph_safe and step.drafter.graph_safe
+    if step.seats.device.type != "cuda" or not wanted or not safe:
+        return None
+    if config.parallel.spreads:
+        log.info("steps are not captured: what engines that share experts send each other is known only in the step")
+        return None
+    most = min(config.scheduler.cuda_graph_max_bs or running, running, ROWS[-1])
+    graphs = StepGraphs(step, sampling, CudaRecorder(), most)
+    trees = config.spec.topk > 1 and config.spec.steps > 0
+    spec, budget, shared = config.spec, config.scheduler.step_tokens, not config.cache.disable_radix_cache
+    graphs.record_all(usual(step.drafter.coupled), trees, spec.speculative_disable_by_batch_size, spec.adaptive, budget, shared)
+    return graphs
+
+
+def load_processors(named: str | None) -> list[LogitsProcessor]:
+    """Raises ConfigError for what cannot be imported, or does not start without arguments."""
+    made: list[LogitsProcessor] = []
+    for name in (named or "").split(","):
+        if not name.strip():
+            continue
+        module, _, kind = name.strip().partition(":")
+        try:
+            made.append(getattr(import_module(module), kind)())
+        except Exception as error:
+            raise ConfigError(f"--logits-processors {name.strip()}: {type(error).__name__}: {error}") from error
+    return made
+
+
+class Grammars:
+    """core.protocols.GrammarCompiler, made when the first request has a grammar: most engines never see one."""
+
+    def __init__(self, tokenizer: Path, vocab: int, eos_ids: tuple[int, ...]) -> None:
+        self.arguments = tokenizer, vocab, eos_ids
+        self.compiler: GrammarCompiler | None = None
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        if self.compiler is None:
+            self.compiler = cast(GrammarCompiler, import_module("mtpserve.text.grammar").LLGuidanceCompiler(*self.arguments))
+        return self.compiler.compile(spec)
+
+
+def recorded_in(config: EngineConfig) -> str | None:
+    """Of several engines each has a file of its own."""
+    file = config.scheduler.record_steps
+    return file if file is None or config.parallel.data_parallel_size == 1 else f"{file}.{config.replica}"
+
+
+def observer_of(config: EngineConfig) -> KVEvents | None:
+    events = config.cache.kv_events
+    return None if events is None else KVEvents(events.of(config.replica), config.cache.page_size, config.replica)
+
+
+def below_of(config: EngineConfig, planned: Plan, file: int | None) -> TierOptions:
+    """Pages of an engine with others behind one front end are its own. `file`: of the host memory that an engine's ranks share."""
+    nodes = config.disaggregation
+    known = {} if nodes.role is None else facts(config, planned)
+    return TierOptions(config.host_bytes, config.cache, nodes, known, config.replica, config.rank, config.parallel.ranks, file)
+
+
+def warn(spec: SpecConfig, curve: Curve | None) -> None:
+    """Loudly, of output that is not the model's."""
+    if spec.lossy:
+        log.warning("LOSSY: acceptance thresholds below 1; the output is not what the model alone would give")
+    if curve is not None:
+        log.warning("SYNTHETIC ACCEPTANCE: drafts are accepted by lot, to the curve %s; the output means nothing", curve.name)
+        if len(curve.lengths) < spec.steps:
+            log.warning("the curve %s ends at %d drafts: its last rate is taken for all later ones", curve.name, len(curve.lengths))
+
+
+def log_rounding(methods: Methods) -> None:
+    """What int8 costs, as far as the weights tell: drafts stay lossless, the trunk's own text changes."""
+    for what, method in (("the trunk's layers", methods.layers), ("the draft model", methods.draft)):
+        if isinstance(method, Int8) and method.errors:
+            median_error, largest = 100 * median(method.errors), 100 * max(method.errors)
+            log.info("int8, %s: rounding changes the matrices by %.2f %%, at most %.2f %%", what, median_error, largest)
+
+
+def load_part(planned: Plan, ranks: Ranks, progress: bool) -> DecoderModel:
+    """The model, or this rank's part of it."""
+    config, device = planned.config, planned.device
+    kernels = replace(KERNELS.get(kernels_of(config, device))(), ranks=ranks)
+    length = positions(config, planned.described.arch, device)
+    return load_model(planned.described, planned.dtype, device, length, kernels, progress, planned.storage)
+
+
+def sizes_of(planned: Plan) -> EngineSizes:
+    memory, page_size = planned.memory, planned.config.cache.page_size
+    return EngineSizes(
+        pages=memory.pages, page_size=page_size, seats=memory.max_running, context=memory.context_length, states=memory.states
+    )
+
+
+def options_of(planned: Plan, processors: Seq[LogitsProcessor], curve: Curve | None) -> EngineOptions:
+    """Those of what computes, alike in all ranks."""
+    config, device, arch = planned.config, planned.device, planned.described.arch
+    running, budget = planned.memory.max_running, config.scheduler.step_tokens
+    return EngineOptions(
+        spec=config.spec,
+        scheduler=config.scheduler,
+        sampling=config.sampling,
+        device=device,
+        dtype=planned.dtype,
+        stored=planned.storage.cache,
+        backend=backend_of(config, device),
+        eos_ids=arch.eos_ids,
+        token_map=planned.described.token_map,
+        rates=None if curve is None else curve.rates(draft_sizes(config.spec, budget).depth),
+        processors=processors,
+        grammars=None if config.model.numbers_for_text else Grammars(config.model.tokenizer_directory, arch.vocab, arch.eos_ids),
+        overlap=overlap_of(config, device),
+        graphs=lambda step, sampling: make_graphs(config, step, sampling, running),
+    )
+
+
+def curve_of(spec: SpecConfig) -> Curve | None:
+    return None if spec.speculative_synthetic_acceptance is None else read_curve(spec.speculative_synthetic_acceptance)
+
+
+def room_of(memory: MemoryPlan) -> Room:
+    return Room(list(memory.pages), memory.states, memory.max_running, memory.context_length)
+
+
+def in_room(planned: Plan, room: Room) -> Plan:
+    fitting = replace(
+        planned.memory, pages=tuple(room.pages), states=room.states, max_running=room.max_running, context_length=room.context_length
+    )
+    return replace(planned, memory=fitting)
+
+
+def build_rank(
+    config: EngineConfig, wire: Wire[Order], files: SharedFiles
+) -> tuple[Runner, PreparedGrammars | None, Callable[[], None]] | None:
+    """In a process of rank 1 and up: what computes its part, and what ends its part of a tick. None: rank 0 has given up. Raises LoadError,
+    ConfigError and EngineDead."""
+    bind(config)
+    processors, planned = load_processors(config.sampling.logits_processors), planned_for(config)
+    wire.send(room_of(planned.memory))
+    room = wire.receive()
+    if room is None:
+        return None
+    assert isinstance(room, Room)
+    planned = in_room(planned, room)
+    ranks = joined(config, planned.device, files.sums, room.port)
+    model = load_part(planned, ranks, progress=False)
+    wire.send(Reached("loaded"))
+    options = replace(options_of(planned, processors, curve_of(config.spec)), below=below_of(config, planned, files.pages))
+    made, spread = computing(model, sizes_of(planned), options), planned.described.spread
+    if spread is None:
+        return made.runner, made.grammars, lambda: None
+    meet(config, spread, planned.described.arch, planned.dtype, planned.device)
+    return made.runner, made.grammars, spread.finish
+
+
+def build_engine(config: EngineConfig, *, progress: bool = False, poison: bool = False) -> Engine:
+    """Raises LoadError and ConfigError. `poison` fills the KV pool with NaN, so that a test sees an unwritten slot read."""
+    others = RankProcesses(config)  # before this one is bound to its part of the cores
+    try:
+        bind(config)
+        return build_with(others, config, progress, poison)
+    except BaseException:
+        others.close()
+        raise
+
+
+def build_with(others: RankProcesses, config: EngineConfig, progress: bool, poison: bool) -> Engine:
+    processors = load_processors(config.sampling.logits_processors)
+    planned = planned_for(config)
+    log.log(logging.WARNING if planned.left_out else logging.INFO, "drafter: %s", planned.drafting)
+    observer = observer_of(config)  # before anything is loaded: its port may be in use
+    for what, size in [*planned.memory.rows, ("all", planned.memory.total)]:
+        log.info("memory: %-44s %10.1f MiB", what, size / 2**20)
+    require_memory(planned.memory, planned.config, planned.device)
+    room = others.agree(room_of(planned.memory))
+    planned, together = in_room(planned, room), others.connect(room, planned.device)
+    config, device, memory = planned.config, planned.device, planned.memory
+    model = load_part(planned, others.ranks, progress)
+    others.reach("loaded")
+    log_rounding(model.methods)
+    curve, spec, arch = curve_of(config.spec), config.spec, planned.described.arch
+    warn(spec, curve)
+    record, computed = recorded_in(config), f"{described(config, device)}{together}"
+    options = replace(
+        options_of(planned, processors, curve),
+        recorder=None if record is None else partial(recorder_of, record, header_of(config, planned)),
+        others=others if others.size > 1 else None,
+        fingerprint=None if config.cache.disable_radix_cache else fingerprint(config, planned),
+        below=below_of(config, planned, others.files.pages),
+        observer=observer,
+        floor=None if config.model.load_format == "dummy" or config.disaggregation.role == "prefill" else planned.described.floor,
+        poison=poison,
+        name=config.model.names[0],
+        kernels=computed,
+    )
+    engine = assemble(model, sizes_of(planned), options)
+    others.reach("ready")
+    family, spread = planned.described.family, planned.described.spread
+    if spread is not None:
+        engine.ticks = ticks_of(spread, meet(config, spread, arch, planned.dtype, device), others)
+    engine.card = replace(
+        engine.card,
+        synthetic_acceptance=None if curve is None else curve.name,
+        wanted_context=memory.context_length,
+        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=family.reasoning_parser,
+        algorithm=(spec.speculative_algorithm or "").upper() if spec.parts else None,
+        drafting=planned.drafting,
+    )
+    log.info(
+        "%s, %s on %s, kernels: %s, %s pages of %d tokens, drafts %d deep, %d per step", arch.family, planned.dtype, device, computed,
+        memory.counted, config.cache.page_size, spec.steps, spec.nodes,
+    )  # fmt: skip
+    return engine

@@ -1,0 +1,127 @@
+"""Which drafter an engine has where the options name none. Multi-token prediction is the normal way to decode:
+
+    --speculative-draft-model-path     what the files there are (heads/kinds.py)
+    the checkpoint's own MTP layer     where it has one that can be used
+    nothing                            plain decoding
+
+An MTP layer that cannot be used is warned of, and an error where it was asked for: by its name, or by an option that only drafts have. So
+is one for which there is no memory where several processes have to decide alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.config import EngineConfig, SpecConfig
+from mtpserve.config.spec import NONE
+from mtpserve.core.arch.model import page_groups
+from mtpserve.core.errors import ConfigError, LoadError, NoRoom
+from mtpserve.core.request import ModelCard
+from mtpserve.engine.startup.assemble import check_windows
+from mtpserve.engine.startup.planning import Described, NoMTPLayer, Plan, empty_model, lookahead_of, plan, sources
+from mtpserve.engine.startup.storage import Storage
+from mtpserve.heads.kinds import HEADS, algorithm_of
+from mtpserve.runtime.memory import require_memory
+from mtpserve.spec.sizes import draft_sizes
+from mtpserve.weights.plan import WeightSource, plan as placements
+
+OWN = "MTP"
+WHOLE = "a model of its own"
+
+
+def planned(config: EngineConfig, must_fit: bool = True) -> Plan:
+    """The plan, whose config names the drafter. `must_fit`: into this machine's memory, or there is no MTP layer either. Raises LoadError
+    and ConfigError."""
+    spec = config.spec
+    if spec.named:
+        return told(plan(config), "as --speculative-algorithm says")
+    if spec.checkpoint is not None:
+        return with_draft_model(config, spec.checkpoint)
+    try:
+        made = plan(drafting_with(config, OWN))
+        if not spec.asked:
+            require_usable(made, must_fit)
+    except NoMTPLayer as error:
+        if spec.asked:
+            name = spec.asked[0]
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(spec, name)} needs something that drafts, and {error.reason}; "
+                "--speculative-algorithm NGRAM needs no model"
+            ) from error
+        return told(plan(drafting_with(config, NONE)), error.reason)
+    except (LoadError, ConfigError) as error:
+        if spec.asked:
+            raise
+        if isinstance(error, NoRoom) and together(config):
+            raise NoRoom(f"{error}; --speculative-algorithm none leaves the MTP layer out") from error
+        return without(config, error, must_fit)
+    return told(made, "the checkpoint's own MTP layer, with which it drafts unless --speculative-algorithm says otherwise")
+
+
+def with_draft_model(config: EngineConfig, directory: str) -> Plan:
+    found = algorithm_of(Path(directory))
+    if found is None:
+        raise ConfigError(
+            f"--speculative-draft-model-path {directory}: neither config nor tensors tell what kind of draft model this is: "
+            "name it with --speculative-algorithm"
+        )
+    return told(plan(drafting_with(config, found)), f"{directory} is {HEADS.get(found, WHOLE)}")
+
+
+def without(config: EngineConfig, error: LoadError | ConfigError, must_fit: bool) -> Plan:
+    """Plain decoding, if that can be. `error`: of the MTP layer."""
+    made = plan(drafting_with(config, NONE))
+    if must_fit:
+        require_memory(made.memory, made.config, made.device)
+    return replace(told(made, f"there is an MTP layer, but it cannot be used: {error}"), left_out=True)
+
+
+def told(made: Plan, why: str) -> Plan:
+    """`made` with what drafts, and why."""
+    spec = made.config.spec
+    what = f"{'+'.join(spec.parts)}, {spec.steps} deep" if spec.parts else "none, plain decoding"
+    return replace(made, drafting=f"{what}: {why}")
+
+
+def drafting_with(config: EngineConfig, algorithm: str) -> EngineConfig:
+    return replace(config, spec=config.spec.drafting_with(algorithm))
+
+
+def as_chosen(spec: SpecConfig, card: ModelCard) -> SpecConfig:
+    """What the options mean for an engine that runs."""
+    chosen = spec if spec.named else spec.drafting_with(card.algorithm or NONE)
+    return chosen if chosen.depth_told or not card.speculative_steps else replace(chosen, speculative_num_steps=card.speculative_steps)
+
+
+def together(config: EngineConfig) -> bool:
+    """Several processes compute together or exchange pages, and each looks at its own memory."""
+    return config.parallel.ranks > 1 or config.parallel.spreads or config.disaggregation.role is not None
+
+
+def require_usable(made: Plan, must_fit: bool) -> None:
+    """Of what is looked at later where the drafter is named, in loading and in assembling. Raises LoadError and ConfigError."""
+    config, arch = made.config, made.described.arch
+    budget, reserve = config.scheduler.step_tokens, lookahead_of(config, made.device)
+    sizes = draft_sizes(config.spec, budget)
+    pages = PageGroups(page_groups(arch.layers), made.memory.pages, config.cache.page_size, budget, made.memory.states or None)
+    sizes.require(budget, pages.capacity(reserve), reserve)
+    check_windows(arch.layers, sizes)
+    require_weights(made.described)
+    if must_fit:
+        require_memory(made.memory, config, made.device)
+
+
+def require_weights(described: Described) -> None:
+    """All of the MTP layer's tensors are in the checkpoint, in shapes and formats that it can have. The trunk's are looked at when they are
+    loaded. Raises LoadError."""
+    if described.dummy or described.layout is None:
+        return
+    layer = nn.Module()
+    layer.add_module("mtp_head", empty_model(described, torch.bfloat16, 1, Storage(False, torch.bfloat16)).mtp_head)
+    own = {name: entry for name, entry in described.checkpoint.tensors.items() if name.startswith(described.layout.prefixes)}
+    placements(layer, [WeightSource(replace(described.checkpoint, tensors=own), sources(described)[0].rules)])

@@ -1,0 +1,359 @@
+"""What will be loaded, and how memory will be divided: everything about an engine that is known before a weight is read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from mtpserve.config import EngineConfig, SpecConfig
+from mtpserve.config.drafters import DRAFTERS
+from mtpserve.config.options import USUAL_PAGE
+from mtpserve.core.arch.model import ModelArch, page_groups, tokens_of_entries
+from mtpserve.core.arch.sharding import one_rank
+from mtpserve.core.errors import ConfigError, UnsupportedModel
+from mtpserve.core.protocols.parallel import ALONE, PlannedRank, Ranks, SpreadExperts, share
+from mtpserve.engine.parallel.spread import spread_of, with_ranks
+from mtpserve.engine.startup.compute import device_of, dtype_of, kernels_of
+from mtpserve.engine.startup.storage import Storage, int8_of, storage_of
+from mtpserve.engine.startup.vocabulary import require_same_tokens
+from mtpserve.heads.head import Head, HeadSource
+from mtpserve.heads.kinds import require_kind
+from mtpserve.layers.decoder import DecoderModel
+from mtpserve.layers.kernels import KERNELS, Kernels
+from mtpserve.layers.linear import Linear
+from mtpserve.models.family import Family, dropped
+from mtpserve.models.registry import family_of
+from mtpserve.runtime.memory import Fixed, MemoryPlan, Sizes, plan_memory
+from mtpserve.runtime.parallel.rounds import Rounds
+from mtpserve.runtime.sampling.rules import LogitRules
+from mtpserve.runtime.sampling.sampling import SeatSampling
+from mtpserve.runtime.seats import SeatTensors
+from mtpserve.spec.draft.token_map import read_token_map
+from mtpserve.spec.sizes import coupled, draft_sizes
+from mtpserve.weights.blocks import hold_blocks
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.checkpoint.hf import read_config
+from mtpserve.weights.checkpoint.hf_config import HFConfig
+from mtpserve.weights.checkpoint.layouts import MTPLayout, dummy_layers, mtp_layers, nextn_prefix, why_no_mtp
+from mtpserve.weights.dummy import fill
+from mtpserve.weights.formats import groups
+from mtpserve.weights.loader import load
+from mtpserve.weights.plan import WeightSource, plan as placements
+from mtpserve.weights.rules import Rule
+from mtpserve.weights.shards import shards_of
+
+log = logging.getLogger(__name__)
+DRAFT = "draft."  # where a draft model of its own is in the whole model
+DRAFTS = (DRAFT, "mtp_head.")
+
+
+class NoMTPLayer(UnsupportedModel):
+    """The model has none, and was to draft with it. `reason` is without the advice."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; plain decoding is --speculative-algorithm none")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A checkpoint as far as headers and config tell. `arch.mtp` is None where no MTP layer is to be loaded, and `arch.draft` where no
+    other draft model is."""
+
+    config: HFConfig
+    family: Family
+    arch: ModelArch
+    checkpoint: Checkpoint
+    layout: MTPLayout | None  # of the MTP layers inside the checkpoint itself
+    nextn: Checkpoint | None  # a separately published one
+    nextn_prefix: str | None
+    head: Head | None = None  # a draft model of another kind that was published apart
+    token_map: list[int] | None = None  # the tokens that drafting looks at; None: all
+    dummy: bool = False  # there is no checkpoint but its config
+    spread: Rounds | None = None  # who has which experts, where not all are here
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """The model's own first."""
+        apart = None if self.head is None else self.head.checkpoint
+        return [each for each in (self.checkpoint, self.nextn, apart) if each is not None]
+
+    @property
+    def floor(self) -> float:
+        """Of the share of first drafts that are accepted."""
+        return self.family.floor if self.head is None else self.head.floor
+
+    @property
+    def mtp_prefix(self) -> str | None:
+        return self.nextn_prefix or (self.layout.prefix if self.layout else None)
+
+
+def describe(config: EngineConfig, want_mtp: bool) -> Described:
+    """Reads config.json and the headers; no weights. A draft model that is no MTP layer is described where the options name one. Raises
+    LoadError, ConfigError, or UnsupportedModel."""
+    directory, dummy = config.model.directory, config.model.load_format == "dummy"
+    if config.spec.drafter is not None and config.spec.checkpoint is not None:
+        require_kind(config.spec.drafter, Path(config.spec.checkpoint))
+    hf_config = read_config(directory)
+    family, checkpoint = family_of(hf_config), Checkpoint(directory, {}) if dummy else Checkpoint.open(directory)
+    layers = hf_config.get_int("num_hidden_layers", at_least=1)
+    layout = dummy_layers(hf_config, family.modules or family.uncounted) if dummy else mtp_layers(checkpoint.tensors, layers)
+    if want_mtp and family.mtp_rules is None:
+        raise NoMTPLayer(f"{directory}: a {hf_config.raw('architectures')[0]} has no MTP layer")
+    nextn, prefix = None, None
+    if dummy and want_mtp and config.spec.speculative_draft_model_path is not None:
+        raise ConfigError("--speculative-draft-model-path has no use with --load-format dummy: the layer is random too")
+    if want_mtp and config.spec.speculative_draft_model_path is not None:
+        nextn = Checkpoint.open(config.spec.speculative_draft_model_path)
+        prefix = nextn_prefix(nextn.tensors, layers)
+    elif want_mtp and layout is None:
+        raise NoMTPLayer(f"{directory}: {why_no_mtp(hf_config, layers)}")
+    count = mtp_count(config, family, layout if nextn is None else None) if want_mtp else 0
+    arch, hot = with_ranks(config, family.arch(hf_config, count)), config.spec.speculative_token_map
+    head = head_of(config, arch)
+    if head is not None:
+        arch = replace(arch, layers=arch.layers + head.arch.layers, draft=head.arch)
+    if hot is not None and arch.own_draft_head:
+        raise ConfigError("--speculative-token-map needs a draft model that shares the model's head, and this one has its own")
+    token_map = read_token_map(hot, arch.vocab) if arch.drafts and config.spec.steps and hot is not None else None
+    return Described(hf_config, family, arch, checkpoint, layout, nextn, prefix, head, token_map, dummy, spread_of(config, arch))
+
+
+def head_of(config: EngineConfig, trunk: ModelArch) -> Head | None:
+    """The draft model that --speculative-draft-model-path names, where it is no MTP layer."""
+    spec = config.spec
+    if spec.drafter is None or spec.speculative_draft_model_path is None or drafts_itself(spec):
+        return None
+    source, directory = cast(HeadSource, DRAFTERS.get(spec.drafter)), Path(spec.speculative_draft_model_path)
+    head = source.open(directory, config, trunk)
+    if head.vocab is not None:
+        require_same_tokens(config.model, directory, trunk.vocab, head.vocab)
+    return head
+
+
+def mtp_count(config: EngineConfig, family: Family, layout: MTPLayout | None) -> int:
+    """MTP layers that are to be loaded: where each depth has one, those of the depths that are drafted. `layout` None: they are apart."""
+    there, steps = 1 if layout is None else layout.count, config.spec.steps
+    if not family.modules:
+        if layout is not None and there > 1:
+            raise UnsupportedModel(f"{config.model.directory}: {there} MTP layers ({', '.join(layout.prefixes)}); supported: 1")
+        return 1
+    if steps > there and config.spec.depth_told:
+        have = f"{config.model.directory} has {there} MTP layers, one for each depth"
+        raise ConfigError(f"--speculative-num-steps must be at most {there}, got {steps}: {have}")
+    return max(min(steps, there), 1)
+
+
+def deep_as_layers(config: EngineConfig, arch: ModelArch) -> EngineConfig:
+    """No deeper than the model has MTP layers, where each depth has one and nobody asked for a depth."""
+    if arch.mtp is None or not arch.mtp.each_depth or config.spec.depth_told or config.spec.steps <= arch.mtp.layers:
+        return config
+    return replace(config, spec=replace(config.spec, speculative_num_steps=arch.mtp.layers))
+
+
+def drafts_itself(spec: SpecConfig) -> bool:
+    """The checkpoint's own MTP layer is needed, or one that was published apart in the same layout."""
+    return spec.drafter is not None and DRAFTERS.get(spec.drafter).in_checkpoint(spec.speculative_draft_model_path)
+
+
+def paged(config: EngineConfig, arch: ModelArch) -> EngineConfig:
+    """With pages of a size that the model's layers can have. Raises ConfigError for one that was asked for and is another."""
+    size, every = config.cache.page_size, tokens_of_entries(arch.layers)
+    if size % every == 0:
+        return config
+    if size != USUAL_PAGE:
+        raise ConfigError(f"--page-size must be a multiple of {every} for a model whose layers keep entries of as many tokens, got {size}")
+    log.info("pages of %d tokens: the model's layers keep entries of as many", lcm(size, every))
+    return replace(config, cache=replace(config.cache, page_size=lcm(size, every)))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    config: EngineConfig  # what was asked for, with what follows from the model
+    described: Described  # the whole model, also where several ranks compute it
+    dtype: torch.dtype
+    device: torch.device
+    storage: Storage
+    memory: MemoryPlan  # of one rank
+    drafting: str = ""  # what drafts, and why, for people
+    left_out: bool = False  # there is an MTP layer, and it cannot be used
+
+
+def plan(config: EngineConfig) -> Plan:
+    """With the drafter that the options name; where they name none, drafter.py chooses. The same for each of several ranks. Raises
+    LoadError and ConfigError."""
+    described = describe(config, want_mtp=drafts_itself(config.spec))
+    device = device_of(config)
+    config = replace(config, scheduler=config.scheduler.on(device.type))
+    config = deep_as_layers(paged(config, described.arch), described.arch)
+    dtype = dtype_of(config, described.arch, device)
+    length = config.model.context_length
+    if length is not None and length > described.arch.max_positions:
+        raise ConfigError(f"--context-length must be at most {described.arch.max_positions}, the model's own, got {length}")
+    kernels = kernels_of(config, device)
+    kept = storage_of(config, described.checkpoints, dtype, device, kernels == "triton")
+    int8, draft_int8 = int8_of(config, described.arch, dtype, kernels)
+    kept = replace(kept, int8=int8, draft_int8=draft_int8)
+    ranks = config.parallel.ranks
+    sizes = fixed(described, dtype, positions(config, described.arch, device), kept, ranks)
+    state, tables = state_of(config, described.arch, device)
+    arch = one_rank(described.arch, ranks)
+    memory = plan_memory(config, arch, kept.cache, device, sizes, lookahead_of(config, device), state, tables)
+    return Plan(config, described, dtype, device, kept, memory)
+
+
+def overlap_of(config: EngineConfig, device: torch.device) -> int:
+    """Steps in flight while another is planned. On a CPU the host computes, so there is nothing to overlap with."""
+    return int(device.type == "cuda" and not config.scheduler.disable_overlap_schedule)
+
+
+def context_of(config: EngineConfig, arch: ModelArch) -> int:
+    return arch.max_positions if config.model.context_length is None else config.model.context_length
+
+
+def lookahead_of(config: EngineConfig, device: torch.device) -> int:
+    """Tokens of a request for which pages are held after those that the host knows."""
+    return draft_sizes(config.spec, config.scheduler.step_tokens).lookahead(overlap_of(config, device))
+
+
+def positions(config: EngineConfig, arch: ModelArch, device: torch.device) -> int:
+    """Positions that a step may compute: the rotary tables' length."""
+    return context_of(config, arch) + lookahead_of(config, device)
+
+
+def state_of(config: EngineConfig, arch: ModelArch, device: torch.device) -> tuple[Sizes, Sizes]:
+    """The tensors that the runner makes, made on no device."""
+    sizes, nowhere = draft_sizes(config.spec, config.scheduler.step_tokens), torch.device("meta")
+    context, in_flight = context_of(config, arch), overlap_of(config, device)
+
+    def parts(running: int) -> tuple[SeatTensors, LogitRules]:
+        seats = SeatTensors(
+            running,
+            context,
+            sizes,
+            arch.vocab,
+            config.cache.page_size,
+            nowhere,
+            spare_pages=[0] * len(page_groups(arch.layers)),
+            coupled=coupled(config.spec),
+            in_flight=in_flight,
+        )
+        return seats, LogitRules(seats, running, arch.vocab, (), (), nowhere)
+
+    def state(running: int) -> int:
+        seats, rules = parts(running)
+        return seats.nbytes + SeatSampling(running, rules, nowhere).nbytes
+
+    return state, lambda running: parts(running)[1].table_bytes
+
+
+def fixed(described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: int = 1) -> Fixed:
+    """Of one rank's part of the model as it will lie in memory, without making it. Embedding and head, which the MTP layer shares, are
+    there once."""
+    model = empty_model(described, dtype, positions, kept, PlannedRank(0, ranks), described.spread)
+    sizes = {name: tensor.nbytes for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for name, part in model.named_modules():
+        int8 = kept.draft_int8 if name.startswith(DRAFTS) else kept.int8 and name.startswith("layers.")
+        if int8 and isinstance(part, Linear):
+            sizes[f"{name}.weight"] = part.weight.numel()
+    drafts = sum(size for name, size in sizes.items() if name.startswith(DRAFTS))
+    # Heads of its own are counted with its layers.
+    copied = kept.draft_int8 and described.token_map is None and not described.arch.own_draft_head
+    tokens = described.arch.vocab if copied else len(described.token_map or ())
+    reduced = share(tokens, ranks) * described.arch.hidden * (1 if kept.draft_int8 else dtype.itemsize)
+    what = "MTP layer" if described.arch.draft is None else described.arch.draft.kind
+    return Fixed(sum(sizes.values()) - drafts, drafts, reduced, dtype.itemsize, what)
+
+
+def empty_model(
+    described: Described, dtype: torch.dtype, positions: int, kept: Storage, ranks: Ranks = ALONE, spread: SpreadExperts | None = None
+) -> DecoderModel:
+    """On no device: names, shapes and dtypes."""
+    kernels = KERNELS.get("torch")()
+    with torch.device("meta"):
+        model = build_model(described, dtype, positions, replace(kernels, ranks=ranks, spread=spread), kept)
+        whole = model if ranks.size == 1 and spread is None else build_model(described, dtype, positions, kernels, kept)
+    if kept.kinds:
+        wide = hold_blocks(model, placements(whole, sources(described)), kept.kinds, shards_of(whole, model, ranks))
+        if wide:
+            why = "they take more memory: a rank's part of them would not be whole blocks or groups"
+            log.warning("--tensor-parallel-size %d: %d matrices become %s (%s, …), and %s", ranks.size, len(wide), dtype, wide[0], why)
+    return model
+
+
+def build_model(described: Described, dtype: torch.dtype, positions: int, kernels: Kernels, kept: Storage) -> DecoderModel:
+    """The part of the rank that `kernels.ranks` names, with the experts that `kernels.spread` does. Its weights are uninitialised."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        methods = kept.methods(kernels)
+        model = described.family.build(one_rank(described.arch, kernels.ranks.size), methods, dtype, positions, kernels)
+        if described.head is not None:
+            model.draft = described.head.make(model, methods, dtype, positions, replace(kernels, ranks=ALONE, spread=None))
+        return model
+    finally:
+        torch.set_default_dtype(before)
+
+
+def sources(described: Described) -> list[WeightSource]:
+    """The model's own checkpoint first."""
+    arch, family = described.arch, described.family
+    rules, also = family.trunk_rules(arch), []
+    own = described.layout.prefixes if described.layout else ()
+    if arch.mtp is not None and described.nextn is None:
+        assert family.mtp_rules is not None
+        rules += [rule for prefix in own[: arch.mtp.layers] for rule in family.mtp_rules(arch, prefix)]
+        own = own[arch.mtp.layers :]
+    rules += [dropped(prefix, "an MTP layer that is not used") for prefix in own]
+    if described.nextn is not None and described.nextn_prefix is not None:
+        also = [WeightSource(described.nextn, nextn_rules(described, described.nextn, described.nextn_prefix))]
+    if described.head is not None:
+        also = [WeightSource(described.head.checkpoint, described.head.inside(DRAFT))]
+    return [WeightSource(described.checkpoint, rules), *also]
+
+
+def nextn_rules(described: Described, nextn: Checkpoint, prefix: str) -> list[Rule]:
+    """The layer's own tensors; what is outside its prefix is another copy of the trunk's."""
+    assert described.family.mtp_rules is not None
+    names = (group.name for group in groups(nextn.tensors))
+    others = {name.split(".weight")[0] for name in names if not name.startswith(prefix)}
+    return described.family.mtp_rules(described.arch, prefix) + [dropped(name, "the trunk's") for name in sorted(others)]
+
+
+def load_model(
+    described: Described,
+    dtype: torch.dtype,
+    device: torch.device,
+    positions: int,
+    kernels: Kernels,
+    progress: bool,
+    kept: Storage,
+) -> DecoderModel:
+    """The part of the rank that `kernels.ranks` names, with its experts."""
+    kernels = replace(kernels, spread=described.spread)
+    model = build_model(described, dtype, positions, kernels, kept)
+    plain = replace(kept, keep_blocks=False, keep_int4=False)
+    whole = model if kernels.ranks.size == 1 and kernels.spread is None else empty_model(described, dtype, positions, plain)
+    if described.dummy:
+        log.warning("DUMMY WEIGHTS: --load-format dummy fills the model with random numbers; its output means nothing")
+        fill(model, device, whole, kernels.ranks)
+    else:
+        own, *also = sources(described)
+        load(
+            model,
+            own.checkpoint,
+            own.rules,
+            dtype=dtype,
+            device=device,
+            progress=progress,
+            also=also,
+            keep=kept.kinds,
+            whole=whole,
+            ranks=kernels.ranks,
+        )
+    return model.eval()

@@ -1,0 +1,87 @@
+"""The formats of weights, keys and values in memory: from the options, from what the checkpoint has, and from what the device reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mtpserve.config import EngineConfig
+from mtpserve.core.arch.model import ModelArch
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.protocols.linear import LinearMethod
+from mtpserve.layers.decoder import Methods
+from mtpserve.layers.kernels import Kernels
+from mtpserve.quant.fp8 import FP8
+from mtpserve.quant.registry import METHODS
+from mtpserve.weights.checkpoint.checkpoint import Checkpoint
+from mtpserve.weights.formats import kinds_of
+
+# From this size on a draft head is read from memory again in each pass, so that half the bytes save time: reasoned, not measured yet.
+DRAFT_INT8_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    keep_blocks: bool  # matrices in float8 stay so; which these are, the checkpoint says one by one
+    cache: torch.dtype  # of keys and values
+    int8: bool = False  # the trunk's layers, made int8 while they are loaded
+    draft_int8: bool = False  # the draft model's layer, and a head of its own
+    keep_int4: bool = False  # as keep_blocks, for numbers of four bits
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Of weights that stay as they are stored."""
+        return frozenset(kind for kind, kept in (("fp8", self.keep_blocks), ("int4", self.keep_int4)) if kept)
+
+    def methods(self, kernels: Kernels) -> Methods:
+        """How the model's matrices are stored and multiplied."""
+        made: dict[str, LinearMethod] = {}
+
+        def method(name: str) -> LinearMethod:
+            return made.setdefault(name, METHODS.get(name)(kernels))
+
+        kept = "stored" if self.kinds else "none"
+        layers = method("int8" if self.int8 else kept)
+        return Methods(layers, method(kept), method("int8") if self.draft_int8 else layers, method("int8") if self.draft_int8 else None)
+
+
+def storage_of(config: EngineConfig, checkpoints: Iterable[Checkpoint], dtype: torch.dtype, device: torch.device, kernels: bool) -> Storage:
+    """`kernels`: the layers compute with Triton's. Without, what is kept is widened by torch for each use: less memory, more time."""
+    unreadable = kernels and not reads_float8(device)
+    why = "the kernels read float8 (e4m3) from compute capability 8.9 on, and this GPU is older"
+    weights, cache = config.model.quantization, config.cache.kv_cache_dtype
+    stored = {kind for checkpoint in checkpoints for kind in kinds_of(checkpoint.tensors)}
+    if weights == "fp8" and "fp8" not in stored:
+        made = "python -m mtpserve.weights.quantise writes a checkpoint that has"
+        raise ConfigError(f"--quantization fp8: {config.model.directory} has no matrix in float8 with scales; {made}")
+    if weights == "int4" and "int4" not in stored:
+        known = "AWQ, GPTQ, compressed-tensors' packed integers, MXFP4"
+        raise ConfigError(f"--quantization int4: {config.model.directory} has no matrix with numbers of four bits; known: {known}")
+    if weights == "fp8" and unreadable:
+        raise ConfigError(f"--quantization fp8: {why}; with none the weights are expanded")
+    if cache in ("fp8", "fp8_e4m3") and unreadable:
+        raise ConfigError(f"--kv-cache-dtype {cache}: {why}")
+    either = weights in ("auto", "fp8", "int4") and kernels
+    return Storage(
+        keep_blocks=weights == "fp8" or (either and "fp8" in stored and not unreadable),
+        cache={"auto": dtype, "bfloat16": torch.bfloat16}.get(cache, FP8),
+        keep_int4=weights == "int4" or (either and "int4" in stored),
+    )
+
+
+def int8_of(config: EngineConfig, arch: ModelArch, dtype: torch.dtype, kernels: str) -> tuple[bool, bool]:
+    """Whether the trunk's layers are int8, and the draft model. Raises ConfigError where no kernel multiplies int8."""
+    trunk, draft = config.model.quantization == "int8", config.spec.speculative_draft_model_quantization
+    for option, asked in (("quantization", trunk), ("speculative-draft-model-quantization", draft == "int8")):
+        if asked and kernels != "cpu":
+            raise ConfigError(f"--{option} int8: only the kernels of a CPU multiply int8, and what computes here is {kernels}")
+    if kernels != "cpu" or draft == "none" or not arch.drafts:
+        return trunk, False
+    return trunk, draft == "int8" or trunk or arch.vocab * arch.hidden * dtype.itemsize >= DRAFT_INT8_BYTES
+
+
+def reads_float8(device: torch.device) -> bool:
+    """What Triton needs; plain torch converts float8 anywhere."""
+    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,29 @@
+"""A step as the engine sees it: what was planned for whom, and what it gave each request."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from mtpserve.core.plan import StepPlan
+from mtpserve.core.request import Proposal, TokenLogprob
+from mtpserve.core.sequence import Sequence
+
+
+class Planned(NamedTuple):
+    """A plan, and whose its spans are: by the time of the result, their seats may be others'."""
+
+    plan: StepPlan
+    seqs: list[Sequence]
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """What one step gave one request, surplus after a stop already dropped. `seq.finish` says whether it goes on."""
+
+    seq: Sequence
+    tokens: list[int]
+    accepted: int = 0  # of `tokens`, from the front
+    proposal: Proposal = Proposal()  # the drafts that were verified
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None

@@ -1,0 +1,349 @@
+"""Steps that are captured once and replayed: one launch on the host instead of hundreds.
+
+A graph is a whole step (forward, accept, compact, absorb, draft) for a padded number of requests, each with as many rows as the engine
+verifies. It is fed with seats, wanted depths and numbers of drafts; everything else it reads from the seats on the device. The seat that
+belongs to no request pads it.
+
+    requests   | a | b | c | - |      tier 4             rows of each   | x d1 d2 d3 |    fewer drafts are masked
+
+Prompts have a padded number of rows in all, and a graph is fed with the number of each (prompt_rows.py). Launched kernel by kernel, a short
+prompt took 36 ms on an H100 with 36 layers; a step without takes 4 ms. Beside requests that decode they are computed in the same pass, so
+that the weights are read once; where drafts may branch they have graphs of their own.
+
+    rows       | a a a | b b b b | - | - - |      8 spans of 4 requests, at most 3 of which are real
+
+All tiers are captured at start for the usual parameters; others when they are first needed, which takes about as long as a few dozen
+steps. A step whose capture failed is launched as any other, from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.batch import Keep, Want
+from mtpserve.runtime.graphs.prompt_rows import MIXED_PROMPTS, PROMPTS, Prompts, padded_prompts
+from mtpserve.runtime.inputs import RowLayout, Rows, mixed_layout, prompt_layout, row_layout
+from mtpserve.runtime.publish import Columns
+from mtpserve.runtime.sampling.sampling import Asked, BatchSampler, SeatSampling
+from mtpserve.runtime.step import Step
+from mtpserve.runtime.transfer import write
+
+log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+MIXED_ROWS = (16, 32, 64, 128, 256)  # of requests that decode beside prompts
+DEPTHS = (1, 3)  # of chains, in addition to the engine's own depth
+WARM_UPS = 2  # compile kernels and fill caches, neither of which may happen in a capture
+LOG_EVERY = 10  # captures at start
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOutput:
+    """What a step leaves for the host, and all that a graph keeps of it: the memory of everything else is the next graph's too."""
+
+    columns: Columns
+    table: Tensor
+    count: Tensor | None  # [requests], the drafts that now wait; None: nothing was drafted
+    trees: bool  # they branch
+    decoding: int = 0  # requests before those of the prompts, padding counted
+
+
+Body = Callable[[], GraphOutput]
+
+
+class CaptureFailed(Exception):
+    """The step can be launched, but not captured. The cause says why."""
+
+
+class Recorder(Protocol):
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+        """Run `body` as often as needed, and give what its recorded run returns, and what repeats that run into the same tensors.
+        Raises CaptureFailed."""
+        ...
+
+
+class CudaRecorder:
+    """All graphs share one pool of memory: only one of them runs at a time, and what one returns is kept alive by its owner. They share
+    one stream too, since libraries keep a workspace for each stream that they have seen. After a failed capture the next ones share
+    another pool."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        self.failed: list[torch.cuda.CUDAGraph] = []
+
+    def record(self, body: Body) -> tuple[GraphOutput, Callable[[], object]]:
+        current = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                for _ in range(WARM_UPS):
+                    body()
+            current.wait_stream(self.stream)
+            # torch.cuda.graph does not restore the stream if the end of the capture raises; the outer context does.
+            with torch.cuda.stream(current), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                made = body()
+        except Exception as error:
+            self.clean_up(graph)
+            raise CaptureFailed from error
+        return made, graph.replay
+
+    def clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a failed capture. A torch without https://github.com/pytorch/pytorch/pull/180395 takes it for unfinished in its allocators.
+        The device's can be told; the next capture would die of an internal assertion otherwise. The one of pinned memory cannot: it refuses
+        the pool from then on (seen with torch 2.11), and still asks the failed graph what is its own, so that this is kept. That the pool
+        may never be given back (https://github.com/pytorch/pytorch/pull/190348) does no harm: the graphs before use it.
+
+        Raises torch.AcceleratorError where the device itself has failed."""
+        with contextlib.suppress(RuntimeError):  # the capture has ended there, too
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+        self.failed.append(graph)
+        self.pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    requests: int  # that decode
+    width: int  # rows of each
+    deepest: int  # 0: nothing is drafted
+    trees: bool
+    asked: Asked
+    deferred: bool = (
+        False  # where nothing is drafted: the rows are absorbed with a later step; beside prompts some are, others with this one
+    )
+    rows: int = 0  # of all prompts together
+    spans: int = 0  # of these
+    resumed: bool = False  # some of these start right after pages of another request
+
+    def __str__(self) -> str:
+        decoding = f"{self.requests} requests, {self.width} rows each" if self.requests else ""
+        prompts = f"{self.rows} rows of prompts" if self.rows else ""
+        return f"{' and '.join(filter(None, (decoding, prompts)))}, {self.deepest} deep"
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    # [3 to 5, requests + spans]: seats, wanted depths, most drafts, and Keep's numbers where layers keep states
+    request_numbers: Tensor
+    prompt_numbers: Tensor | None  # [3, spans], see `padded_prompts`
+    layout: RowLayout | None  # of those that decode; its tensors are read by every replay
+    outcome: GraphOutput
+    again: Callable[[], object]
+
+
+def tiers(most: int) -> list[int]:
+    """Numbers of requests, the largest last."""
+    return [*(size for size in ROWS if size < most), most]
+
+
+def usual(coupled: bool) -> list[Asked]:
+    """The usual parameters: no temperature, temperature alone, or with any of top_k, top_p and min_p. `coupled` as in Asked."""
+    cuts = ((True, 0, False), (False, 0, False), (False, 1, True))
+    wanted = [
+        Asked(all_greedy=greedy, any_greedy=True, largest_k=top_k, any_top_p=top_p, any_min_p=top_p, all_coupled=coupled)
+        for greedy, top_k, top_p in cuts
+    ]
+    return [each.rounded() for each in wanted]
+
+
+class StepGraphs:
+    """`most` requests in one graph, at most. The widths are the engine's own, a token and all drafts of a request, those of a few less
+    deep chains, and a single row for steps that neither verify nor draft. Steps between them are masked: near the end of its text a
+    request has fewer drafts for a step or two, which is not worth a capture."""
+
+    def __init__(self, step: Step, sampling: SeatSampling, recorder: Recorder, most: int) -> None:
+        self.step, self.sampling, self.recorder, self.most = step, sampling, recorder, most
+        self.drafts = step.drafter.sizes.proposals(step.drafter.sizes.depth, plain=True)
+        self.depths = sorted({depth for depth in DEPTHS if depth < self.drafts} | {self.drafts})
+        self.recorded: dict[Key, Recorded | None] = {}  # None: cannot be captured
+
+    def again(self) -> StepGraphs:
+        """For what the step drafts with now, in the same memory."""
+        return StepGraphs(self.step, self.sampling, self.recorder, self.most)
+
+    def replay(
+        self, seats: Seq[int], wanted: Seq[int], most: Seq[int], drafts: int, want: int, asked: Asked, trees: bool, deferred: bool = False,
+        kept: Seq[Seq[int]] = (), prompts: Prompts | None = None,
+    ) -> GraphOutput | None:  # fmt: skip
+        """`drafts` of the widest span; `want`: how deep the step drafts; `deferred`: as in Key; `kept`: Keep's numbers, where layers keep
+        states; `prompts`: the last ones of the requests. What it gives is overwritten by the next replay, on the device and in its order.
+        None: such a step cannot be captured, or its prompts are too long, and nothing was done."""
+        decoding, deepest = len(seats) - (0 if prompts is None else len(prompts.lengths)), want if any(wanted) else 0
+        if prompts is None:
+            key: Key | None = self.key(decoding, drafts, deepest, asked, trees, deferred)
+        elif decoding:
+            key = self.mixed_key(decoding, drafts, deepest, asked, prompts, deferred)
+        else:
+            key = self.prompt_key(prompts, deepest, asked)
+        recorded = None if key is None else self.recorded[key] if key in self.recorded else self.record(key)
+        if key is None or recorded is None:
+            return None
+        # A chain's number of drafts is its depth, and those who are limited otherwise are not captured.
+        most = most or [self.drafts] * len(seats)
+        depths = wanted if self.step.drafter.sizes.trees else list(map(min, wanted, most))
+        lists = (seats, self.step.seats.padding), (depths, 0), (most, 0), *((each, 0) for each in kept)
+        write(recorded.request_numbers, [padded(numbers, decoding, filler, key) for numbers, filler in lists])
+        if prompts is not None and recorded.prompt_numbers is not None:
+            write(recorded.prompt_numbers, padded_prompts(prompts, key.rows, key.spans, key.requests))
+        recorded.again()
+        return recorded.outcome
+
+    @property
+    def has_mixed_steps(self) -> bool:
+        """Whether prompts are computed in the same pass as requests that decode, whose drafts are chains."""
+        return not self.step.drafter.sizes.trees
+
+    def prompt_key(self, prompts: Prompts, deepest: int, asked: Asked) -> Key | None:
+        """Of prompts alone. None: there are too many rows, or requests."""
+        if (bucket := prompts.bucket(PROMPTS)) is None:
+            return None
+        rows, spans = bucket
+        depth = self.depth_of(deepest) if deepest else 0
+        # Seats in which drafts once branched, or not, and all parameters alike: it is few requests' sampling.
+        trees = self.step.drafter.sizes.branching
+        return Key(0, 0, depth, trees, asked.general, rows=rows, spans=spans, resumed=bool(prompts.resumed))
+
+    def mixed_key(self, requests: int, drafts: int, deepest: int, asked: Asked, prompts: Prompts, deferred: bool) -> Key | None:
+        """Of prompts beside so many requests that decode. None: there are too many rows, or requests."""
+        if (bucket := prompts.bucket(MIXED_PROMPTS)) is None:
+            return None
+        key = self.key(next(size for size in self.mixed_tiers if size >= requests), drafts, deepest, asked, False, deferred)
+        sampling = asked.rounded() if asked.all_greedy else asked.general
+        # Whatever the prompts follow: a pass of the draft model over one row of each costs less than twice as many captures.
+        resumed = self.step.drafter.lag is not None
+        return replace(key, asked=sampling, rows=bucket[0], spans=bucket[1], resumed=resumed)
+
+    @property
+    def mixed_tiers(self) -> list[int]:
+        return [size for size in tiers(self.most) if size in MIXED_ROWS or size == self.most]
+
+    def mixed_keys(self, asked: Asked, depth: int, budget: int, above: int, deferred: bool) -> Iterator[Key]:
+        """Of steps of `budget` rows, at most, with prompts beside more than `above` requests that draft so deep; the largest first."""
+        for before, size in reversed([*pairwise([0, *self.mixed_tiers])]):
+            decoding = (before + 1) * self.key(size, depth, depth, asked, False).width
+            for rows, spans in reversed(MIXED_PROMPTS) if size > above else ():
+                prompts = Prompts([min(rows - spans, budget - decoding)], [])
+                key = self.mixed_key(size, depth, depth, asked, prompts, deferred) if budget > decoding else None
+                if key is not None:
+                    yield key
+
+    @property
+    def used_depths(self) -> list[int]:
+        """Those of graphs in which anything is drafted."""
+        sizes = self.step.drafter.sizes
+        return [sizes.depth] if sizes.trees or sizes.always_free else self.depths
+
+    def depth_of(self, drafts: int) -> int:
+        """The depth of the graph in which so many are drafted, or verified: of a tree more than it is deep."""
+        *shallower, deepest = self.used_depths
+        return next((depth for depth in shallower if depth >= drafts), deepest)
+
+    def key(self, requests: int, drafts: int, deepest: int, asked: Asked, trees: bool, deferred: bool = False) -> Key:
+        assert drafts <= self.drafts
+        size = next(tier for tier in tiers(self.most) if tier >= requests)
+        if drafts == 0 and deepest == 0:
+            return Key(size, 1, 0, False, asked.rounded(), deferred)
+        # The step in which the depth changes is as wide as the deeper one.
+        depth, sizes = self.depth_of(max(drafts, deepest)), self.step.drafter.sizes
+        return Key(size, (self.drafts if sizes.trees or sizes.always_free else depth) + 1, depth, trees, asked.rounded())
+
+    def record_all(
+        self, asked: Seq[Asked], trees: bool, plain_above: int | None = None, adaptive: bool = False,
+        prompts: int = PROMPTS[-1][0], shared: bool = False,
+    ) -> None:  # fmt: skip
+        """Every tier, the largest first: the memory of the others fits into its own. `plain_above`: with more requests than that the
+        engine drafts nothing. `adaptive`: it drafts as deep as it thinks best. `prompts`: rows of a step, at most; `shared`: some may
+        follow pages of another request."""
+        sizes, deferred = tiers(self.most)[::-1], self.step.drafter.sizes.deferred > 0
+        depths = self.depths[::-1] if adaptive and self.drafts else [self.drafts]
+        keys = [self.key(size, depth, depth, each, trees) for size in sizes for depth in depths for each in asked]
+        if adaptive and self.drafts:
+            plain_above = 0
+        if plain_above is not None:
+            keys += [self.key(size, 0, 0, each, False, deferred) for size in sizes if size > plain_above for each in asked]
+            depths = [*depths, 0]
+        for depth in depths if self.has_mixed_steps else []:
+            above = 0 if depth or plain_above is None else plain_above
+            keys += [key for each in asked for key in self.mixed_keys(each, depth, prompts, above, deferred and not depth)]
+        both = ([], [0])[: 1 + (shared or self.step.drafter.lag == 0)]
+        for rows in sorted({min(rows - spans, prompts) for rows, spans in PROMPTS}, reverse=True):
+            alone = [Prompts([rows], resumed) for resumed in both]
+            keys += [key for depth in depths for each in asked for one in alone if (key := self.prompt_key(one, depth, each))]
+        keys = list(dict.fromkeys(keys))
+        for number, key in enumerate(keys, 1):
+            self.record(key)
+            if number % LOG_EVERY == 0 or number == len(keys):
+                log.info("captured %d of %d steps, for up to %d requests", number, len(keys), self.most)
+
+    @torch.inference_mode()
+    def record(self, key: Key) -> Recorded | None:
+        step, device = self.step, self.step.seats.device
+        fillers = [step.seats.padding, 0, 0, *([0, 0] if step.states is not None else [])]
+        request_numbers = torch.empty(len(fillers), key.requests + key.spans, dtype=torch.int64, device=device)
+        write(request_numbers, [padded([], 0, filler, key) for filler in fillers])
+        prompt_numbers = None
+        if key.rows:
+            prompt_numbers = torch.empty(3, key.spans, dtype=torch.int64, device=device)
+            write(prompt_numbers, padded_prompts(Prompts([], []), key.rows, key.spans, key.requests))
+        layout = self.layout(key) if key.requests else None
+
+        def body() -> GraphOutput:
+            rows = self.rows(key, request_numbers, prompt_numbers, layout)
+            computed = step.forward(rows)
+            drafts = step.propose(rows, computed)
+            if drafts is None:
+                return GraphOutput(computed.columns, computed.table, None, False, key.requests)
+            return GraphOutput(computed.columns, computed.table, drafts.count, drafts.tree is not None, key.requests)
+
+        try:
+            self.recorded[key] = Recorded(request_numbers, prompt_numbers, layout, *self.recorder.record(body))
+            log.debug("captured a step: %s", key)
+        except CaptureFailed as failure:
+            self.recorded[key] = None
+            why = failure.__cause__ or failure
+            first = str(why).partition("\n")[0]
+            log.warning("a step cannot be captured and is launched each time: %s: %s: %s", key, type(why).__name__, first)
+        return self.recorded[key]
+
+    def layout(self, key: Key) -> RowLayout:
+        """Of requests that have equally many rows. Not from the cache, which forgets."""
+        sizes = self.step.drafter.sizes
+        spans = ((1, key.width - 1, True),) * key.requests
+        return row_layout.__wrapped__(spans, self.step.seats.device, sizes.depth if sizes.branching else None)
+
+    def rows(self, key: Key, request_numbers: Tensor, prompt_numbers: Tensor | None, layout: RowLayout | None) -> Rows:
+        """`request_numbers`, `prompt_numbers`, `layout`: see Recorded."""
+        parts, resumed = list(request_numbers.unbind(0)), None
+        seat_ids, each, most = parts[:3]
+        keep = None if self.step.states is None else Keep(*parts[3:5])
+        if prompt_numbers is not None:
+            lengths, real, after_others = prompt_numbers.unbind(0)
+            prompts = prompt_layout(lengths, real, key.rows)
+            layout, resumed = prompts if layout is None else mixed_layout(layout, prompts), after_others if key.resumed else None
+        assert layout is not None
+        return Rows(
+            layout,
+            seat_ids,
+            None,
+            Want(each, key.deepest, most if self.step.drafter.sizes.trees else None, key.deferred, not key.deferred or key.rows > 0),
+            key.trees,
+            BatchSampler(self.sampling, key.asked),
+            resumed,
+            keep=keep,
+        )
+
+
+def padded(numbers: Seq[int], decoding: int, filler: int, key: Key) -> list[int]:
+    """One of each request, of which so many decode, up to what the graph of `key` has of both kinds."""
+    prompts = [*numbers[decoding:], *[filler] * key.spans][: key.spans]
+    return [*numbers[:decoding], *[filler] * (key.requests - decoding), *prompts]

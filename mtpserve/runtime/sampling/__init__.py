@@ -1,0 +1,1 @@
+"""Logits to tokens: sampling parameters, rules for the output, and grammars' masks."""

@@ -1,0 +1,179 @@
+"""Logits to probabilities, per request: temperature, then top-k, top-p, min-p, each on what the one before it left; and the draws.
+
+Acceptance and proposals use the same transforms, so that tokens are proposed by the law that decides about them. Random numbers are
+a function of (seed, index of the token, stream): the rest of the batch cannot change them.
+
+A token is drawn by a race: each has its probability divided by exponential noise of its own, and the largest wins. A race
+with the same noise over a similar distribution mostly has the same winner, so that a random choice can be guessed
+(Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+from mtpserve_kernels.noise import finalise, keyed, noise, unit
+from torch import Tensor
+
+from mtpserve.core.batch import Batch, SeatParameters, Verdict
+from mtpserve.runtime.records import Record
+from mtpserve.runtime.sampling.rules import BatchRules, LogitRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a batch's requests need of the sampler, all together: what none of them needs is skipped."""
+
+    all_greedy: bool = False
+    any_greedy: bool = False
+    largest_k: int = 0
+    any_top_p: bool = False
+    any_min_p: bool = False
+    any_coupled: bool = False  # some request's proposals are point masses
+    all_coupled: bool = False
+    top_logprobs: int | None = None
+
+    @classmethod
+    def of(cls, records: Seq[Record], coupled: bool) -> Asked:
+        """`coupled`: all requests' proposals are point masses."""
+        params = [record.sampling for record in records]
+        return cls(
+            all_greedy=all(p.greedy for p in params),
+            any_greedy=any(p.greedy for p in params),
+            largest_k=max((p.top_k for p in params), default=0),
+            any_top_p=any(p.top_p < 1 for p in params),
+            any_min_p=any(p.min_p > 0 for p in params),
+            any_coupled=any(record.admission.point_masses for record in records),
+            all_coupled=coupled,
+            top_logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
+        )
+
+    def rounded(self) -> Asked:
+        """One for many: does the same for these requests, with a little more work, and there are few of them."""
+        if self.all_greedy:
+            return replace(self, any_greedy=True, largest_k=0, any_top_p=False, any_min_p=False, any_coupled=False)
+        cuts = self.largest_k > 0 or self.any_top_p or self.any_min_p
+        largest = max(64, 1 << (self.largest_k - 1).bit_length()) if cuts else 0
+        return replace(self, any_greedy=True, largest_k=largest, any_top_p=cuts, any_min_p=cuts)
+
+    @property
+    def general(self) -> Asked:
+        """One for nearly all, with more work."""
+        return replace(self, all_greedy=False, any_top_p=True).rounded()
+
+
+class SeatSampling:
+    """Every seat's parameters; one seat more than requests can run pads batches."""
+
+    def __init__(self, seats: int, rules: LogitRules, device: torch.device) -> None:
+        self.device, self.rules = device, rules
+        seats += 1
+        # One column of each is written at admission; every row has its name.
+        self.numbers = torch.zeros(3, seats, device=device)
+        self.integers = torch.zeros(2, seats, dtype=torch.int64, device=device)
+        self.temperature, self.top_p, self.min_p = self.numbers.unbind(0)
+        self.top_k, self.seed = self.integers.unbind(0)
+        self.coupled = torch.zeros(seats, dtype=torch.bool, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + self.integers.nbytes + self.coupled.nbytes + self.rules.penalties.nbytes + self.rules.least.nbytes
+
+
+class BatchSampler:
+    """core.protocols.Sampler for the requests of one step."""
+
+    def __init__(self, seats: SeatSampling, asked: Asked, rules: BatchRules | None = None) -> None:
+        self.seats, self.asked, self.rules = seats, asked, rules
+
+    @property
+    def all_greedy(self) -> bool:
+        return self.asked.all_greedy
+
+    @property
+    def all_coupled(self) -> bool:
+        return self.asked.all_coupled
+
+    @property
+    def top_logprobs(self) -> int | None:
+        return self.asked.top_logprobs
+
+    @property
+    def has_rules(self) -> bool:
+        return self.rules is not None
+
+    @property
+    def parameters(self) -> SeatParameters:
+        seats, cuts = self.seats, (self.asked.largest_k > 0, self.asked.any_top_p, self.asked.any_min_p)
+        return SeatParameters(seats.temperature, seats.top_k, seats.top_p, seats.min_p, seats.seed, seats.coupled, *cuts)
+
+    def processed(self, logits: Tensor, seat_ids: Tensor, path: Tensor, count: Tensor) -> Tensor:
+        return logits if self.rules is None else self.rules.apply(logits, seat_ids, path, count)
+
+    def forced(self, limit: int, seat_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        return None if self.rules is None else self.rules.forced(limit, seat_ids)
+
+    def advance(self, batch: Batch, verdict: Verdict) -> None:
+        if self.rules is not None:
+            self.rules.advance(batch, verdict)
+
+    def greedy(self, seat_ids: Tensor) -> Tensor:
+        return self.seats.temperature[seat_ids] == 0
+
+    def coupled(self, seat_ids: Tensor) -> Tensor | None:
+        if self.all_coupled:
+            return torch.ones_like(seat_ids, dtype=torch.bool)
+        return self.seats.coupled[seat_ids] if self.asked.any_coupled else None
+
+    def probs(self, logits: Tensor, seat_ids: Tensor) -> Tensor:
+        seats, asked = self.seats, self.asked
+        temperature = seats.temperature[seat_ids].unsqueeze(1)
+        greedy = temperature == 0
+        # Divided after the maximum is taken off: a small temperature must not overflow.
+        scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.masked_fill(greedy, 1.0)
+        if asked.largest_k > 0:
+            scaled = keep_top_k(scaled, seats.top_k[seat_ids], asked.largest_k)
+        p = scaled.softmax(-1)
+        if asked.any_top_p:
+            p = keep_top_p(p, seats.top_p[seat_ids].unsqueeze(1))
+        if asked.any_min_p:
+            min_p = seats.min_p[seat_ids].unsqueeze(1)
+            p = renormalised(p.masked_fill(p < min_p * p.amax(-1, keepdim=True), 0), min_p > 0)
+        if asked.any_greedy:
+            point = torch.zeros_like(p).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+            p = torch.where(greedy, point, p)
+        return p
+
+    def uniform(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        return unit(finalise(self.key(seat_ids.unsqueeze(1), index, stream)))
+
+    def race(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        return weights.double() / noise(self.key(seat_ids, index, stream), weights.shape[1])
+
+    def choose(self, weights: Tensor, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        return self.race(weights, seat_ids, index, stream).argmax(-1)
+
+    def key(self, seat_ids: Tensor, index: Tensor, stream: int) -> Tensor:
+        return keyed(self.seats.seed[seat_ids], index, stream)
+
+
+def keep_top_k(logits: Tensor, k: Tensor, largest: int) -> Tensor:
+    """logits [rows, vocabulary]; k [rows], 0 is off. Ties with the k-th stay in."""
+    values = logits.topk(min(largest, logits.shape[1]), -1).values
+    last = values.gather(1, (k.clamp(1, values.shape[1]) - 1).unsqueeze(1))
+    return logits.masked_fill((logits < last) & (k > 0).unsqueeze(1), -torch.inf)
+
+
+def keep_top_p(p: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest set of most likely tokens that holds top_p of the mass, renormalised; ties with its last stay in."""
+    ordered = p.sort(-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered
+    least = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+    return renormalised(p.masked_fill((p < least) & (top_p < 1), 0), top_p < 1)
+
+
+def renormalised(p: Tensor, rows: Tensor) -> Tensor:
+    """The other rows stay as they are to the last bit: one request's parameters must not change another's numbers."""
+    return p / p.sum(-1, keepdim=True).masked_fill(~rows, 1.0)

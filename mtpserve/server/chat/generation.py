@@ -1,0 +1,268 @@
+"""Answers while they grow, in no API's layout: each choice is a request to the engine, and its output as blocks of text and calls.
+
+Every generating route makes a Generation, and renders its choices whole or step by step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from mtpserve.core.kv_transfer import PageOffer
+from mtpserve.core.request import Finish, Request
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.server.chat.bodies import ChatRequest
+from mtpserve.server.chat.dialogue import asked_tools, rendered
+from mtpserve.server.chat.service import Service, StepOutput
+from mtpserve.server.chat.tools import OutputPlan, output_plan, planned
+from mtpserve.server.http.errors import renamed
+from mtpserve.server.schema.fields import refuse_constant
+from mtpserve.text.parsers.events import Arguments, CallBegin, Content, Event, Reasoning
+from mtpserve.text.parsers.reasoning import ReasoningCount
+from mtpserve.text.requests import Spelling, request_of
+from mtpserve.text.tokenizer import Tokenizer
+
+MERGED_STEPS = 16  # of several choices, waiting to be written
+Added = list[tuple[int, str]]  # what a step adds: a block's index, which may be that of a new one, and text
+
+
+class OutputReader:
+    """One choice's text as the events that the client asked for. Where one call is wanted, further ones are left out."""
+
+    def __init__(self, plan: OutputPlan, tokenizer: Tokenizer, include_reasoning: bool) -> None:
+        self.parses = plan.thinking is not None or plan.calls is not None  # otherwise all text is content
+        self.tells_reasoning = include_reasoning and plan.thinking is not None
+        self._include_reasoning, self._several, self._tokenizer = include_reasoning, plan.use.several, tokenizer
+        self._calls_alone = plan.calls_alone
+        self._parser = plan.parser()
+        self._counter = None if plan.thinking is None else ReasoningCount(plan.thinking, plan.opening)
+
+    def count(self, tokens: Sequence[int]) -> int:
+        """How many of the next tokens are reasoning."""
+        if self._counter is None:
+            return 0
+        return sum(self._counter.add(self._tokenizer.token_bytes(token).decode(errors="replace")) for token in tokens)
+
+    def read(self, text: str, last: bool) -> list[Event]:
+        events = self._parser.feed(text) + (self._parser.finish() if last else [])
+        return [event for event in events if self._wanted(event)]
+
+    def _wanted(self, event: Event) -> bool:
+        if isinstance(event, CallBegin | Arguments):
+            return event.index == 0 or self._several
+        if isinstance(event, Content):
+            return not self._calls_alone
+        return isinstance(event, Reasoning) and self._include_reasoning
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of an answer. The text of a call is its arguments; `call_id` and `name` are a call's alone."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def arguments(self) -> dict[str, Any] | None:
+        """None where the model did not complete them, or wrote no JSON object."""
+        try:
+            value = json.loads(self.text, parse_constant=refuse_constant)
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One output: blocks, in the order in which the model wrote them. Without a reader all of the text is one block."""
+
+    service: Service
+    request: Request
+    reader: OutputReader | None = None
+    blocks: list[Block] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    finish: Finish | None = None
+    scores_only: bool = False  # the one token that the engine needs to score a prompt is thrown away
+    offer: PageOffer | None = None  # its prompt's pages, where another node is to get them
+    logprob: float = 0.0  # of the tokens together, where the request has log-probabilities
+
+    def add(self, step: StepOutput) -> Added:
+        """Pieces of one block that follow each other are one. An answer that was read has a block in the end, which may be empty."""
+        self.tokens += step.tokens
+        if step.logprobs:
+            self.logprob += sum(score.logprob for score in step.logprobs)
+        self.cached_tokens += step.cached
+        self.finish, self.offer = step.finish, step.offer
+        if self.reader is None or not self.reader.parses:
+            empty = self.reader is not None and step.finish is not None and not self.blocks
+            return [self._grown("text", step.text)] if step.text or empty else []
+        self.reasoning_tokens += self.reader.count(step.tokens)
+        events = self.reader.read(step.text, step.finish is not None)
+        if not events and not self.blocks and step.finish is not None:
+            events = [Content("")]
+        added: Added = []
+        for event in events:
+            index, text = self._add(event)
+            if added and added[-1][0] == index:
+                added[-1] = (index, added[-1][1] + text)
+            else:
+                added.append((index, text))
+        return added
+
+    def _add(self, event: Event) -> tuple[int, str]:
+        """→ its block's index, and its text."""
+        match event:
+            case Content(text):
+                return self._grown("text", text)
+            case Reasoning(text):
+                return self._grown("reasoning", text)
+            case CallBegin(_, id, name):
+                self.blocks.append(Block("call", call_id=id, name=name))
+                return len(self.blocks) - 1, ""
+            case Arguments(_, text):
+                return self._grown("call", text)  # of the call that began last
+            case _:
+                raise TypeError(f"{type(event).__name__} is in no block")
+
+    def _grown(self, kind: Literal["reasoning", "text", "call"], text: str) -> tuple[int, str]:
+        """A block of the kind is continued if it is the last one, and otherwise begins."""
+        if not self.blocks or self.blocks[-1].kind != kind:
+            self.blocks.append(Block(kind))
+        self.blocks[-1].text += text
+        return len(self.blocks) - 1, text
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token; an output without tokens is the least likely."""
+        return self.logprob / len(self.tokens) if self.tokens else -math.inf
+
+    def text(self, kind: Literal["reasoning", "text"] = "text") -> str:
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer ended so that tools can answer."""
+        return self.finish is Finish.STOP and bool(self.calls)
+
+    @property
+    def matched(self) -> int | str | None:
+        """What ended an output that stopped: a token, or a stop string."""
+        return self.service.matched(self.request.sampling, self.tokens) if self.finish is Finish.STOP else None
+
+
+@dataclass(slots=True)
+class Generation:
+    """The choices of one answer, generated together. `arrival` is perf_counter's."""
+
+    service: Service
+    choices: list[Choice]
+    arrival: float
+    timeout: float | None
+    streaming: bool
+
+    async def steps(self) -> AsyncGenerator[Iterator[tuple[int, StepOutput, Added]], None]:
+        """Each step's choice, its output, and what it adds to the choice's blocks; all that have come since the last ones, which a choice
+        gets one by one as the caller iterates."""
+        streams = [self.service.generate(choice.request, self.arrival, self.timeout, streaming=self.streaming) for choice in self.choices]
+        if len(streams) == 1:  # without a task and a queue
+            async with contextlib.aclosing(streams[0]) as stream:
+                async for steps in stream:
+                    yield self._added(0, steps)
+            return
+        async with contextlib.aclosing(merge(streams)) as outputs:
+            async for index, steps in outputs:
+                yield self._added(index, steps)
+
+    def _added(self, index: int, steps: list[StepOutput]) -> Iterator[tuple[int, StepOutput, Added]]:
+        choice = self.choices[index]
+        for step in steps:
+            if choice.scores_only:
+                step = StepOutput(
+                    "", [], step.finish and Finish.LENGTH, prompt_logprobs=step.prompt_logprobs, cached=step.cached, offer=step.offer
+                )
+            yield index, step, choice.add(step)
+
+    async def whole(self) -> None:
+        async for steps in self.steps():
+            for _ in steps:
+                pass
+
+
+def requests_of(
+    service: Service, spelling: Spelling, id: str, prompt: list[int], sampling: SamplingParams, count: int, first: int = 0,
+    salt: str = "",
+) -> list[Request]:  # fmt: skip
+    """For each choice of a prompt. Their ids are the client's, a dash, and the numbers from `first` on."""
+    made = [request_of(spelling, f"{id}-{first + choice}", prompt, service.for_choice(sampling, choice), salt) for choice in range(count)]
+    return [replace(request, choices=0 if number else count) for number, request in enumerate(made)] if count > 1 else made
+
+
+async def continued(service: Service, body: ChatRequest, id: str, arrival: float, at_most: int | None = None) -> Generation:
+    """A conversation, continued. All checks of a request are made here, before the engine gets it.
+
+    `id` is what /abort_request takes. `at_most` bounds the output where the context may bound it further.
+    """
+    service.admit(body.model)
+    body.check()
+    sampling = body.sampling(service.tokenizer.defaults, body.wanted_tokens)
+    with renamed({"logprobs": "top_logprobs"}):
+        service.check_sampling(sampling)
+    use = asked_tools(service, body)
+    chat = await rendered(service, body, use)
+    begun = body.messages[-1].text() if body.continue_final_message else None
+    plan = output_plan(use, chat.text, service.formats, begun=begun, separate_reasoning=body.separate_reasoning is not False)
+    sampling = planned(plan, sampling, service.tokenizer)
+    spelling = await service.spelling(sampling)
+    prompt = service.truncated(await service.encode_chat(chat), body.truncate_prompt_tokens, body.wanted_tokens, body.keeps_first)
+    service.check_length(prompt, body.wanted_tokens, "messages")
+    if at_most is not None:
+        sampling = replace(sampling, max_tokens=min(at_most, service.client.card.context_length - len(prompt)))
+    requests = requests_of(service, spelling, id, prompt, sampling, body.choices, salt=body.salt)
+    handover = service.handover(body)
+    readers = [OutputReader(plan, service.tokenizer, body.shows_reasoning) for _ in requests]
+    choices = [Choice(service, handover.of(request, 0), reader) for request, reader in zip(requests, readers, strict=True)]
+    return Generation(service, choices, arrival, body.timeout, bool(body.stream))
+
+
+async def merge(streams: list[AsyncGenerator[list[StepOutput], None]]) -> AsyncGenerator[tuple[int, list[StepOutput]], None]:
+    """The outputs of all streams as they come, each with its stream's index. The first error ends them all."""
+    queue: asyncio.Queue[tuple[int, list[StepOutput] | Exception | None]] = asyncio.Queue(MERGED_STEPS)
+
+    async def pump(index: int, stream: AsyncGenerator[list[StepOutput], None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for steps in stream:
+                    await queue.put((index, steps))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
+
+    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,373 @@
+"""What the routes share: admission, prompts to tokens, and one choice's generation, step by step. No answers in HTTP and no JSON here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from time import perf_counter
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import Depends, Request as HTTPRequest
+
+from mtpserve.config import EngineConfig, ServerConfig
+from mtpserve.core.errors import EngineBusy, EngineDead, InvalidRequest, MTPServeError, RequestFailed, ShuttingDown
+from mtpserve.core.kv_transfer import PageOffer
+from mtpserve.core.protocols.clients import EngineClient
+from mtpserve.core.request import Finish, Proposal, Request, TokenEvent, TokenLogprob
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.server.chat.formats import Formats
+from mtpserve.server.chat.template_needs import Needs, needs_of
+from mtpserve.server.http.errors import ContextLengthExceeded, DeadlineExceeded, ModelNotFound
+from mtpserve.server.observe.history import RecentHistory
+from mtpserve.server.observe.metrics import Metrics
+from mtpserve.server.observe.observed import ROUTE, RequestClock
+from mtpserve.server.schema.kv_transfer import Handover, TransferFields, handover_of
+from mtpserve.text.control import RenderedChat
+from mtpserve.text.detokenizer import Detokenizer
+from mtpserve.text.requests import Spelling, check_text, spelling_of
+from mtpserve.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_BYTES_PER_TOKEN = 8  # a text with more bytes per token of the context is refused without tokenizing it
+INLINE_BYTES = 4096  # shorter texts are tokenized at once, in less time than a thread takes to start
+MATCHED_TOKENS = 256  # the last ones, in which the stop string is looked for: no token is shorter than a byte
+LOGGED_TOKENS = 256  # of a prompt, where prompts are logged
+
+
+class StepOutput(msgspec.Struct, frozen=True):
+    """What one step added to one choice's text. The last one has `finish`."""
+
+    text: str
+    tokens: list[int]  # those that count: up to the one that completed a stop string
+    finish: Finish | None = None
+    logprobs: list[TokenLogprob] | None = None  # one for each of `tokens`
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the next prompt tokens
+    proposal: Proposal = Proposal()
+    accepted: int = 0  # proposed tokens that the step accepted, before any stop string
+    cached: int = 0  # with the first token: of the prompt, found in the prefix cache
+    offer: PageOffer | None = None  # with `finish`
+
+    @property
+    def kept(self) -> list[int]:
+        """Those accepted that are in the text, as nodes of the proposal."""
+        return self.proposal.path[: min(self.accepted, len(self.tokens))]
+
+
+SGLANGS_NAME = "default"  # what its clients call any model
+
+
+@dataclass(slots=True)
+class Service:
+    client: EngineClient
+    tokenizer: Tokenizer
+    metrics: Metrics
+    created: int  # for /v1/models, in seconds since 1970
+    engine_config: EngineConfig = field(default_factory=EngineConfig)
+    server_config: ServerConfig = field(default_factory=ServerConfig)
+    template_defaults: dict[str, Any] = field(default_factory=dict)  # variables of the chat template where a request has none
+    formats: Formats = field(default_factory=Formats)
+    leaving: bool = False  # routers are to send new requests elsewhere; what comes is still served
+    draining: bool = False
+    history: RecentHistory = field(init=False)
+    _live: dict[str, RequestClock] = field(default_factory=dict)  # what runs or waits, by the engine's ids
+    _aborted: set[str] = field(default_factory=set)  # of these, those that a client ended by their id
+    _needs: Needs | None = None
+
+    def __post_init__(self) -> None:
+        self.history = RecentHistory(self.client.stats, self.metrics.latencies)
+
+    @property
+    def model(self) -> str:
+        return self.client.card.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that a request may call the model by: the first is its own."""
+        return (self.model, *self.engine_config.model.served_model_name[1:])
+
+    @property
+    def template_needs(self) -> Needs:
+        """Determined when a conversation first has tools."""
+        if self._needs is None:
+            self._needs = needs_of(lambda messages, tools: self.tokenizer.render_chat(messages, tools=tools).text)
+        return self._needs
+
+    def check_alive(self) -> None:
+        if self.draining:
+            raise ShuttingDown
+        if self.client.dead is not None:
+            raise EngineDead(self.client.dead)
+
+    def check_ready(self) -> None:
+        """What routers ask: whether new requests belong here."""
+        self.check_alive()
+        if self.leaving:
+            raise ShuttingDown("the server is about to shut down: send new requests elsewhere")
+
+    def admit(self, model: str | None) -> None:
+        self.check_alive()
+        self.check_model(model)
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model not in (*self.names, SGLANGS_NAME):
+            offered = ", ".join(map(repr, self.names))
+            raise ModelNotFound(f"the model {model[:200]!r} does not exist; this server offers {offered}", "model")
+
+    # -- prompts --------------------------------------------------------------------------------------------------------------
+
+    async def encode(self, text: str, field: str, *, special: bool) -> list[int]:
+        if self.size(text, field) <= INLINE_BYTES:
+            return self.tokenizer.encode(text, special=special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, special=special)
+
+    async def encode_chat(self, chat: RenderedChat, *, special: bool = False) -> list[int]:
+        if self.size(chat.text, "messages") <= INLINE_BYTES:
+            return self.tokenizer.encode_chat(chat, special=special)
+        return await asyncio.to_thread(self.tokenizer.encode_chat, chat, special=special)
+
+    async def spelling(self, sampling: SamplingParams) -> Spelling:
+        """Once for all choices of an answer."""
+        size = sum(self.size(text, field) for field, text in sampling.texts())
+        if size <= INLINE_BYTES:
+            return spelling_of(self.tokenizer, sampling)
+        return await asyncio.to_thread(spelling_of, self.tokenizer, sampling)
+
+    def size(self, text: str, field: str) -> int:
+        """In bytes; raises InvalidRequest for more than any context takes."""
+        check_text(text, field)
+        size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * self.client.card.context_length
+        if size > limit:
+            raise self.too_long(f"{field} has {size} bytes, at most {limit} are tokenized", field)
+        return size
+
+    def too_long(self, what: str, field: str) -> ContextLengthExceeded:
+        """In words by which coding agents see that they must shorten their conversation."""
+        limit = f"this model's maximum context length is {self.client.card.context_length} tokens"
+        return ContextLengthExceeded(f"prompt is too long: {what}; {limit}{self.why_less}", field)
+
+    @property
+    def why_less(self) -> str:
+        """What limits the context, if it is not the model."""
+        card = self.client.card
+        if card.wanted_context <= card.context_length:
+            return ""
+        return f" (the KV pool holds no more of the context of {card.wanted_context}: see --max-total-tokens and --mem-fraction-static)"
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        vocab = self.client.card.vocab
+        for id in ids:
+            if not 0 <= id < vocab:
+                raise InvalidRequest(f"{field}: token {str(id)[:50]} is not in the vocabulary of {vocab}", field)
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Before anything is tokenized: what cannot fit, and token ids that are not the model's. The engine checks them too, but a
+        stream would have begun by then."""
+        sampling.check_policy(self.engine_config.scheduler.scheduling_policy)
+        sampling.check_logprobs(self.server_config.max_logprobs)
+        context = self.client.card.context_length
+        if (sampling.max_tokens or 0) >= context:
+            given = str(sampling.max_tokens)[:50]
+            raise ContextLengthExceeded(f"max_tokens must be below the context of {context}{self.why_less}, got {given}", "max_tokens")
+        self.check_ids(sampling.stop_token_ids, "stop_token_ids")
+        self.check_ids(sampling.allowed_token_ids, "allowed_token_ids")
+        self.check_ids(list(sampling.logit_bias), "logit_bias")
+
+    def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None, first: bool = False) -> list[int]:
+        """The last `keep` tokens, or the `first` ones; -1: as many as fit in front of `max_tokens`, or of one."""
+        if keep == -1:
+            keep = self.client.card.context_length - (max_tokens or 1)
+        if keep is None:
+            return prompt
+        return prompt[:keep] if first else prompt[-keep:]
+
+    def handover(self, body: TransferFields) -> Handover:
+        return handover_of(body, self.engine_config.disaggregation, self.engine_config.parallel.data_parallel_size)
+
+    def check_length(self, prompt: Sequence[int], max_tokens: int | None, field: str) -> None:
+        """An explicit `max_tokens` must fit after the prompt; without one the rest of the context is what there is."""
+        context = self.client.card.context_length
+        if not prompt:
+            raise InvalidRequest(f"{field} is empty", field)
+        if len(prompt) >= context:
+            raise self.too_long(f"{len(prompt)} tokens > {context - 1} maximum in {field}", field)
+        if len(prompt) + (max_tokens or 0) > context:
+            both = f"{field} has {len(prompt)} tokens and max_tokens is {str(max_tokens)[:50]}"
+            raise ContextLengthExceeded(f"{both}; together they exceed the context of {context}{self.why_less}", "max_tokens")
+
+    def matched(self, sampling: SamplingParams, tokens: Sequence[int]) -> int | str | None:
+        """What ended an output that stopped: a token, or a stop string."""
+        last = tokens[-1] if tokens else None
+        if last in sampling.stop_token_ids or (last in self.client.card.eos_ids and not sampling.ignore_eos):
+            return last
+        tail = self.tokenizer.decode(tokens[-MATCHED_TOKENS:], skip_special_tokens=sampling.skip_special_tokens)
+        return next((stop for stop in sampling.stop if stop in tail), None)
+
+    # -- generation -----------------------------------------------------------------------------------------------------------
+
+    def for_choice(self, sampling: SamplingParams, choice: int) -> SamplingParams:
+        """With a seed, a prompt's choice j > 0 has one of its own, hashed from both: requests with the seeds 1, 2, 3 share no choice."""
+        if sampling.seed is None or choice == 0:
+            return sampling
+        digest = blake2b(b"%d %d" % (sampling.seed, choice), digest_size=8).digest()
+        return replace(sampling, seed=int.from_bytes(digest, "little", signed=True))
+
+    @property
+    def live(self) -> Collection[RequestClock]:
+        return self._live.values()
+
+    def abort(self, rid: str | None) -> int:
+        """End what runs or waits under the id that the client knows, or all of it; returns how many choices that were.
+
+        A choice's id in the engine is the client's, a dash, and its number.
+        """
+        running = [id for id in self._live.keys() - self._aborted if rid is None or id.rpartition("-")[0] == rid]
+        for id in running:
+            self._aborted.add(id)
+            self.client.abort(id)
+        return len(running)
+
+    async def generate(
+        self, request: Request, arrival: float, timeout: float | None = None, *, streaming: bool = False
+    ) -> AsyncGenerator[list[StepOutput], None]:
+        """StepOutputs until one has `finish`, all that have come since the last: one, unless they are read late. Closing it early, a stop
+        string and any error all end the request in the engine.
+
+        `arrival` is perf_counter's; `timeout` is in seconds from there, and the server's own may be shorter.
+        """
+        if request.id in self._live:
+            raise InvalidRequest(f"the id {request.id.rpartition('-')[0]!r} is that of another request that still runs", "rid")
+        clock = RequestClock(self.metrics.observers, request, arrival, streaming, self.client.where, ROUTE.get())
+        self._live[request.id] = clock
+        self._log(request)
+        reader = StepReader(Detokenizer(self.tokenizer.fast, request.sampling, self.client.card.eos_ids, request.prompt), clock)
+        patience = Patience(self.server_config.queue_timeout, shorter(self.server_config.request_timeout, timeout), arrival)
+        arriving = self.client.submit(request)
+        outcome = "abort"
+        try:
+            while reader.finish is None:
+                limit = patience.limit(reader.started)
+                try:
+                    events = await (anext(arriving) if limit is None else patience.wait(anext(arriving), limit, reader.started))
+                except RequestFailed:
+                    if request.id not in self._aborted:
+                        raise
+                    yield [reader.aborted()]
+                    continue
+                if steps := reader.read(events):
+                    yield steps
+                if reader.error is not None:
+                    raise RequestFailed(reader.error)
+            outcome = reader.finish.value
+        except StopAsyncIteration:
+            outcome = "error"
+            raise RequestFailed("the engine ended the request without a reason") from None
+        except (InvalidRequest, EngineBusy):
+            outcome = "rejected"
+            raise
+        except MTPServeError:
+            outcome = "error"
+            raise
+        finally:
+            self.client.abort(request.id)
+            del self._live[request.id]
+            self._aborted.discard(request.id)
+            clock.end(outcome)
+
+    def _log(self, request: Request) -> None:
+        if self.server_config.log_requests:
+            text = self.tokenizer.decode(request.prompt[:LOGGED_TOKENS], skip_special_tokens=False)
+            log.info("request %s: %d prompt tokens, %r, %r", request.id, len(request.prompt), text, request.sampling)
+
+
+@dataclass(slots=True)
+class StepReader:
+    """One request's events as StepOutputs."""
+
+    detokenizer: Detokenizer
+    clock: RequestClock
+    started: bool = False  # a token has come
+    finish: Finish | None = None
+    error: str | None = None  # the request has failed, after what was read
+
+    def read(self, events: Sequence[TokenEvent]) -> list[StepOutput]:
+        """One for each event, up to the one that ends the request."""
+        steps: list[StepOutput] = []
+        for event in events:
+            if event.finish in (Finish.ERROR, Finish.ABORT):
+                self.error = event.error or "the request was aborted"
+                break
+            step = self._step(event)
+            self.clock.tokens(len(step.tokens), event.times, event.cached)
+            self.started = self.started or bool(event.tokens)
+            steps.append(step)
+            if step.finish is not None:
+                self.finish = step.finish
+                break
+        return steps
+
+    def _step(self, event: TokenEvent) -> StepOutput:
+        """The event's tokens as text: up to a stop string, or with what was held back where the engine has ended the request."""
+        text, used, stopped = self.detokenizer.push(event.tokens)
+        finish = Finish.STOP if stopped else event.finish
+        if finish is not None and not stopped:
+            text += self.detokenizer.finish()
+        tokens, logprobs = event.tokens, event.logprobs
+        if used < len(tokens):
+            tokens, logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
+        step = StepOutput(
+            text, tokens, finish, logprobs, event.prompt_logprobs, event.proposal, event.accepted, event.cached, event.offer
+        )  # fmt: skip
+        if step.proposal.tokens:
+            self.clock.verified(len(step.proposal.tokens), len(step.kept))
+        return step
+
+    def aborted(self) -> StepOutput:
+        """The client has ended the request by its id."""
+        self.finish = Finish.ABORT
+        return StepOutput(self.detokenizer.finish(), [], self.finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a request waits for the engine, in seconds from its arrival: for the first token, and altogether. None: for ever."""
+
+    first: float | None
+    whole: float | None
+    arrival: float
+
+    def limit(self, started: bool) -> float | None:
+        return self.whole if started or self.first is None else shorter(self.first, self.whole)
+
+    async def wait(self, coming: Awaitable[T], limit: float, started: bool) -> T:
+        """Raises EngineBusy or DeadlineExceeded where it takes longer than `limit`."""
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + limit - (perf_counter() - self.arrival)):
+                return await coming
+        except TimeoutError:
+            raise self.error(started) from None
+
+    def error(self, started: bool) -> MTPServeError:
+        if started or self.limit(started) == self.whole:
+            return DeadlineExceeded(f"the request took more than {self.whole:g} s")
+        return EngineBusy(f"no token came within {self.first:g} s: too many requests wait")
+
+
+def shorter(one: float | None, other: float | None) -> float | None:
+    return min((limit for limit in (one, other) if limit is not None), default=None)
+
+
+async def served(request: HTTPRequest) -> Service:
+    """The app's service; what it generates from here on came by this route."""
+    ROUTE.set(request.scope["route"].path)
+    service: Service = request.app.state.service
+    return service
+
+
+Served = Annotated[Service, Depends(served)]  # what routes ask for

@@ -1,0 +1,240 @@
+"""Tools and reasoning in a request: what is asked for, what the model is told, what its output must and may look like.
+
+No HTTP layout here: every endpoint with tools reads its body into a ToolUse, and gives the output's text to the parser it makes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from mtpserve.config import ServerConfig
+from mtpserve.core.errors import ConfigError, InvalidRequest
+from mtpserve.core.sampling import MAX_GRAMMAR_BYTES, GrammarSpec, SamplingParams
+from mtpserve.server.chat.formats import Formats
+from mtpserve.server.chat.schemas import check_enforceable, check_parameters
+from mtpserve.server.http.errors import SHORT
+from mtpserve.text.parsers.call_grammar import spelled_by
+from mtpserve.text.parsers.formats.json_calls import Listed
+from mtpserve.text.parsers.output import OutputParser
+from mtpserve.text.parsers.reasoning import Opening, Thinking
+from mtpserve.text.parsers.registry import REASONINGS, TOOL_CALLS
+from mtpserve.text.parsers.tools import CallFormat, Spell, Tool
+from mtpserve.text.requests import check_text
+from mtpserve.text.tokenizer import Tokenizer
+
+MAX_TOOLS = 128  # OpenAI's limit
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}\Z")
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+CHOICES = ("none", "auto", "required")
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`choice`: none, auto, required or named, the name being `only` then. `several`: more than one call in an answer is wanted."""
+
+    definitions: list[dict[str, Any]]  # as the client gave them
+    tools: list[Tool]
+    choice: Literal["none", "auto", "required", "named"] = "none"
+    only: str | None = None
+    several: bool = True
+
+    @property
+    def shown(self) -> list[dict[str, Any]] | None:
+        """What the template is given. A model that must not call tools is not told of them."""
+        return self.definitions if self.choice != "none" else None
+
+    @property
+    def forced(self) -> bool:
+        return self.choice in ("required", "named")
+
+
+def tool_use(tools: Any, choice: Any, parallel: bool | None, formats: Formats, prompt_only: bool = False) -> ToolUse:
+    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. `prompt_only`: nothing will be generated. Raises InvalidRequest that names
+    the place."""
+    given = definitions(tools)
+    offered = [tool(entry["function"], f"tools[{index}].function") for index, entry in enumerate(given)]
+    names = [each.name for each in offered]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidRequest(f"tools[{index}].function.name: {name!r} is there twice", f"tools[{index}].function.name")
+    kind, only = chosen(choice, bool(offered))
+    if not offered:
+        if kind in ("required", "named"):
+            raise InvalidRequest(f"tool_choice {kind!r} needs tools" if only is None else "tool_choice needs tools", "tool_choice")
+        return ToolUse([], [])
+    if only is not None and only not in names:
+        raise InvalidRequest(f"tool_choice names {only[:100]!r}, which is none of the tools", "tool_choice")
+    if kind == "auto" and formats.tool_calls is None and not prompt_only:
+        raise InvalidRequest(
+            "tool_choice 'auto' needs to know how this model writes calls, which its chat template does not show: start the server with "
+            f"--tool-call-parser ({', '.join(TOOL_CALLS.names())}), or ask for 'required' or for one tool by name", "tool_choice",
+        )  # fmt: skip
+    return ToolUse(given, offered, kind, only, kind != "named" and parallel is not False)
+
+
+def definitions(tools: Any) -> list[dict[str, Any]]:
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS} tools", "tools")
+    for index, entry in enumerate(tools):
+        place = f"tools[{index}]"
+        if not isinstance(entry, dict) or entry.get("type") != "function":
+            raise InvalidRequest(f"{place}.type must be 'function'", f"{place}.type")
+        if not isinstance(entry.get("function"), dict):
+            raise InvalidRequest(f"{place}.function must be an object", f"{place}.function")
+        for name in sorted(entry.keys() - {"type", "function"}):
+            raise InvalidRequest(f"{place}.{name[:50]}: unknown field", f"{place}.{name[:50]}")
+    return tools
+
+
+def tool(function: dict[str, Any], place: str) -> Tool:
+    for unknown in sorted(function.keys() - FUNCTION_FIELDS):
+        raise InvalidRequest(f"{place}.{unknown[:50]}: unknown field", f"{place}.{unknown[:50]}")
+    name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
+    name = checked_name(name, f"{place}.name")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequest(f"{place}.description must be a string, got {type(description).__name__}", f"{place}.description")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequest(f"{place}.strict must be true or false, got {type(strict).__name__}", f"{place}.strict")
+    try:
+        # Spelled out, so that half a surrogate pair is seen.
+        check_text(json.dumps(function, ensure_ascii=False), place)
+    except RecursionError as error:
+        raise InvalidRequest(f"{place} is nested too deeply", place) from error
+    parameters = function.get("parameters")
+    if parameters is None:
+        return Tool(name, NO_PARAMETERS)
+    check_parameters(parameters, f"{place}.parameters")
+    return Tool(name, parameters)
+
+
+def checked_name(name: Any, place: str) -> str:
+    if not isinstance(name, str) or not NAME.match(name):
+        raise InvalidRequest(f"{place} must be 1 to 128 letters, digits and _ - . : /, got {SHORT.repr(name)}", place)
+    return name
+
+
+def chosen(choice: Any, offered: bool) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
+    if choice is None:
+        return "auto" if offered else "none", None
+    if isinstance(choice, str) and choice in CHOICES:
+        return cast(Literal["none", "auto", "required"], choice), None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        wanted = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        raise InvalidRequest(f"tool_choice must be {wanted}, got {SHORT.repr(choice)}", "tool_choice")
+    return "named", name
+
+
+def call_format(use: ToolUse, formats: Formats) -> CallFormat:
+    name = formats.tool_calls or (formats.reasoning and REASONINGS.get(formats.reasoning).calls)
+    made: type[CallFormat] = TOOL_CALLS.get(name) if name else Listed
+    return made(use.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """How one request's output is read. `parser` makes a new one for each choice."""
+
+    use: ToolUse
+    calls: CallFormat | None
+    thinking: Thinking | None
+    opening: Opening
+    separate_reasoning: bool = True
+
+    @property
+    def calls_alone(self) -> bool:
+        """Besides reasoning: what else seems to be there is a call's beginning that the limit has cut."""
+        return self.calls is not None and self.use.forced and self.separate_reasoning
+
+    def parser(self) -> OutputParser:
+        return OutputParser(self.thinking, self.opening, self.calls, separate_reasoning=self.separate_reasoning)
+
+
+def output_plan(use: ToolUse, prompt: str, formats: Formats, *, begun: str | None = None, separate_reasoning: bool = True) -> OutputPlan:
+    """`prompt`: as rendered; its end says whether the model is already thinking. `begun`: what the client wrote of the answer."""
+    calls = None if use.choice == "none" else call_format(use, formats)
+    thinking = None if formats.reasoning is None else REASONINGS.get(formats.reasoning)
+    opening = Opening.NONE if thinking is None else thinking.opening(prompt) if begun is None else thinking.goes_on(begun)
+    return OutputPlan(use, calls, thinking, opening, separate_reasoning)
+
+
+def planned(plan: OutputPlan, sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """`sampling` with what the plan asks of it: the grammar of forced calls, room for reasoning, and markers that stay visible."""
+    spell = spelled_by(tokenizer.marker_id)
+    if plan.calls is not None and plan.use.forced:
+        # As at the peers a form of the answer is one of answers without calls.
+        if sampling.grammar is not None and sampling.grammar.field != "response_format":
+            raise InvalidRequest("tool_choice and another constraint of the output exclude each other: give one of them", "tool_choice")
+        sampling = replace(sampling, grammar=GrammarSpec("tool_calls", calls_grammar(plan.use, plan.calls, spell)))
+    elif plan.calls is not None and sampling.grammar is not None:
+        # The constraint is one of the answer: a model that may call tools must still be able to.
+        sampling = replace(sampling, grammar=replace(sampling.grammar, instead=calls_grammar(plan.use, plan.calls, spell)))
+    if sampling.grammar is not None and plan.thinking is not None:
+        lead = "" if sampling.grammar.kind == "tool_calls" else plan.thinking.lead(plan.opening, spell)
+        sampling = replace(sampling, grammar=replace(sampling.grammar, front=plan.thinking.front(plan.opening, spell), lead=lead))
+    tokens = [*((*plan.calls.markers, *plan.calls.tokens) if plan.calls else ()), *(plan.thinking.tokens if plan.thinking else ())]
+    if any(tokenizer.marker_id(token) in tokenizer.hidden_ids for token in tokens):
+        sampling = replace(sampling, skip_special_tokens=False)
+    return sampling
+
+
+def calls_grammar(use: ToolUse, calls: CallFormat, spell: Spell) -> str:
+    """Raises InvalidRequest that names the tool whose schema cannot be enforced."""
+    wanted = [each for each in use.tools if use.only in (None, each.name)]
+    for each in wanted:
+        place = f"tools[{use.tools.index(each)}].function.parameters"
+        check_enforceable(each.parameters, place)
+        try:
+            calls.grammar([each], False, spell)
+        except ValueError as error:
+            raise InvalidRequest(f"{place}: {error}", place) from error
+    grammar = calls.grammar(wanted, use.several, spell)
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"tools make a grammar of {len(grammar)} characters, at most {MAX_GRAMMAR_BYTES} are allowed", "tools")
+    return grammar
+
+
+# -- what a template is given beside the messages ---------------------------------------------------------------------------------
+
+ALWAYS_KNOWN = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # switches that not every template has
+MAX_VALUE = 256  # characters
+MAX_VARIABLES = 16
+
+
+def default_variables(config: ServerConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Of --default-chat-template-kwargs. Raises ConfigError."""
+    try:
+        return template_variables(config.template_kwargs, None, tokenizer)
+    except InvalidRequest as error:
+        raise ConfigError(f"--default-chat-template-kwargs: {error}") from error
+
+
+def template_variables(kwargs: Mapping[str, Any] | None, effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Plain values for variables that the model's own template mentions: nothing that could change what the library does."""
+    variables: dict[str, Any] = {}
+    if effort is not None:
+        variables = {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
+    if len(kwargs or {}) > MAX_VARIABLES:
+        raise InvalidRequest(
+            f"chat_template_kwargs has {len(kwargs or {})} entries, at most {MAX_VARIABLES} are allowed", "chat_template_kwargs"
+        )
+    for name, value in (kwargs or {}).items():
+        place = f"chat_template_kwargs.{name[:50]}"
+        if name not in ALWAYS_KNOWN and not (name.isidentifier() and len(name) <= MAX_VALUE and tokenizer.template_takes(name)):
+            raise InvalidRequest(f"{place}: the model's chat template has no such variable", place)
+        if not isinstance(value, bool | int | float | str | None) or len(str(value)) > MAX_VALUE:
+            raise InvalidRequest(f"{place} must be a short string, a number, true, false or null", place)
+        check_text(str(value), place)
+        variables[name] = value
+    for name, other in (("enable_thinking", "thinking"), ("thinking", "enable_thinking")):  # one switch, of two names
+        if isinstance(variables.get(name), bool):
+            variables.setdefault(other, variables[name])
+    return variables

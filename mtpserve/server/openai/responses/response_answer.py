@@ -1,0 +1,221 @@
+"""The answer of /v1/responses while it grows: the response, what of it is stored, and its stream of events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from time import time
+from typing import Any
+
+from msgspec import UNSET, UnsetType, structs
+
+from mtpserve.core.errors import MTPServeError
+from mtpserve.core.request import Finish
+from mtpserve.server.chat.conversation import CalledFunction, ChatMessage, MessageToolCall
+from mtpserve.server.chat.generation import Block, Choice, Generation
+from mtpserve.server.http.errors import describe
+from mtpserve.server.openai.responses import response_objects as objects
+from mtpserve.server.openai.responses.items import ResponseInput
+from mtpserve.server.openai.responses.response_body import ResponsesRequest
+from mtpserve.server.openai.responses.store import ResponseStore, Stored
+
+EVENTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+
+Members = dict[str, tuple[str, str]]  # as Offer has them
+
+
+@dataclass(slots=True)
+class ResponseAnswer:
+    """One response while it grows. `only_prompt`: nothing is written, and all of it is that its prompt was computed."""
+
+    id: str
+    body: ResponsesRequest
+    generation: Generation
+    stores: Sequence[ResponseStore]  # that keep it
+    made_from: ResponseInput
+    members: Members
+    only_prompt: bool = False
+    stream_id: str | UnsetType = UNSET  # in all events, where the client gave one
+    status: objects.Status = "in_progress"
+    error: objects.ResponseError | None = None
+    created: int = field(default_factory=lambda: int(time()))  # a date, not a duration
+
+    def __post_init__(self) -> None:
+        self.keep()
+
+    @property
+    def choice(self) -> Choice:
+        return self.generation.choices[0]
+
+    def keep(self) -> None:
+        said = [spoken(self.choice)] if any(block.text or block.kind == "call" for block in self.choice.blocks) else []
+        for store in self.stores:
+            store.put(self.id, Stored(self.object(), [*self.made_from.conversation, *said], self.made_from.items))
+
+    def finished(self) -> None:
+        if self.only_prompt:
+            self.choice.blocks.clear()
+        full: objects.Status = "completed" if self.only_prompt else "incomplete"
+        # None: the client left.
+        endings: dict[Finish | None, objects.Status] = {Finish.LENGTH: full, Finish.ABORT: "cancelled", None: "cancelled"}
+        self.status = endings.get(self.choice.finish, "completed")
+        self.keep()
+
+    def failed(self, error: MTPServeError) -> None:
+        details = describe(error)[1].error
+        self.status, self.error = "failed", objects.ResponseError(details.code, details.message)
+        self.keep()
+
+    def item(self, index: int) -> objects.AnyItem:
+        """Only the last one can have been cut off."""
+        whole = self.status in ("completed", "in_progress") or index < len(self.choice.blocks) - 1
+        return item(self.choice.blocks[index], "completed" if whole else "incomplete", self.members)
+
+    def object(self) -> objects.ResponseObject:
+        body, choice, going_on = self.body, self.choice, self.status == "in_progress"
+        return objects.ResponseObject(
+            id=self.id,
+            object="response",
+            created_at=self.created,
+            status=self.status,
+            background=False,
+            error=self.error,
+            incomplete_details=objects.Incomplete("max_output_tokens") if self.status == "incomplete" else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=choice.service.model,
+            output=[] if going_on else [self.item(index) for index in range(len(choice.blocks))],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=objects.EffortUsed(None if body.reasoning is None else body.reasoning.effort, None),
+            store=body.store is not False,
+            temperature=choice.request.sampling.temperature,
+            text=objects.TextFormat((body.text and body.text.format) or {"type": "text"}),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=choice.request.sampling.top_p,
+            truncation="disabled",
+            usage=None if going_on else self.usage(),
+            user=body.user,
+            metadata=body.metadata or {},
+        )
+
+    def usage(self) -> objects.ResponseUsage:
+        prompt, output = len(self.choice.request.prompt), len(self.choice.tokens)
+        details = objects.OutputDetails(self.choice.reasoning_tokens)
+        return objects.ResponseUsage(prompt, objects.InputDetails(self.choice.cached_tokens), output, details, prompt + output)
+
+
+def spoken(choice: Choice) -> ChatMessage:
+    """The answer as the conversation goes on from it, without calls that were cut off: templates could not write them."""
+    calls = [
+        MessageToolCall(id=block.call_id, function=CalledFunction(name=block.name, arguments=block.text))
+        for block in choice.calls
+        if block.arguments() is not None
+    ]
+    reasoning = choice.text("reasoning") or None
+    return ChatMessage(role="assistant", content=choice.text(), reasoning_content=reasoning, tool_calls=calls or None)
+
+
+def part(block: Block) -> objects.OutputText | objects.ReasoningText:
+    return objects.OutputText(block.text) if block.kind == "text" else objects.ReasoningText(block.text)
+
+
+def item(block: Block, status: objects.Status, members: Members) -> objects.AnyItem:
+    id = item_id(block)
+    match block.kind:
+        case "text":
+            return objects.MessageItem(id, status, "assistant", [objects.OutputText(block.text)])
+        case "reasoning":
+            return objects.ReasoningItem(id, status, [], [objects.ReasoningText(block.text)])
+        case "call":
+            around, name = members.get(block.name, (UNSET, block.name))
+            return objects.CallItem(id=id, status=status, call_id=block.call_id, namespace=around, name=name, arguments=block.text)
+
+
+def item_id(block: Block) -> str:
+    return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.id
+
+
+def begun(block: Block, members: Members) -> objects.AnyItem:
+    """The item before it has any text."""
+    empty = item(replace(block, text=""), "in_progress", members)
+    return empty if isinstance(empty, objects.CallItem) else structs.replace(empty, content=[])
+
+
+class EventWriter:
+    """OpenAI's events, numbered. Items open and close one after the other."""
+
+    def __init__(self, answer: ResponseAnswer) -> None:
+        self.answer = answer
+        self.opened = 0
+        self._numbers = count()
+
+    def event(self, kind: str, **more: Any) -> objects.ResponseEvent:
+        return objects.ResponseEvent(f"response.{kind}", next(self._numbers), stream_id=self.answer.stream_id, **more)
+
+    def place(self, index: int) -> dict[str, Any]:
+        block = self.answer.choice.blocks[index]
+        where = {"item_id": item_id(block), "output_index": index}
+        return where if block.kind == "call" else where | {"content_index": 0}
+
+    def grown(self, index: int, text: str) -> Iterator[objects.ResponseEvent]:
+        block = self.answer.choice.blocks[index]
+        if index == self.opened:
+            yield from self.closed()
+            self.opened += 1
+            yield self.event("output_item.added", output_index=index, item=begun(block, self.answer.members))
+            if block.kind != "call":
+                empty = part(Block(block.kind))
+                yield self.event("content_part.added", **self.place(index), part=empty)
+        if text:
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            yield self.event(f"{EVENTS[block.kind]}.delta", **self.place(index), delta=text, **more)
+
+    def closed(self) -> Iterator[objects.ResponseEvent]:
+        """What ends the item that is open, if one is."""
+        if not self.opened:
+            return
+        index = self.opened - 1
+        block, place = self.answer.choice.blocks[index], self.place(index)
+        match block.kind:
+            case "call":
+                _, name = self.answer.members.get(block.name, ("", block.name))
+                yield self.event("function_call_arguments.done", **place, name=name, arguments=block.text)
+            case "text":
+                yield self.event("output_text.done", **place, text=block.text, logprobs=[])
+            case "reasoning":
+                yield self.event("reasoning_text.done", **place, text=block.text)
+        if block.kind != "call":
+            yield self.event("content_part.done", **place, part=part(block))
+        yield self.event("output_item.done", output_index=index, item=self.answer.item(index))
+
+
+async def events(answer: ResponseAnswer) -> AsyncGenerator[list[objects.ResponseEvent], None]:
+    """A request that is refused before its first token gets a status code instead."""
+    writer, started = EventWriter(answer), False
+    try:
+        async with contextlib.aclosing(answer.generation.steps()) as batches:
+            async for steps in batches:
+                opening: list[objects.ResponseEvent] = []
+                if not started:
+                    started, empty = True, answer.object()
+                    opening = [writer.event("created", response=empty), writer.event("in_progress", response=empty)]
+                added = [each for _, _, grown in steps for each in grown if not answer.only_prompt]
+                grown = [event for index, text in added for event in writer.grown(index, text)]
+                if some := [*opening, *grown]:
+                    yield some
+        answer.finished()
+        # The API has no event of its own for one that was cancelled.
+        end = "completed" if answer.status == "completed" else "incomplete"
+        yield [*writer.closed(), writer.event(end, response=answer.object())]
+    except MTPServeError as error:
+        answer.failed(error)
+        if not started:
+            raise
+        yield [writer.event("failed", response=answer.object())]
+    finally:
+        if answer.status == "in_progress":
+            answer.finished()

@@ -1,0 +1,286 @@
+"""The body of POST /v1/responses, and its way to a conversation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from mtpserve.core.errors import InvalidRequest
+from mtpserve.server.chat import forms
+from mtpserve.server.chat.bodies import ChatRequest, SamplingFields
+from mtpserve.server.chat.conversation import MAX_MESSAGES, CalledFunction, ChatMessage, MessageToolCall, TextPart, TextParts, called
+from mtpserve.server.chat.offers import Offer
+from mtpserve.server.chat.tools import CHOICES, checked_name
+from mtpserve.server.http.errors import SHORT, Unsupported
+from mtpserve.server.schema.base import Effort, Label, Metadata, Strict, Timeout, say_once
+from mtpserve.server.schema.fields import either
+from mtpserve.server.schema.shapes import SAMPLING, TEXT, Schema, needs
+from mtpserve.text.requests import check_text
+
+# Accepted, and never included: reasoning is not encrypted here, and the others are of tools that other servers run.
+NOTHING_TO_INCLUDE = frozenset(
+    {
+        "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+        "message.input_image.image_url", "web_search_call.action.sources", "web_search_call.results",
+    }
+)  # fmt: skip
+CONTENT = "a string or a list of parts like {'type': 'input_text', 'text': ...}"
+TEXTS = ("input_text", "output_text", "text")
+
+
+THOUGHTS = ("reasoning_text", "text")
+CALL = ("call_id", "name", "arguments")
+
+
+def parts(kinds: tuple[str, ...]) -> Schema:
+    """What a text may be given as."""
+    part = {"type": "object", "properties": {"type": {"enum": list(kinds)}, "text": {"type": "string"}}, "required": ["type", "text"]}
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
+
+MEMBER = forms.closed({"type": {"const": "function"}, "defer_loading": {}} | forms.FIELDS, ["type", "name"])
+TOOL: Schema = {
+    "anyOf": [
+        MEMBER,
+        forms.kind("namespace", {"name": forms.FIELDS["name"], "tools": {"type": "array", "items": MEMBER}}, ["name", "tools"]),
+        {"type": "object", "properties": {"type": {"type": "string", "not": {"enum": ["function", "namespace"]}}}, "required": ["type"]},
+    ]
+}
+
+
+class InputItem(Strict):
+    """A message, the reasoning in front of the assistant's next one, a call that the assistant made, or what came of it."""
+
+    shapes: ClassVar[dict[str, Schema]] = {"output": parts(TEXTS)}
+    rules: ClassVar[tuple[Schema, ...]] = (
+        {
+            "anyOf": [
+                {
+                    "properties": {"type": {"const": "message"}, "role": {"type": "string"}, "content": parts(TEXTS)},
+                    "required": ["role", "content"],
+                },
+                forms.kind("reasoning", {"content": forms.or_null(parts(THOUGHTS))}),
+                forms.kind("function_call", dict.fromkeys(CALL, forms.STRING), CALL),
+                forms.kind("function_call_output", {"call_id": forms.STRING, "output": parts(TEXTS)}, ("call_id", "output")),
+            ]
+        },
+    )
+
+    type: str = "message"
+    id: Label | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Annotated[str | TextParts | None, either(CONTENT)] = None
+    call_id: Label | None = None
+    name: Label | None = None
+    namespace: Label | None = None
+    arguments: str | None = None
+    output: Annotated[str | TextParts | None, either(CONTENT)] = None
+
+
+class EffortOptions(Strict):
+    """`summary` allows one; there is none, since reasoning is told in full."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextOptions(Strict):
+    """`format` as in chat completions, but with the schema's fields beside its type. No template is told of `verbosity`."""
+
+    shapes: ClassVar[dict[str, Schema]] = {"format": forms.TEXT_FORMAT}
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+Input = Annotated[
+    str | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_MESSAGES)],
+    either(f"a string or a list of at most {MAX_MESSAGES} items"),
+]
+
+
+SOMETHING: Schema = {
+    "anyOf": [
+        {"required": ["input"], "properties": {"input": {"anyOf": [TEXT, {"type": "array", "minItems": 1}]}}},
+        *({"required": [name], "properties": {name: TEXT}} for name in ("instructions", "previous_response_id")),
+    ]
+}
+
+
+class InputTokensRequest(Strict):
+    """What of a request its prompt depends on."""
+
+    column = "responses"
+    shapes: ClassVar[dict[str, Schema]] = {
+        "tools": {"items": TOOL},
+        "tool_choice": {"anyOf": [{"enum": list(CHOICES)}, forms.kind("function", {"name": forms.STRING}, ["name"])]},
+        "chat_template_kwargs": forms.VARIABLES,
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (SOMETHING, forms.DEMANDED)
+
+    input: Input | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: Label | None = None
+    reasoning: EffortOptions | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, either("a string or an object")] = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        if not (self.input or self.instructions or self.previous_response_id):
+            raise InvalidRequest("input is empty", "input")
+        check_text(self.instructions or "", "instructions")
+
+    def offer(self) -> Offer:
+        offer = Offer()
+        for index, tool in enumerate(self.tools or []):
+            add_tool(offer, tool, f"tools[{index}]")
+        kind = self.tool_choice.get("type") if isinstance(self.tool_choice, dict) else None
+        offer.check(kind if isinstance(kind, str) else None)
+        return offer
+
+    def chat(self, conversation: list[ChatMessage], offer: Offer) -> ChatRequest:
+        instructions = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        return ChatRequest.model_construct(
+            messages=[*instructions, *conversation],
+            model=self.model,
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            tools=offer.functions,
+            tool_choice=self._tool_choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+    def _tool_choice(self) -> str | dict[str, Any] | None:
+        """As chat completions have it, where a name is one level deeper."""
+        given = self.tool_choice
+        if not isinstance(given, dict):
+            return given
+        if given.get("type") != "function" or not isinstance(given.get("name"), str):
+            raise Unsupported("tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}", "tool_choice")
+        return {"type": "function", "function": {"name": given["name"]}}
+
+
+class ResponsesRequest(InputTokensRequest, SamplingFields):
+    shapes: ClassVar[dict[str, Schema]] = {
+        "input": {"minLength": 1, "minItems": 1},
+        "max_output_tokens": SAMPLING["max_tokens"],
+        "include": {"items": {"enum": sorted(NOTHING_TO_INCLUDE)}},
+        "structured_outputs": forms.STRUCTURED_OUTPUTS,
+    }
+    rules: ClassVar[tuple[Schema, ...]] = (needs("stream_options", "stream"),)
+
+    input: Input
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
+    store: bool | None = None
+    metadata: Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    timeout: Timeout | None = None
+    structured_outputs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # False: it is left out
+
+    @property
+    def needs_input(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        if self.needs_input and not self.input:
+            raise InvalidRequest("input is empty", "input")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        InputTokensRequest.check(self)
+        for name in self.include or []:
+            if name not in NOTHING_TO_INCLUDE:
+                raise Unsupported(f"include {SHORT.repr(name)} is not supported: leave it out", "include")
+            say_once(f"include {name!r}")
+
+    def chat(self, conversation: list[ChatMessage], offer: Offer) -> ChatRequest:
+        names = ("stream", "include_reasoning", "structured_outputs", "timeout", *SamplingFields.model_fields)
+        given = {name: getattr(self, name) for name in names}
+        given |= {"max_tokens": self.max_output_tokens, "response_format": self._format()}
+        return InputTokensRequest.chat(self, conversation, offer).model_copy(update=given)
+
+    def _format(self) -> dict[str, Any] | None:
+        given = None if self.text is None else self.text.format
+        if given is None or given.get("type") != "json_schema":
+            return given
+        return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def add_tool(offer: Offer, tool: dict[str, Any], place: str) -> None:
+    """Where it is a function. The model knows those in a namespace by both names, with a dot between."""
+    match tool.get("type"):
+        case "function":
+            offer.add({name: value for name, value in tool.items() if name not in ("type", "defer_loading")}, place)
+        case "namespace":
+            around, inside = checked_name(tool.get("name"), f"{place}.name"), tool.get("tools")
+            if not isinstance(inside, list):
+                raise InvalidRequest(f"{place}: a namespace needs a name, and a list of tools", f"{place}")
+            for index, member in enumerate(inside):
+                if not isinstance(member, dict) or member.get("type") != "function" or not isinstance(member.get("name"), str):
+                    where = f"{place}.tools[{index}]"
+                    raise Unsupported(f"{where} must be a function with a name: only they are supported in a namespace", where)
+                whole = f"{around}.{checked_name(member['name'], f'{place}.tools[{index}].name')}"
+                offer.members[whole] = (around, member["name"])
+                add_tool(offer, member | {"name": whole}, f"{place}.tools[{index}]")
+        case kind:
+            offer.leave_out(kind, place)
+
+
+def messages_of(given: str | list[InputItem]) -> list[ChatMessage]:
+    if isinstance(given, str):
+        return [ChatMessage(role="user", content=given)]
+    messages: list[ChatMessage] = []
+    reasoning = ""
+    for index, item in enumerate(given):
+        if item.type == "reasoning":
+            reasoning += text_of(item.content, THOUGHTS)
+            continue
+        message = message_of(item, f"input[{index}]")
+        if item.type == "function_call" and messages and messages[-1].role == "assistant" and not reasoning:
+            last = messages[-1]  # the calls of one answer are one message's
+            messages[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or []), *(message.tool_calls or [])]})
+            continue
+        if message.role == "assistant" and reasoning:
+            message = message.model_copy(update={"reasoning_content": reasoning})
+        messages.append(message)
+        reasoning = ""
+    return messages
+
+
+def message_of(item: InputItem, place: str) -> ChatMessage:
+    match item.type:
+        case "message":
+            if item.role is None or item.content is None:
+                raise InvalidRequest(f"{place}: a message needs role and content", "input")
+            return ChatMessage(role=item.role, content=text_of(item.content, TEXTS))
+        case "function_call":
+            if item.call_id is None or item.name is None or item.arguments is None:
+                raise InvalidRequest(f"{place}: a function_call needs call_id, name and arguments", "input")
+            name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
+            call = MessageToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments))
+            called(call, place)
+            return ChatMessage(role="assistant", content="", tool_calls=[call])
+        case "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise InvalidRequest(f"{place}: a function_call_output needs call_id and output", "input")
+            return ChatMessage(role="tool", content=text_of(item.output, TEXTS), tool_call_id=item.call_id)
+    raise Unsupported(f"{place}: items of type {item.type[:50]!r} are not supported here", "input")
+
+
+def text_of(content: str | list[TextPart] | None, kinds: tuple[str, ...]) -> str:
+    if isinstance(content, str) or content is None:
+        return content or ""
+    for part in content:
+        if part.type not in kinds or part.text is None:
+            raise Unsupported(f"input: content of type {part.type[:50]!r} is not supported here", "input")
+    return "\n".join(part.text or "" for part in content)

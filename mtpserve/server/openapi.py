@@ -1,0 +1,70 @@
+"""The OpenAPI document of a server: FastAPI's, with the bodies' schemas as pydantic has them, the answers' as their Structs do, and the
+numbers that only this server knows, such as its model's context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from mtpserve.server.chat.service import MAX_BYTES_PER_TOKEN, Service
+from mtpserve.server.http.rendering import REFERENCE
+from mtpserve.server.schema.shapes import NULL, SERVER, Schema
+
+NOTHING = [None, False]
+NO_ROLE: Schema = {
+    "properties": {
+        "bootstrap_room": NULL,
+        "kv_transfer_params": {
+            "anyOf": [
+                NULL,
+                {"type": "object", "properties": {name: {"enum": NOTHING} for name in ("do_remote_decode", "do_remote_prefill")}},
+            ]
+        },
+    }
+}
+
+
+def schemas_of(bodies: list[type[BaseModel]]) -> dict[str, Schema]:
+    """By name. FastAPI's own would be without what its records have no fields for, and have large numbers rounded."""
+    _, made = models_json_schema([(body, "validation") for body in bodies], ref_template=REFERENCE.replace("name", "model"))
+    return dict(made.get("$defs", {}))
+
+
+def limits(service: Service) -> dict[str, Schema]:
+    """What takes the place of each SERVER."""
+    card, config, most = service.client.card, service.engine_config, service.server_config.max_logprobs
+    return {
+        "alternatives": {} if most < 0 else {"maximum": most},
+        "token": {"maximum": card.vocab - 1},
+        "length": {"maximum": card.context_length - 1},
+        "text": {"maxLength": MAX_BYTES_PER_TOKEN * card.context_length},
+        "model": {"enum": list(service.names)},
+        "rank": {"maximum": config.parallel.data_parallel_size - 1},
+        "steps": {"maximum": card.speculative_steps},
+        "priority": {} if config.scheduler.scheduling_policy == "priority" else {"enum": [0]},
+        "role": NO_ROLE if config.disaggregation.role is None else {},
+    }
+
+
+def filled(schema: Any, known: dict[str, Schema]) -> Any:
+    """A copy with these in their places."""
+    if isinstance(schema, dict):
+        return {key: filled(value, known) for key, value in schema.items() if key != SERVER} | known.get(schema.get(SERVER, ""), {})
+    return [filled(each, known) for each in schema] if isinstance(schema, list) else schema
+
+
+class Server(FastAPI):
+    """`answers`: the schemas of what routes answer, by name; `bodies`: what they take."""
+
+    answers: dict[str, Schema]
+    bodies: list[type[BaseModel]]
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            document["components"]["schemas"] |= schemas_of(self.bodies) | self.answers
+            self.openapi_schema = filled(document, limits(self.state.service))
+        return self.openapi_schema or {}

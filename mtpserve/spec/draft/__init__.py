@@ -1,0 +1,1 @@
+"""Drafters: what the next step verifies, as a chain or a tree."""

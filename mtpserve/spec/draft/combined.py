@@ -1,0 +1,97 @@
+"""Several sources of drafts in one tree: a base (an MTP chain or tree, or nothing), and chains that need no pass of a model.
+
+Equal beginnings share their nodes, so a chain that begins like the base's only extends it:
+
+    base    x → a → b        grammar   x → a → c → d        together   x → a → b
+                                                                           └→ c → d
+
+If no request of the batch has such a chain, the base's drafts are returned unchanged, and a sampled chain keeps its q.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.protocols.models import Drafter
+from mtpserve.spec.draft.ngram import continued, predicted
+from mtpserve.spec.draft.tree import tree_of
+
+Chain = tuple[Tensor, Tensor, Source]  # tokens [D, n], how many [D]
+
+
+class CombinedDrafter:
+    """`sizes.free` nodes per request for chains, in addition to the base's. With `always_free`, n-grams are looked up for every request."""
+
+    def __init__(self, base: Drafter) -> None:
+        self.base, self.sizes, self.coupled = base, base.sizes, base.coupled
+        self.features, self.lag = base.features, base.lag
+        self.graph_safe = base.graph_safe and not self.sizes.always_free
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
+        drafts = self.base.draft(batch, hidden, verdict, want)
+        if want.deepest == 0 or self.sizes.free == 0:
+            return drafts
+        seat_ids = batch.drafted(batch.seat_ids)
+        chains = self.chains(batch, seat_ids)
+        if not chains:
+            return drafts
+        # A request that limits the depth to less than the base's limits its free drafts too.
+        allowed = torch.where(want.each >= self.sizes.steps, self.sizes.free, want.each)
+        limited = [(tokens, torch.minimum(count, allowed), source) for tokens, count, source in chains]
+        return merge(drafts, len(seat_ids), limited, self.sizes)
+
+    def catch_up(self, batch: Batch) -> None:
+        self.base.catch_up(batch)
+
+    def chains(self, batch: Batch, seat_ids: Tensor) -> list[Chain]:
+        """The likeliest first: nodes may run out."""
+        chains: list[Chain] = []
+        forced = batch.sampler.forced(self.sizes.free, seat_ids)
+        if forced is not None:
+            chains.append((*forced, Source.GRAMMAR))
+        if batch.predictions is None and not self.sizes.always_free:
+            return chains
+        seats = batch.seats
+        length = seats.length[seat_ids]
+        if batch.predictions is not None:
+            prediction, size = map(batch.drafted, batch.predictions)
+            tokens, prompt = seats.tokens[seat_ids, : int(length.max())], seats.prompt_length(seat_ids)
+            chains.append((*predicted(prediction, size, tokens, length, prompt, self.sizes.free), Source.PREDICTION))
+        if self.sizes.always_free:
+            chains.append((*continued(seats.tokens, seat_ids, length, self.sizes.free), Source.NGRAM))
+        return chains
+
+
+def merge(drafts: Drafts | None, requests: int, chains: list[Chain], sizes: DraftSizes) -> Drafts:
+    """Walks each chain from the root, and adds a node where the tree has no such child."""
+    device, room = chains[0][0].device, sizes.nodes
+    tokens = torch.zeros(requests, room, dtype=torch.int64, device=device)
+    parents, sources, count = tokens.clone(), tokens.clone(), tokens[:, 0].clone()
+    if drafts is not None:
+        number, count = drafts.tokens.shape[1], drafts.count.clone()
+        tokens[:, :number] = drafts.tokens
+        parents[:, :number] = torch.arange(number, device=device) if drafts.tree is None else drafts.tree.parents
+        sources[:, :number] = 0 if drafts.sources is None else drafts.sources
+    each, place = torch.arange(requests, device=device), torch.arange(room, device=device)
+    for chain, size, source in chains:
+        node = torch.zeros_like(count)
+        for step in range(chain.shape[1]):
+            token, wanted = chain[:, step], step < size
+            child = (parents == node.unsqueeze(1)) & (tokens == token.unsqueeze(1)) & (place < count.unsqueeze(1))
+            known = child.any(1)
+            added = wanted & ~known & (count < room)
+            at = torch.where(added, count, room - 1)
+            for table, value in ((tokens, token), (parents, node), (sources, torch.full_like(token, source))):
+                table[each, at] = torch.where(added, value, table[each, at])
+            count = count + added
+            # A chain ends when there is no room for its next node.
+            size = torch.where(known | added, size, 0)
+            if source is Source.GRAMMAR:
+                # A forced token's source is the grammar, even if the base proposed it too.
+                sources = torch.where(child & wanted.unsqueeze(1), int(source), sources)
+            node = torch.where(known, child.long().argmax(1) + 1, torch.where(added, count, node))
+    depth = min(sizes.depth, room)
+    return Drafts(tokens, count, None if drafts is None else drafts.probs, tree_of(parents, depth), sources)

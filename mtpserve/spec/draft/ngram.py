@@ -1,0 +1,96 @@
+"""Drafts without a model: the tokens that followed the last occurrence of the current n-gram (prompt lookup decoding,
+https://github.com/apoorvumang/prompt-lookup-decoding), in the request's own text or in the client's prediction of the output.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.arch.model import Features
+from mtpserve.core.batch import Batch, Drafts, Hidden, Source, Verdict, Want
+from mtpserve.core.draft_sizes import DraftSizes
+
+LONGEST = 4  # tokens of the longest n-gram; shorter ones are used if it does not occur
+SHORTEST = 2
+
+
+class NGramDrafter:
+    """core.protocols.Drafter without a draft model."""
+
+    features, lag = Features(), None
+    coupled = True
+    graph_safe = False  # it searches as many columns as the longest request has tokens
+
+    def __init__(self, sizes: DraftSizes) -> None:
+        self.sizes = sizes
+
+    def draft(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> Drafts | None:
+        if want.deepest == 0:
+            return None
+        seat_ids = batch.drafted(batch.seat_ids)
+        tokens, count = continued(batch.seats.tokens, seat_ids, batch.seats.length[seat_ids], min(want.deepest, self.sizes.steps))
+        count = torch.minimum(count, want.each)
+        count = count if want.most is None else torch.minimum(count, want.most)
+        return Drafts(tokens, count, sources=torch.full_like(tokens, Source.NGRAM))
+
+    def catch_up(self, batch: Batch) -> None:
+        """There is no draft model."""
+
+
+def continued(tokens: Tensor, seat_ids: Tensor, length: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """tokens [seats, n], length [D] → proposals [D, number], and how many of them are valid [D]."""
+    longest = int(length.max())
+    own = tokens[seat_ids, :longest]
+    ends = last_of(own, length, LONGEST)
+    # The end of the text itself is not an earlier occurrence.
+    place = follow(own, length - 1, ends, length)
+    return taken(own, place, length, number)
+
+
+def predicted(prediction: Tensor, size: Tensor, tokens: Tensor, length: Tensor, prompt: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The same from the client's prediction: prediction [D, n], of which `size` [D] are valid; tokens [D, m], of which `length` [D].
+
+    While there is no output to look up, the beginning of the prediction is proposed.
+    """
+    written = length - prompt
+    place = follow(prediction, size, last_of(tokens, length, LONGEST), written, shortest=1, first=True)
+    place = torch.where(written == 0, 0, place)
+    return taken(prediction, place, size, number)
+
+
+def last_of(tokens: Tensor, length: Tensor, number: int) -> Tensor:
+    """tokens [D, n] → the last `number` before `length` [D]; -1 for those before the beginning."""
+    place = length.unsqueeze(1) - number + torch.arange(number, device=length.device)
+    return tokens.gather(1, place.clamp(min=0)).masked_fill(place < 0, -1)
+
+
+def follow(text: Tensor, size: Tensor, ends: Tensor, written: Tensor, shortest: int = SHORTEST, first: bool = False) -> Tensor:
+    """text [D, n], ends [D, LONGEST] → the place [D] after the last occurrence (or the first) of the longest suffix of `ends` that occurs;
+    -1 if none does. At most `written` [D] tokens are compared.
+
+        ends     . . b c            text   a b c d e b c f              place of f, or of d with `first`
+    """
+    device = text.device
+    columns = torch.arange(text.shape[1], device=device)
+    agree = torch.ones_like(text, dtype=torch.bool)  # [D, n], the last `back` tokens up to column c are those of `ends`
+    after = size.new_full(size.shape, -1)
+    for back in range(1, LONGEST + 1):
+        shifted = torch.roll(text, back - 1, 1) == ends[:, -back].unsqueeze(1)
+        agree = agree & shifted & (columns >= back - 1)
+        if back < shortest:
+            continue
+        good = agree & (columns < size.unsqueeze(1)) & (written >= back).unsqueeze(1)
+        place = torch.where(good, columns + 1, text.shape[1] + 1 if first else -1)
+        best = place.amin(1) if first else place.amax(1)
+        after = torch.where(good.any(1), best, after)
+    return after
+
+
+def taken(text: Tensor, place: Tensor, size: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """text [D, n] from `place` [D] on (-1: nothing) → [D, number], count [D]"""
+    if text.shape[1] == 0:
+        return text.new_zeros(len(text), number), torch.zeros_like(size)
+    index = place.clamp(min=0).unsqueeze(1) + torch.arange(number, device=text.device)
+    count = torch.where(place < 0, 0, size - place).clamp(0, number)
+    return text.gather(1, index.clamp(max=text.shape[1] - 1)), count

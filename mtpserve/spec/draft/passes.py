@@ -1,0 +1,267 @@
+"""The passes of a draft model over a request's rows, for all drafters that have one.
+
+A draft model's row in slot s is computed from token s (core.protocols.DraftModel). With lag 1 it also gets the trunk's features of token
+s - 1:
+
+    token        t0    t1    t2    t3 |  t4 …      | a page ends here
+    trunk slot   0     1     2     3  |  4
+    draft slot   –     h0t1  h1t2  h2t3| h3t4
+
+So a page of the trunk or of the draft model depends only on the tokens up to the page's end. h3 is stored with the page
+(cache/boundary), for a request that starts after a page which another request has computed.
+
+Rows of rejected drafts are absorbed too: the next step's absorb overwrites them before anything reads them.
+
+While nothing is drafted a row's output is of no use, only what later rows need of it (`fill`). And a pass for one row of each request costs
+nearly what it costs for some: the features of decoded rows are kept for some steps (cache/deferred), and absorbed by one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mtpserve.cache.boundary import BoundaryRows
+from mtpserve.cache.deferred import DeferredRows
+from mtpserve.core.batch import Batch, Hidden, Verdict, Want
+from mtpserve.core.protocols.attention import AttentionBackend, Context
+from mtpserve.core.protocols.models import BlockModel, ChainedModules, DraftModel
+from mtpserve.spec.draft.history import FeatureHistory
+from mtpserve.spec.draft.modules import ModuleChain, behind
+from mtpserve.spec.draft.propose import Propose, propose
+
+# From so many rows on, and so many for each request, a pass for their keys and values and another one for the outputs that are used are
+# cheaper than one for all. Few rows take as long as one.
+SPLIT_ROWS, SPLIT_EACH = 16, 2
+
+
+# Absorbs a step's rows → so many drafts of each request that is drafted for [D, steps], and what they were drawn from [D, steps,
+# vocabulary]; None if all are point masses.
+DraftChain = Callable[["DraftPasses", Batch, Hidden, Verdict, int], tuple[Tensor, Tensor | None]]
+# mtpserve_kernels.seats.reference.draft_positions with a page size: length, page_table, seat_ids, lookback, steps → positions, slots.
+DraftPositions = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedHead:
+    """A draft head over the most frequent tokens: drafting multiplies only their rows of the language-model head.
+
+    Other tokens are never proposed and their q is zero. Verification uses the whole vocabulary, so it stays lossless.
+    """
+
+    tokens: Tensor  # [n] int64, ascending, so that ties are broken as in the whole vocabulary
+    vocab: int
+    multiply: Callable[[Tensor, int], Tensor]  # [rows, hidden], the drafts before them → [rows, n] float32
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[rows, n] → [rows, vocabulary]; -inf for tokens that are not in the map."""
+        return logits.new_full((len(logits), self.vocab), -torch.inf).index_copy(1, self.tokens, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContext:
+    """core.protocols.Context: rows that are stored as `own` plans them, and attend as `whole` does."""
+
+    own: Context
+    whole: Context
+
+    @property
+    def slots(self) -> Tensor:
+        return self.own.slots
+
+    @property
+    def keys(self) -> Tensor:
+        return self.own.keys
+
+    @property
+    def values(self) -> Tensor:
+        return self.own.values
+
+    def attend(self, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return self.whole.attend(q, sinks)
+
+
+@cache
+def numbers(first: int, end: int, step: int, device: torch.device) -> Tensor:
+    """torch.arange, made once: nobody writes to it. A step is captured after it has run, so that none of these is in a graph's memory."""
+    return torch.arange(first, end, step, device=device)
+
+
+class DraftPasses:
+    """`attention` plans for the draft model's own layers; `draft_positions` knows their page size. `boundary` is None if the draft model
+    gets no features of the trunk, and so is `deferred`, or if no row is ever deferred; `history`, if it gets those of one row. `steps`:
+    drafts of a block. `draft_chain`: None is spec.chain.one_by_one."""
+
+    def __init__(
+        self, model: DraftModel, attention: AttentionBackend, draft_positions: DraftPositions, boundary: BoundaryRows | None = None,
+        reduced: ReducedHead | None = None, propose: Propose = propose, deferred: DeferredRows | None = None,
+        history: FeatureHistory | None = None, steps: int = 0, draft_chain: DraftChain | None = None,
+    ) -> None:  # fmt: skip
+        self.history, self.steps = history, steps
+        self.model, self.attention, self.boundary, self.reduced, self.propose = model, attention, boundary, reduced, propose
+        self.deferred, self.draft_chain, self.draft_positions = deferred, draft_chain, draft_positions
+        self.described: Any = None  # kept by a kernel that needs it
+        self.chain: ModuleChain | None = None
+        if model.features.chained and history is not None and boundary is not None:
+            self.chain = ModuleChain(cast(ChainedModules, model), attention, history, boundary)
+
+    def joined(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> Hidden:
+        """The trunk's output with the features that the draft model wants: in every step, before anything else. Chained modules make
+        them of it as they absorb it."""
+        if self.history is None or self.boundary is None or hidden.features is None:
+            return hidden
+        self.history.resume(batch, self.boundary)
+        if self.chain is not None:
+            return hidden
+        return hidden._replace(features=self.history.joined(batch, hidden.features, verdict.accepted))
+
+    def absorb(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> tuple[Hidden, Tensor]:
+        """Computes the draft model's row for the token after each row of the batch. → its output at the last token of each request that
+        may be drafted for, and their seats. Called after the verdict has advanced the seats; every span's rows are a chain."""
+        features, seat_ids = hidden.features, batch.drafted(batch.seat_ids)
+        last, rows = self.last(batch, verdict), self.after(batch, features)
+        if self.chain is not None and features is not None:
+            return self.chain.absorb(batch, rows, features, verdict.accepted).at(last), seat_ids
+        if self.model.mask is not None:
+            self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
+            return self.block(batch, seat_ids, rows.ids[last], rows.index[last], self.model.mask), seat_ids
+        if not self.splits(rows, last):
+            return self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows)).at(last), seat_ids
+        # Of most rows only what later rows need is of use.
+        self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
+        ends = self.rows(batch, seat_ids, rows.ids[last], rows.index[last], rows.positions[last])
+        own = None if features is None else features[last]
+        return self.model.absorb(ends.ids, ends.positions, own, self.attention.plan(ends)), seat_ids
+
+    def last(self, batch: Batch, verdict: Verdict) -> Tensor:
+        """[D], the last row that counts of each request that may be drafted for."""
+        return batch.drafted(torch.addcmul(batch.last_row, verdict.accepted, batch.samples))
+
+    def splits(self, rows: Batch, last: Tensor) -> bool:
+        """Whether keys and values of all rows are computed first, and then the outputs of the `last` ones [D] alone."""
+        return rows.ids.shape[0] >= max(SPLIT_ROWS, SPLIT_EACH * last.shape[0])
+
+    def block(self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, mask: int) -> Hidden:
+        """One pass over the last tokens `ids` [D], whose rows are at `index`, and a mask for each draft after them (DFlash, https://
+        arxiv.org/abs/2602.06036 §3). → as core.protocols.BlockModel.block."""
+        model, places = cast(BlockModel, self.model), torch.arange(1, self.steps + 2, device=ids.device)
+        tokens = torch.where(places == 1, ids.unsqueeze(1), mask)
+        index = index.unsqueeze(1) + places
+        rows = self.rows(batch, seat_ids, tokens.flatten(), index.flatten(), index.flatten())
+        own = self.attention.plan(rows)
+        if all(model.causal):
+            return model.block(tokens, index, own)
+        # Each sees all of them, and of a window what the last one sees: as if all were the last one.
+        last = (rows.kv_len - 1).repeat_interleave(self.steps + 1)
+        whole = self.attention.plan(rows._replace(index=last, positions=last))
+        seen = [own[i] if causal else BlockContext(own[i], whole[i]) for i, causal in enumerate(model.causal)]
+        return model.block(tokens, index, seen)
+
+    def skip(self, batch: Batch, hidden: Hidden, verdict: Verdict, want: Want) -> None:
+        """In the place of `absorb`, where nothing is drafted."""
+        if self.chain is not None:
+            self.absorb(batch, hidden, verdict)  # every row needs nearly all of it
+            return
+        if want.keeps and self.deferred is not None and hidden.features is not None:
+            index, rows = batch.index, hidden.features
+            if index.shape[0] > batch.seat_ids.shape[0]:
+                index, rows = index[batch.last_row], rows[batch.last_row]
+            self.deferred.keep(batch.seat_ids, index, rows)
+        if want.absorbs:
+            self.fill(batch, hidden.features)
+
+    def catch_up(self, batch: Batch) -> None:
+        """Absorbs rows that were deferred."""
+        self.fill(batch, None if self.deferred is None else self.deferred.of(batch.row_seats, batch.index))
+
+    def fill(self, batch: Batch, features: Tensor | None) -> None:
+        rows = self.after(batch, features)
+        self.model.fill(rows.ids, rows.positions, features, self.attention.plan(rows))
+
+    def after(self, batch: Batch, features: Tensor | None) -> Batch:
+        """The draft model's rows for the tokens after the batch's; what must be stored or computed before them is."""
+        seats, lag = batch.seats, self.model.lag
+        if self.boundary is not None and features is not None and self.chain is None:
+            self.boundary.store(batch.slots, features)
+        if batch.resumed is not None:
+            self.resume(batch, batch.resumed)
+        # Prompt tokens, accepted drafts and the target's own tokens are all in seats.tokens by now.
+        ids, after, slots = seats.following(batch.row_seats, batch.index)
+        ahead = 1 - lag
+        return batch._replace(
+            ids=ids,
+            positions=batch.positions + ahead if ahead else batch.positions,
+            index=after if ahead else batch.index,
+            slots=slots,
+            kv_len=batch.kv_len + ahead if ahead else batch.kv_len,
+            shift=lag,
+            unstored=None,
+        )
+
+    def resume(self, batch: Batch, spans: Tensor) -> None:
+        """Computes the row of the first token of each of the `spans`. `absorb` cannot, because the row before it is not in the batch:
+        another request has computed it, or there is none."""
+        seats, seat_ids = batch.seats, batch.seat_ids[spans]
+        first = batch.index[batch.cu_q[:-1][spans]]
+        features = None if self.boundary is None else self.boundary.before(seats.slots(seat_ids, first - 1))
+        above = (first - self.model.lag).clamp(min=0)  # 0 of what pads a captured step
+        rows = self.rows(batch, seat_ids, seats.tokens[seat_ids, first], above, above)
+        if self.chain is not None and features is not None:
+            self.chain.resume(rows, features)
+        else:
+            self.model.absorb(rows.ids, rows.positions, features, self.attention.plan(rows))
+
+    def rows(
+        self, batch: Batch, seat_ids: Tensor, ids: Tensor, index: Tensor, positions: Tensor, slots: Tensor | None = None,
+        kv_len: Tensor | None = None,
+    ) -> Batch:  # fmt: skip
+        """A batch with one row for each of the tokens `ids` [rows], at `index` + lag of its request; each request's rows are contiguous.
+        `slots`: of the tokens, and `kv_len`: index + 1 of each request's last row, where these are known."""
+        requests, device = seat_ids.shape[0], index.device
+        each = ids.shape[0] // max(requests, 1)
+        owners, ends = (seat_ids, index) if each == 1 else (seat_ids.repeat_interleave(each), index.view(requests, each)[:, -1])
+        if slots is None:
+            slots = batch.seats.slots(owners, index + self.model.lag if self.model.lag else index)
+        return batch._replace(
+            ids=ids,
+            positions=positions,
+            index=index,
+            slots=slots,
+            row_seats=owners,
+            seat_ids=seat_ids,
+            cu_q=numbers(0, requests * each + 1, max(each, 1), device),
+            kv_len=ends + 1 if kv_len is None else kv_len,
+            tree=None,
+            tree_bits=None,
+            tree_start=None,
+            shift=self.model.lag,
+            unstored=None,
+        )
+
+    def step(self, rows: Batch, state: Tensor | None, depth: int) -> Hidden:
+        """`depth`: of the drafts whose rows these are."""
+        if self.chain is not None and state is not None:
+            return self.chain.step(rows, state, depth)
+        if self.model.at_once:
+            return self.model.step(rows.ids, rows.positions, state, ())
+        seen = rows if self.history is None else behind(rows, depth)
+        return self.model.step(rows.ids, rows.positions, state, self.attention.plan(seen))
+
+    def logits(
+        self, head: Tensor, depth: int, batch: Batch, seat_ids: Tensor, path: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """head [rows, hidden] of drafts after `depth` others, path: these [rows, D] and how many they are [rows], None where no request has
+        rules → the logits after the request's rules, and the token of each column (None: the whole vocabulary). Rules and sampling need
+        the whole vocabulary; the argmax alone does not. The logits may be anything, NaN too: see propose."""
+        sampler, columns, reduced = batch.sampler, None, self.reduced
+        logits = self.model.logits(head, depth) if reduced is None else reduced.multiply(head, depth)
+        if reduced is not None and sampler.all_greedy and not sampler.has_rules:
+            columns = reduced.tokens
+        elif reduced is not None:
+            logits = reduced.spread(logits)
+        return logits if path is None else sampler.processed(logits, seat_ids, *path), columns

@@ -1,0 +1,35 @@
+"""The next draft of each row, from a draft model's logits. Plain torch; spec/cpu.py has the same in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.batch import Sampler
+from mtpserve.spec.verify.streams import DRAFT, DRAW
+
+Propose = Callable[[Tensor, Tensor, Tensor, Sampler, Tensor | None], Tensor]
+
+
+def valid(logits: Tensor) -> Tensor:
+    """[rows, vocabulary], whatever a draft model computed → logits of a distribution."""
+    # -inf means forbidden and stays; a row in which every token is forbidden becomes uniform.
+    logits = torch.nan_to_num(logits, nan=0.0, neginf=-torch.inf)
+    return logits.masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0.0)
+
+
+def propose(logits: Tensor, seat_ids: Tensor, index: Tensor, sampler: Sampler, q: Tensor | None) -> Tensor:
+    """logits [rows, vocabulary] after the requests' rules, index [rows] of the tokens → the drafts [rows]. What they were drawn from is
+    written to q [rows, vocabulary] float32; None if all are point masses. Where logits are not finite any token may be proposed, from a
+    valid distribution."""
+    if sampler.all_greedy:
+        return logits.argmax(-1)
+    law = sampler.probs(valid(logits), seat_ids)
+    if sampler.all_coupled:
+        return sampler.choose(law, seat_ids, index, DRAW)
+    assert q is not None
+    q.copy_(law)
+    tokens, coupled = sampler.choose(law, seat_ids, index, DRAFT), sampler.coupled(seat_ids)
+    return tokens if coupled is None else torch.where(coupled, sampler.choose(law, seat_ids, index, DRAW), tokens)

@@ -1,0 +1,1 @@
+"""Verification: which drafts the target accepts, and the token after them."""

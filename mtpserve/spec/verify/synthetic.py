@@ -1,0 +1,72 @@
+"""Synthetic acceptance by a given curve: for measurements with weights or prompts whose acceptance is not that of real ones.
+
+Drafting and verification run as usual; then the number of accepted drafts is sampled for each request, and these drafts and the target's
+choice after them are committed. In a tree, the path of first children from the root is followed. The text is meaningless, but rules
+apply: a token that the request forbids is never accepted. Nothing is read on the host, so it can be part of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mtpserve.core.batch import Batch
+from mtpserve.spec.verify.accept import Decide, Decision
+from mtpserve.spec.verify.streams import DRAW, LOT
+from mtpserve.spec.verify.thresholds import Thresholds
+
+
+class SyntheticAcceptance:
+    """spec.accept.Decide, wrapping another. `rates` [depth]: the probability of each draft if all before it were accepted."""
+
+    def __init__(self, judge: Decide, rates: Seq[float], device: torch.device) -> None:
+        self.judge, self.rates = judge, torch.tensor(rates, dtype=torch.float64, device=device)
+
+    def __call__(self, logits: Tensor, batch: Batch, depth: int, thresholds: Thresholds) -> Decision:
+        return by_lot(self.judge(logits, batch, depth, thresholds), logits, batch, self.rates)
+
+
+def by_lot(made: Decision, logits: Tensor, batch: Batch, rates: Tensor) -> Decision:
+    """logits [R, K+1, vocabulary], processed; rates [D or more]."""
+    depth = made.tokens.shape[1] - 1
+    if depth == 0:
+        return made
+    sampler, ids, length = batch.sampler, batch.seat_ids, batch.seats.length[batch.seat_ids]
+    each, place = torch.arange(len(ids), device=ids.device), torch.arange(depth, device=ids.device)
+    path, exists = first_children(batch, depth)
+    drafts = batch.drafts.gather(1, path[:, 1:] - 1)
+    lots = sampler.uniform(ids, length.unsqueeze(1) + place, LOT)
+    allowed = logits[each.unsqueeze(1), path[:, :-1], drafts] > -torch.inf
+    accepted = (exists & allowed & (lots < rates[:depth])).long().cumprod(1).sum(1)
+    row = logits[each, path[each, accepted]]
+    own = row.argmax(-1) if sampler.all_greedy else sampler.choose(sampler.probs(row, ids), ids, length + accepted, DRAW)
+    tokens = torch.cat([drafts, own.unsqueeze(1)], 1).index_put((each, accepted), own)
+    if made.path is not None:
+        path = path.gather(1, torch.minimum(torch.arange(depth + 1, device=ids.device), accepted.unsqueeze(1)))
+    return replace(
+        made,
+        tokens=tokens,
+        accepted=accepted,
+        path=None if made.path is None else path,
+        failed=made.failed | ~torch.isfinite(row.amax(-1)),
+    )
+
+
+def first_children(batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
+    """→ the nodes from the root down [R, depth+1], and which of those after the root exist [R, depth]; the others are arbitrary."""
+    count = batch.draft_count.unsqueeze(1)
+    number = torch.arange(depth, device=count.device)
+    if batch.tree is None:
+        return torch.arange(depth + 1, device=count.device).expand(len(count), -1), number < count
+    real = torch.arange(batch.tree.parents.shape[1], device=count.device) < count
+    nodes, exists = [torch.zeros_like(count)], list[Tensor]()
+    for _ in range(depth):
+        child = real & (batch.tree.parents == nodes[-1])
+        if exists:
+            child = child & exists[-1]
+        exists.append(child.any(1, keepdim=True))
+        nodes.append(child.long().argmax(1, keepdim=True) + 1)  # argmax gives the first of equal ones
+    return torch.cat(nodes, 1), torch.cat(exists, 1)

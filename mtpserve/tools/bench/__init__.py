@@ -1,0 +1,1 @@
+"""`mtpserve bench`: the benchmarks by name."""

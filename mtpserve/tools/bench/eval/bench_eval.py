@@ -1,0 +1,185 @@
+"""`mtpserve bench eval`: an exam from local files, asked twice, compared answer by answer. Exit code 1 if more answers differ than allowed.
+
+The second time the same server, or the same model in this process, decodes plainly; or another server is asked, or the answers of an
+earlier run are read from a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mtpserve.cli.options import Values, add_options, given, settings
+from mtpserve.cli.parser import Parser
+from mtpserve.config import ENGINE_SECTIONS
+from mtpserve.config.options import check
+from mtpserve.core.errors import ConfigError, RequestFailed
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.spec.plain import HOW, PLAIN_FIELDS, looks_ahead, plainly
+from mtpserve.tools.bench.eval.exam_client import ExamServer
+from mtpserve.tools.bench.eval.parity import Difference, ExamSide, answers, differences, read_report, report, write_report
+from mtpserve.tools.bench.eval.tasks import STOP, STRICT, Exam, ExamQuestion, gsm8k, mmlu
+
+if TYPE_CHECKING:
+    from mtpserve.llm import LLM, Completion
+
+SHOWN, WIDTH = 20, 60  # differences, and characters of each text, in the terminal
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="mtpserve bench eval",
+        usage="%(prog)s --task mmlu|gsm8k --data FILE (--base-url URL | --model MODEL) [options]",
+        description="Score a model on questions from local files, and compare its answers with those of plain decoding, of another server "
+        "or of an earlier run.",
+    )
+    exam = made.add_argument_group("the exam")
+    exam.add_argument("--task", choices=("mmlu", "gsm8k"), required=True, help="multiple choice by log-probabilities, or texts")
+    exam.add_argument("--data", metavar="FILE", required=True, help="the questions: CSV or JSONL for mmlu, JSONL for gsm8k")
+    exam.add_argument("--dev", metavar="FILE", help="questions with answers that every prompt begins with, in the same format")
+    exam.add_argument("--shots", metavar="N", type=int, help="how many of them (default: 5 with --dev)")
+    exam.add_argument("--limit", metavar="N", type=int, help="only the first N questions")
+    exam.add_argument(
+        "--subject", metavar="TEXT", help="what mmlu's questions are about (default: what the file's name says, or its lines)"
+    )
+    exam.add_argument("--regex", metavar="REGEX", default=STRICT, help=f"the answer in a text: its first group (default: {STRICT})")
+    exam.add_argument("--last-match", action="store_true", help="of several matches the last one, not the first")
+    exam.add_argument("--max-tokens", metavar="N", type=int, default=256, help="of a text (default: 256)")
+    sides = made.add_argument_group("who answers; without --base-url, --model runs in this process")
+    sides.add_argument("--base-url", metavar="URL", help="a server with OpenAI's API; --model is its model's name there")
+    sides.add_argument("--api-key", dest="bearer", metavar="KEY", help="sent as a bearer token (default: OPENAI_API_KEY)")
+    sides.add_argument("--chat", action="store_true", help="ask for texts as chat completions")
+    sides.add_argument("--concurrency", metavar="N", type=int, default=16, help="requests at once (default: 16)")
+    sides.add_argument("--other-url", metavar="URL", help="a server to compare with")
+    sides.add_argument("--against", metavar="FILE", help="what --output-file has written, to compare with")
+    made.add_argument("--tolerance", metavar="N", type=int, default=0, help="answers that may differ (default: 0)")
+    made.add_argument("--output-file", metavar="FILE", help="write all answers here, as JSON")
+    add_options(made, ENGINE_SECTIONS)
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    chosen = parser().parse(arguments)
+    for name in ("limit", "max_tokens", "concurrency"):
+        check((value := getattr(chosen, name)) is None or value >= 1, name, value, "at least 1")
+    for name in ("shots", "tolerance"):
+        check((value := getattr(chosen, name)) is None or value >= 0, name, value, "at least 0")
+    values = given(chosen)
+    if chosen.base_url is None and "model" not in values:
+        raise ConfigError("give --base-url, a server, or --model, which runs in this process")
+    exam = exam_of(chosen)
+    former = read_report(chosen.against).sides[0] if chosen.against is not None else None
+    sides = from_server(chosen, values, exam, former) if chosen.base_url is not None else from_model(chosen, values, exam, former)
+    differing = differences(*sides) if len(sides) > 1 else []
+    made = report(exam, sides, differing)
+    show(exam, sides, differing, made.differing_texts)
+    if chosen.output_file is not None:
+        write_report(chosen.output_file, made)
+    return int(len(differing) > chosen.tolerance)
+
+
+def exam_of(chosen: Any) -> Exam:
+    shots = chosen.shots if chosen.shots is not None else 5 if chosen.dev is not None else 0
+    if chosen.task == "mmlu":
+        questions = mmlu(chosen.data, chosen.dev, shots, chosen.subject)
+    else:
+        questions = gsm8k(chosen.data, chosen.dev, shots)
+    if not questions:
+        raise ConfigError(f"--data {chosen.data}: no question in it")
+    try:
+        re.compile(chosen.regex)
+    except re.error as error:
+        raise ConfigError(f"--regex {chosen.regex!r}: {error}") from error
+    return Exam(chosen.task, questions[: chosen.limit], shots, chosen.regex, chosen.last_match, chosen.max_tokens, STOP)
+
+
+def from_server(chosen: Any, values: Values, exam: Exam, former: ExamSide | None) -> list[ExamSide]:
+    if others := sorted({*values} - {"model"}):
+        raise ConfigError(f"--{others[0].replace('_', '-')} is for --model without --base-url")
+    key = chosen.bearer or os.environ.get("OPENAI_API_KEY")
+
+    def server(url: str) -> tuple[ExamServer, bool]:
+        at = ExamServer(url.rstrip("/").removesuffix("/v1"), "", key, chosen.chat, chosen.concurrency)
+        listed = at.listed()
+        name = values.get("model") or (listed[0].id if listed else "")
+        ahead = any(looks_ahead(each) for each in listed if each.id == name)
+        return replace(at, model=str(name)), ahead
+
+    ours, ahead = server(chosen.base_url)
+    first = answers(chosen.base_url, ours, exam)
+    if former is not None:
+        return [first, former]
+    if chosen.other_url is not None:
+        return [first, answers(chosen.other_url, server(chosen.other_url)[0], exam)]
+    return [first, answers("plain", replace(ours, body=PLAIN_FIELDS), exam)] if ahead else [first]
+
+
+def from_model(chosen: Any, values: Values, exam: Exam, former: ExamSide | None) -> list[ExamSide]:
+    if chosen.other_url is not None or chosen.chat:
+        raise ConfigError("--other-url and --chat are for --base-url")
+    settings(values)  # what the options rule out is said before anything loads
+    from mtpserve.llm import LLM
+
+    options: dict[str, Any] = dict(values)
+    with LLM(**options) as llm:
+        first = answers(str(values["model"]), ModelAsker(llm), exam)
+        if former is not None:
+            return [first, former]
+        if not looks_ahead(llm.engine.card):
+            return [first]
+        llm.reset_prefix_cache()
+        return [first, answers("plain", ModelAsker(llm, plainly), exam)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAsker:
+    """bench.parity.Asker: a model in this process."""
+
+    llm: LLM
+    params: Callable[[SamplingParams], SamplingParams] = lambda params: params
+
+    def scores(self, questions: Sequence[ExamQuestion]) -> list[list[float]]:
+        encode = self.llm.tokenizer.encode
+        pairs = [(encode(each.prompt + option), len(encode(each.prompt))) for each in questions for option in each.options]
+        made = self._run([ids for ids, _ in pairs], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+        # The first token has no score.
+        sums = iter(
+            sum(score.logprob for score in (one.prompt_logprobs or [])[size - 1 :]) for one, (_, size) in zip(made, pairs, strict=True)
+        )
+        return [[next(sums) for _ in each.options] for each in questions]
+
+    def texts(self, questions: Sequence[ExamQuestion], exam: Exam) -> list[str]:
+        params = SamplingParams(max_tokens=exam.max_tokens, temperature=0, stop=exam.stop)
+        return [each.text for each in self._run([self.llm.tokenizer.encode(one.prompt) for one in questions], params)]
+
+    def _run(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+        made = self.llm.generate(prompts, self.params(params))
+        if failed := next((each for each in made if each.error is not None), None):
+            raise RequestFailed(failed.error or "a request failed")
+        return made
+
+
+def show(exam: Exam, sides: Sequence[ExamSide], differing: Sequence[Difference], texts: int) -> None:
+    print(f"{exam.task}, {len(exam.questions)} questions, {exam.shots} shots")
+    for side in sides:
+        print(f"score       {side.score:.4f}  {side.name}")
+    if len(sides) == 1:
+        print(f"compared    with nothing: {HOW} launches or runs a model of which plain decoding is compared; or --other-url, --against")
+        return
+    same = len(exam.questions) - len(differing)
+    beside = f"; {texts} of the texts differ" if not exam.questions[0].options else ""
+    print(f"compared    {same} of {len(exam.questions)} answers are the same, {len(differing)} differ{beside}")
+    for each in differing[:SHOWN]:
+        gap = "" if each.gap is None else f", the best two {each.gap:.2g} apart"
+        print(f"            {each.ours.name}: {short(each.ours.compared)}, {sides[1].name}: {short(each.other.compared)}, "
+              f"right: {each.ours.expected}{gap}")  # fmt: skip
+    if len(differing) > SHOWN:
+        print(f"            and {len(differing) - SHOWN} more: --output-file has all answers")
+
+
+def short(text: str) -> str:
+    shown = " ".join(text.split())
+    return repr(shown if len(shown) <= WIDTH else shown[:WIDTH] + "…")

@@ -1,0 +1,262 @@
+"""A run and a sweep in the terminal: tables, what is to be noted, and the progress bar."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mtpserve.tools.bench.serve.measured import BY_CHUNK, BY_LENGTH, BY_TOKENIZER, Measured
+from mtpserve.tools.bench.serve.run import RawRun
+from mtpserve.tools.bench.serve.summary import BUSY, LATE, Spread, Summary
+from mtpserve.tools.bench.serve.sweep import Point, knee
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+WIDTH = 200  # of tables that are not written to a terminal
+NAMES = {"ttft": "TTFT, first token", "tpot": "TPOT, per token", "itl": "ITL, between tokens", "e2el": "E2EL, whole request"}
+
+
+def console_of(error: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, stderr=error)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
+
+
+def table_of(console: Console, title: str, *columns: str) -> Table:
+    """Columns whose names end in a blank hold numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, box=box.SIMPLE_HEAD if console.is_terminal else None)
+    for column in columns:
+        made.add_column(column.strip(), justify="right" if column.endswith(" ") else "left", no_wrap=True)
+    return made
+
+
+def emit(console: Console, table: Table) -> None:
+    """The title by itself: rich wraps it to the table's width."""
+    title, table.title = table.title, None
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(table)
+    if not console.is_terminal:
+        console.print()
+
+
+def number(value: float | None) -> str:
+    """Three significant digits or more."""
+    if value is None or math.isnan(value):
+        return "-"
+    digits = 0 if abs(value) >= 1000 or value == int(value) else 1 if abs(value) >= 100 else 2
+    return f"{value:,.{digits}f}"
+
+
+def two_digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def milliseconds(values: Spread) -> list[str]:
+    return [number(1000 * value) for value in (values.mean, values.median, *(value for _, value in values.percentiles), values.max)]
+
+
+def show(summary: Summary, run: RawRun, percentile_metrics: Sequence[str], notes: Sequence[str] = (), warned: Sequence[str] = (),
+         console: Console | None = None) -> None:  # fmt: skip
+    console = console or console_of()
+    emit(console, rates(console, summary))
+    if summary.e2e is not None:
+        emit(console, latencies(console, summary, percentile_metrics))
+    for made in (verifications(console, run), categories(console, summary), failures(console, summary)):
+        if made is not None:
+            emit(console, made)
+    for line in (*notes, *remarks(summary, run)):
+        console.print(f"note: {line}", soft_wrap=True)
+    for line in (*warned, *warnings(summary, run)):
+        console.print(f"warning: {line}", style="yellow", soft_wrap=True)
+
+
+def rates(console: Console, summary: Summary) -> Table:
+    made = table_of(
+        console, f"{summary.completed:,} of {summary.requests:,} requests in {summary.seconds:,.2f} s", "", " total ", "per second "
+    )
+    rows: list[tuple[str, float | None, float | None]] = [
+        ("requests", summary.completed, summary.request_throughput),
+        ("input tokens", summary.input_tokens, summary.input_throughput),
+        ("output tokens", summary.output_tokens, summary.output_throughput),
+        ("all tokens", summary.input_tokens + summary.output_tokens, summary.total_throughput),
+        ("output tokens, best second", None, summary.peak_output),
+        ("output tokens per user", None, None if summary.per_user is None else summary.per_user.median),
+    ]
+    if summary.goodput is not None:
+        rows.append(("good requests", round(summary.goodput * summary.seconds), summary.goodput))
+    for name, total, rate in rows:
+        made.add_row(name, number(total) if total is not None else "", number(rate) if rate is not None else "")
+    made.add_row("requests at once, peak", number(summary.peak_concurrency))
+    made.add_row("requests at once, mean", number(summary.concurrency))
+    if (price := summary.price) is not None:
+        made.add_row("cost", f"{price.total:,.4f}")
+        made.add_row("cost per million input tokens", f"{price.per_million_input:,.4f}")
+        made.add_row("cost per million output tokens", f"{price.per_million_output:,.4f}")
+    return made
+
+
+def latencies(console: Console, summary: Summary, chosen: Sequence[str]) -> Table:
+    assert summary.e2e is not None
+    shares = [f"p{share:g} " for share, _ in summary.e2e.percentiles]
+    made = table_of(console, "latency in ms", "", "mean ", "median ", *shares, "max ")
+    spreads = {"ttft": summary.ttft, "tpot": summary.tpot, "itl": summary.itl, "e2el": summary.e2e}
+    rows = [(NAMES[name], spreads[name]) for name in NAMES if name in chosen]
+    if summary.from_planned is not None:
+        rows += [("  from planned time", summary.from_planned), ("lateness of sending", summary.lateness)]
+        rows += [("wait for a slot", summary.slot_wait)] if summary.slot_wait is not None and summary.slot_wait.max > 1e-3 else []
+    for name, values in rows:
+        if values is not None:
+            made.add_row(name, *milliseconds(values))
+    return made
+
+
+def verifications(console: Console, run: RawRun) -> Table | None:
+    """From the server's counters, over this run alone."""
+    server = run.server
+    if server is None or not server.verifications:
+        return None
+    made = table_of(console, f"acceptance, from {server.server}'s counters over this run", "", " ")
+    made.add_row("acceptance length", two_digits(server.length))
+    if server.rate is not None:
+        made.add_row("acceptance rate", f"{server.rate:.1%}")
+    for place, rate in enumerate(server.rates_at, 1):
+        made.add_row(f"  at position {place}", f"{rate:.1%}")
+    made.add_row("verifications", number(server.verifications))
+    return made
+
+
+def categories(console: Console, summary: Summary) -> Table | None:
+    if not summary.categories:
+        return None
+    made = table_of(
+        console, "by category", "category", "requests ", "output tokens ", "tokens per step ", "acceptance rate ", "TPOT ms, mean "
+    )
+    for each in summary.categories:
+        rate = "-" if each.rate is None else f"{each.rate:.1%}"
+        made.add_row(each.name, number(each.requests), number(each.output_tokens), two_digits(each.tokens_per_step), rate,
+                     "-" if each.tpot is None else number(1000 * each.tpot.mean))  # fmt: skip
+    return made
+
+
+def failures(console: Console, summary: Summary) -> Table | None:
+    if not summary.failures:
+        return None
+    made = table_of(console, f"{summary.requests - summary.completed:,} requests failed", "reason", "requests ", "for example")
+    made.columns[2].no_wrap = False
+    for reason, count, example in summary.failures:
+        made.add_row(reason, number(count), example)
+    return made
+
+
+def remarks(summary: Summary, run: RawRun) -> Iterator[str]:
+    if summary.cached_tokens is not None and summary.input_tokens:
+        yield f"{summary.cached_tokens:,} of the input tokens ({summary.cached_tokens / summary.input_tokens:.1%}) were in the prefix cache"
+    elif run.server is not None and run.server.cached is not None and run.server.prompt:
+        yield f"{run.server.cached:,.0f} of the input tokens ({run.server.cached / run.server.prompt:.1%}) were in the prefix cache"
+    if (prompts := summary.prompts) is not None and prompts.differ:
+        yield (f"{prompts.differ:,} of {prompts.compared:,} prompts have another number of tokens than was meant, on average "
+               f"{prompts.mean_difference:+.2f}, at most {prompts.largest:+,}")  # fmt: skip
+    if summary.short:
+        yield f"{summary.short:,} answers were shorter than they might be: the model ended them (--ignore-eos)"
+    if summary.price is not None:
+        price = summary.price
+        yield (f"an output token costs {price.ratio:g} input tokens (--output-price-ratio); with input for nothing, a million output "
+               f"tokens cost {price.per_million_output_alone:,.4f}")  # fmt: skip
+    if summary.categories and not any(each.tokens_per_step for each in summary.categories):
+        yield "this server says nothing of single requests: for acceptance by category, run each with --spec-bench-category"
+
+
+def warnings(summary: Summary, run: RawRun) -> Iterator[str]:
+    counted = dict(summary.counted_by)
+    if BY_CHUNK in counted:
+        yield f"{counted[BY_CHUNK]:,} answers came without usage, and their chunks are counted as one token each: give a --tokenizer"
+    if BY_LENGTH in counted:
+        yield (f"in {counted[BY_LENGTH]:,} answers tokens are divided among the chunks by characters: ITL and TPOT are estimates "
+               "(the server has no continuous_usage_stats; a --tokenizer is better)")  # fmt: skip
+    if BY_TOKENIZER in counted:
+        yield (f"in {counted[BY_TOKENIZER]:,} answers the tokens of each chunk are the tokenizer's count: the server has no "
+               "continuous_usage_stats")  # fmt: skip
+    if summary.lateness is not None and (late := dict(summary.lateness.percentiles).get(99, summary.lateness.max)) > LATE:
+        yield (f"requests were sent late (p99 {1000 * late:,.1f} ms, at most {1000 * summary.lateness.max:,.1f} ms): this client or its "
+               "machine is too slow for the rate, and latencies count from the sending")  # fmt: skip
+    if summary.client_load > BUSY:
+        yield f"this client has used {summary.client_load:.0%} of a core: its own times are part of the figures"
+    if run.server is not None and summary.completed == summary.requests and run.server.generated > 1.02 * summary.output_tokens + 16:
+        yield (f"the server has generated {run.server.generated:,.0f} tokens and this run got {summary.output_tokens:,}: there were other "
+               "clients, and the counters have their requests too")  # fmt: skip
+
+
+def median_of(values: Spread | None, scale: float) -> str | None:
+    return None if values is None else number(scale * values.median)
+
+
+def p99_of(values: Spread | None, scale: float) -> str | None:
+    return None if values is None else number(scale * dict(values.percentiles).get(99, values.max))
+
+
+def swept(point: Point) -> list[tuple[str, str | None]]:
+    """The rows of a sweep's table for this load. None: not measured."""
+    each, length = point.summary, point.server.length if point.server is not None else None
+    latencies = (("TTFT, ms", each.ttft, 1000), ("TPOT, ms", each.tpot, 1000), ("E2EL, s", each.e2e, 1))
+    return [
+        ("requests", f"{each.completed:,}/{each.requests:,}"),
+        ("requests per second", number(each.request_throughput)),
+        ("good requests per second", None if each.goodput is None else number(each.goodput)),
+        ("output tokens per second", number(each.output_throughput)),
+        ("  per user, median", median_of(each.per_user, 1)),
+        *(row for name, values, scale in latencies
+          for row in ((f"{name}, median", median_of(values, scale)), ("  p99", p99_of(values, scale)))),
+        ("acceptance length", None if length is None else two_digits(length)),
+        ("cost per million output", None if each.price is None else f"{each.price.per_million_output:,.4f}"),
+    ]  # fmt: skip
+
+
+def show_sweep(points: Sequence[Point], what: str, console: Console | None = None) -> None:
+    """A column for each load."""
+    console = console or console_of()
+    loads = [number(point.load) if math.isfinite(point.load) else "inf" for point in points]
+    best = knee(points)
+    made = table_of(console, f"by {what}", what, *(f"{load} " for load in loads))
+    for row in zip(*map(swept, points), strict=True):
+        if any(cell is not None for _, cell in row):
+            made.add_row(row[0][0], *("-" if cell is None else cell for _, cell in row))
+    if best is not None:
+        made.add_row("", *("knee" if i == best else "" for i in range(len(points))))
+    emit(console, made)
+    if best is not None:
+        console.print(f"note: the knee is where output throughput by mean latency is largest: {loads[best]} {what}", soft_wrap=True)
+        if best in (0, len(points) - 1):
+            console.print(f"note: it is the sweep's {'lowest' if best == 0 else 'highest'} load: it may lie beyond", soft_wrap=True)
+
+
+@contextmanager
+def progress(total: int, shown: bool, title: str) -> Iterator[Callable[[Measured], None]]:
+    """On standard error, where that is a terminal."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}"), TimeElapsedColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console_of(error=True), transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task(title, total=total, more="")
+        failed = tokens = 0
+
+        def done(each: Measured) -> None:
+            nonlocal failed, tokens
+            failed, tokens = failed + (each.failure is not None), tokens + each.output_tokens
+            bar.update(task, advance=1, more=f"{tokens:,} tokens" + (f", {failed:,} failed" if failed else ""))
+
+        yield done

@@ -1,0 +1,1 @@
+"""`mtpserve bench spec`: an engine with drafts of several shapes, compared."""

@@ -1,0 +1,1 @@
+"""`mtpserve prove`: the same requests with and without speculation, compared."""

@@ -1,0 +1,1 @@
+"""`mtpserve replay`: recorded steps, computed again."""

@@ -1,0 +1,1 @@
+"""The scheduler and the cache in simulated time, and answers without a model."""

@@ -1,0 +1,105 @@
+"""A device that computes nothing: it answers plans as one would whose text is known, and accepts drafts at random by a curve's rates.
+
+For simulations of the scheduler and the cache (simulator.py). It sees plans alone, as a runner does, and answers at once what a
+device would have written by the time somebody reads it. Trees are accepted like chains of the same depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import TypeVar
+
+from mtpserve.config import SpecConfig
+from mtpserve.config.spec import NONE
+from mtpserve.core.draft_sizes import DraftSizes
+from mtpserve.core.errors import ConfigError
+from mtpserve.core.plan import SpanPlan, SpanResult, StepPlan, StepResult
+from mtpserve.core.sequence import Sequence as Request
+from mtpserve.spec.curves import Curve, read_curve
+from mtpserve.spec.sizes import draft_sizes
+
+T = TypeVar("T")
+CURVE = "glm-5.2-mtp"  # unless the options name one
+OPTIONS = ("speculative_algorithm", "speculative_num_steps", "speculative_synthetic_acceptance")  # that matter here
+AFTER_THE_END = 0  # the token that follows a text
+
+
+def passes(spec: SpecConfig) -> int:
+    """Of a draft model, in each step: n-grams need none."""
+    return 0 if spec.drafter is None else spec.steps
+
+
+def named(spec: SpecConfig, own: bool) -> SpecConfig:
+    """With a drafter: the one that is named, or MTP where the model has a layer of its own. Raises ConfigError where options need one and
+    there is none."""
+    if spec.named:
+        return spec
+    if not own and spec.asked:
+        raise ConfigError(f"--{spec.asked[0].replace('_', '-')} needs something that drafts: --speculative-algorithm names it")
+    return spec.drafting_with("MTP" if own else NONE)
+
+
+def noted(spec: SpecConfig) -> str:
+    return f"{'+'.join(spec.parts)} drafts, {spec.steps} deep" if spec.steps else "plain decoding"
+
+
+class Speaker:
+    """One seat: the text that its request is to get, and how far it has got."""
+
+    __slots__ = ("answer", "committed", "waiting")
+
+    def __init__(self, answer: Sequence[int], committed: int) -> None:
+        self.answer, self.committed, self.waiting = answer, committed, 0
+
+
+class SimulatedDevice:
+    """`answers`: the text of each request by its id; the caller adds and removes them. `rates`: of acceptance, depth by depth."""
+
+    def __init__(self, sizes: DraftSizes, rates: Sequence[float] = (), seed: int = 0) -> None:
+        self.sizes, self.want = sizes, sizes.steps
+        self.answers: dict[str, Sequence[int]] = {}
+        self.rates, self._random = rates, Random(seed)
+        self._seats: dict[int, Speaker] = {}
+
+    @classmethod
+    def of(cls, spec: SpecConfig, budget: int, seed: int = 0) -> SimulatedDevice:
+        """Raises ConfigError for a curve that cannot be read."""
+        curve: Curve = read_curve(spec.speculative_synthetic_acceptance or CURVE)
+        return cls(draft_sizes(spec, budget), curve.rates(spec.steps), seed)
+
+    def limited(self, scheduler: Callable[..., T]) -> Callable[..., T]:
+        """A scheduler's class, told how many drafts a request may bring to a step, and how many of its rows may wait to be absorbed."""
+        return partial(scheduler, max_drafts=self.sizes.nodes, most_deferred=self.sizes.deferred)
+
+    def prepare(self, seq: Request, overlap: int) -> None:
+        """What the engine tells the scheduler about a request's drafts."""
+        seq.reach, seq.lookahead = self.sizes.reach(plain=True), self.sizes.lookahead(overlap, plain=True)
+        seq.proposals = self.sizes.proposals(self.want, plain=True)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        for each in plan.admissions:
+            self._seats[each.seat] = Speaker(self.answers[each.id], len(each.tokens) - each.prompt_len)
+        return StepResult([self._run(span, plan.want) for span in plan.spans])
+
+    def _run(self, span: SpanPlan, want: int) -> SpanResult:
+        seat = self._seats[span.seat]
+        accepted, tokens, drafts = 0, [], 0
+        if span.samples:
+            # The plan has a bound where a step is in flight, and no draft beyond the last token that the request may have.
+            drafts = min(seat.waiting, span.drafts)
+            accepted = self._accepted(drafts)
+            end = seat.committed + accepted + 1
+            tokens = list(seat.answer[seat.committed : end])
+            tokens += [AFTER_THE_END] * (accepted + 1 - len(tokens))
+            seat.committed = end
+        seat.waiting = self.sizes.proposals(want, True, span.most) if span.drafts_next else 0
+        chain = list(range(drafts))
+        return SpanResult(tokens, accepted, seat.waiting, chain, chain, [0] * drafts, list(range(1, accepted + 1)))
+
+    def _accepted(self, drafts: int) -> int:
+        for depth, rate in enumerate(self.rates[:drafts]):
+            if self._random.random() >= rate:
+                return depth
+        return min(drafts, len(self.rates))

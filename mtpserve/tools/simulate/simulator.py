@@ -1,0 +1,290 @@
+"""The scheduler and its cache against a device that is not there, in simulated time: what hit rate and which times to the first token a
+trace gives with a pool. The scheduler is the real one, and so are pages and keys; tokens are known in advance and no model runs.
+
+    conversations ─ arrivals ─→ scheduler.plan ─→ tools/simulate/simulated: what is committed ─→ scheduler.commit ─→ the next turn arrives
+                                      └─────────→ costs.StepCost: how long it takes
+
+As in the engine, `overlap` steps are in flight while the next one is planned. Planning takes no time, and clients none to send.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from math import ceil
+
+from mtpserve.cache.groups import PageGroups
+from mtpserve.cache.keys import Key, root
+from mtpserve.config import EngineConfig
+from mtpserve.config.options import check
+from mtpserve.core.plan import StepPlan, StepResult
+from mtpserve.core.request import Finish
+from mtpserve.core.sampling import SamplingParams
+from mtpserve.core.sequence import Sequence
+from mtpserve.engine.depth.policy import DepthPolicy
+from mtpserve.engine.depth.step_shapes import passes_of
+from mtpserve.engine.pages.tiers import Tiers
+from mtpserve.engine.queue import ServiceOrder
+from mtpserve.engine.scheduler import Scheduler
+from mtpserve.engine.steps import Outcome, Planned
+from mtpserve.tools.simulate.costs import StepCost
+from mtpserve.tools.simulate.simulated import SimulatedDevice
+from mtpserve.tools.simulate.simulated_tiers import PageTimes, SimulatedDisk, SimulatedTransfers
+from mtpserve.tools.simulate.traces import TraceConversation, TraceTurn
+
+SAME = StepCost()  # of every step
+SHARE_OF_CONTEXT = 8  # as in runtime/memory.py, which imports torch: requests that run at once fill this part of the context
+
+
+@dataclass(slots=True)
+class Simulated:
+    """What came of a trace. Times are in seconds of the simulated clock."""
+
+    requests: int = 0
+    finished: int = 0
+    left: int = 0  # whose clients did not wait for the end
+    refused: int = 0  # that no pool of this size, or no context of this length, ever holds; their conversations end there
+    prompt_tokens: int = 0  # of requests that got a first token
+    cached_tokens: int = 0  # of these, found in the cache
+    findable_tokens: int = 0  # of these, that a pool without an end would have had
+    output_tokens: int = 0
+    seats: int = 0  # requests that may run at once
+    steps: int = 0
+    rows: int = 0
+    preemptions: int = 0
+    pages_peak: int = 0  # held at once
+    seconds: float = 0.0
+    first_token: list[float] = field(default_factory=list)  # seconds from each request's arrival to its first token
+    between_tokens: list[float] = field(default_factory=list)  # mean seconds between the tokens of each request that finished
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def ideal_hit_rate(self) -> float:
+        return self.findable_tokens / max(self.prompt_tokens, 1)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of them do not exceed; 0 of none."""
+    return sorted(values)[max(ceil(share * len(values)) - 1, 0)] if values else 0.0
+
+
+@dataclass(slots=True)
+class InSimulation:
+    """A request that lives."""
+
+    seq: Sequence
+    conversation: TraceConversation
+    turn: int
+    leads: bool  # the conversation goes on with its answer, not with another choice's
+    arrived: float
+    findable: int
+    began: float = 0.0  # its first token
+
+
+class Simulation:
+    """`scheduler` works on `pages`, with tiers below them if there are `transfers`. `watch` is called after each step was planned.
+    `cached`: a prefix cache is used. One run each."""
+
+    def __init__(
+        self, scheduler: Scheduler, pages: PageGroups, device: SimulatedDevice, cost: StepCost = SAME, *, overlap: int = 0,
+        context: int = 1 << 30, cached: bool = True, transfers: SimulatedTransfers | None = None, policy: DepthPolicy | None = None,
+        watch: Callable[[Planned], None] = lambda planned: None,
+    ) -> None:  # fmt: skip
+        self.scheduler, self.pages, self.now, self.result = scheduler, pages, 0.0, Simulated(seats=scheduler.free_seats)
+        self._device, self._cost, self._overlap, self._cached, self._watch = device, cost, overlap, cached, watch
+        self._transfers, self._policy = transfers, policy
+        self._longest = min(context, pages.capacity(device.sizes.lookahead(overlap)))
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._numbers = count()
+        self._live: dict[str, InSimulation] = {}
+        self._in_flight: deque[tuple[Planned, StepResult, float]] = deque()  # with its end
+        self._free_at = 0.0  # the device
+        self._seen: set[Key] = set()  # keys of all pages that ever were complete
+        self._sampling: dict[int, SamplingParams] = {}  # by priority
+
+    def run(self, conversations: Iterable[TraceConversation]) -> Simulated:
+        """To the end of all of them, which come in the order of arrival."""
+        coming = iter(conversations)
+        self._next(coming)
+        while self._events or self._busy:
+            while self._events and (self._events[0][0] <= self.now or not self._busy):
+                time, _, event = heapq.heappop(self._events)
+                self.now = max(self.now, time)
+                event()
+            if self._busy:
+                self._step()
+        self.result.preemptions = self.scheduler.preemptions
+        return self.result
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._live or self._in_flight or self.scheduler.moving)
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._numbers), event))
+
+    # ------------------------------------------------------------------------------------------------ clients
+
+    def _next(self, coming: Iterable[TraceConversation]) -> None:
+        """One conversation at a time is taken from what may be made while it is read."""
+        for conversation in coming:
+            self._at(conversation.at, partial(self._begin, conversation, coming))
+            return
+
+    def _begin(self, conversation: TraceConversation, coming: Iterable[TraceConversation]) -> None:
+        self._next(coming)
+        self._ask(conversation, 0, [])
+
+    def _ask(self, conversation: TraceConversation, number: int, history: list[int]) -> None:
+        turn = conversation.turns[number]
+        prompt = [*history, *turn.said]
+        for copy in range(turn.copies):
+            self.result.requests += 1
+            max_len = len(prompt) + len(turn.answer) + turn.more
+            if max_len > self._longest or not prompt:
+                self.result.refused += 1
+                continue
+            seq = self._sequence(conversation, turn, prompt, max_len)
+            self._device.answers[seq.id] = turn.answer
+            self.scheduler.add(seq)
+            self._live[seq.id] = InSimulation(seq, conversation, number, copy == 0, self.now, self._findable(seq))
+            if turn.patience is not None:
+                self._at(self.now + turn.patience, partial(self._leave, seq.id))
+
+    def _sequence(self, conversation: TraceConversation, turn: TraceTurn, prompt: list[int], max_len: int) -> Sequence:
+        sampling = self._sampling.get(conversation.priority)
+        if sampling is None:
+            sampling = self._sampling[conversation.priority] = SamplingParams(priority=conversation.priority)
+        start = root(b"", conversation.salt) if self._cached else None
+        seq = Sequence(f"r{self.result.requests}", list(prompt), len(prompt), sampling, max_len, seed=0, root=start)
+        self._device.prepare(seq, self._overlap)
+        return seq
+
+    def _findable(self, seq: Sequence) -> int:
+        """Tokens of a prompt that some request before it had, or just has."""
+        found = next((column for column, key in enumerate(seq.keys) if key not in self._seen), len(seq.keys))
+        self._seen.update(seq.keys[found:])
+        return min(found * self.pages.page_size, seq.prompt_len - 1)
+
+    def _leave(self, request_id: str) -> None:
+        if request_id in self._live:
+            self.scheduler.abort(request_id)
+            self.result.left += 1
+            self._gone(request_id)
+
+    def _gone(self, request_id: str) -> InSimulation:
+        del self._device.answers[request_id]
+        return self._live.pop(request_id)
+
+    # -------------------------------------------------------------------------------------------------- steps
+
+    def _step(self) -> None:
+        """As Engine.step."""
+        if self._in_flight and self.scheduler.must_wait():
+            self._book(leave=0)
+        planned = self.scheduler.plan(self._device.want if self._policy is None else self._policy.choose(self.scheduler.running))
+        self._watch(planned)
+        going = bool(planned.seqs) or self.scheduler.moving or bool(planned.plan.transfers)
+        if going:
+            self._launch(planned)
+        self._book(leave=self._overlap if going else max(len(self._in_flight) - 1, 0))
+
+    def _launch(self, planned: Planned) -> None:
+        rows, seconds = self._duration(planned.plan) if planned.seqs else (0, 0.0)
+        began = max(self.now, self._free_at)
+        if self._transfers is not None:
+            # A load may start once the steps before it have ended, and so may a save.
+            self._transfers.start(planned.plan.transfers, began)
+            if not planned.seqs:
+                began = max(began, self._transfers.next_end or 0.0)
+        self._free_at = began + seconds
+        if self._policy is not None and planned.seqs:
+            self._policy.stepped(planned, passes_of(planned.plan), seconds)
+        self._in_flight.append((planned, self._device.launch(planned.plan), self._free_at))
+        self.result.steps += bool(planned.seqs)
+        self.result.rows += rows
+        self.result.pages_peak = max(self.result.pages_peak, self.pages.used)
+
+    def _duration(self, plan: StepPlan) -> tuple[int, float]:
+        rows = tokens = pairs = 0
+        for span in plan.spans:
+            width = span.width
+            rows += width
+            tokens += span.start + width
+            pairs += width * span.start + width * width // 2
+        late = sum(span.late for span in plan.spans)
+        now = sum(span.width for span in plan.spans if not span.deferred)
+        return rows, self._cost.seconds(rows, tokens, pairs, passes_of(plan), [part for part in (late, now) if part])
+
+    def _book(self, leave: int) -> None:
+        while len(self._in_flight) > leave:
+            planned, result, end = self._in_flight.popleft()
+            self.now = max(self.now, end)
+            if self._transfers is not None:
+                result = StepResult(result.spans, self._transfers.ended(self.now))
+            outcomes = self.scheduler.commit(planned, result)
+            if self._policy is not None:
+                self._policy.learn(outcomes)
+            for outcome in outcomes:
+                self._yielded(outcome)
+
+    def _yielded(self, outcome: Outcome) -> None:
+        seq, result = outcome.seq, self.result
+        live = self._live[seq.id]
+        result.output_tokens += len(outcome.tokens)
+        result.seconds = self.now
+        if outcome.tokens and seq.output_len == len(outcome.tokens):
+            live.began = self.now
+            result.first_token.append(self.now - live.arrived)
+            result.prompt_tokens += seq.prompt_len
+            result.cached_tokens += seq.cached
+            result.findable_tokens += live.findable
+        if seq.finish is None:
+            return
+        assert seq.finish in (Finish.STOP, Finish.LENGTH), "nothing fails here"
+        self._gone(seq.id)
+        result.finished += 1
+        self._seen.update(seq.keys)
+        if seq.output_len > 1:
+            result.between_tokens.append((self.now - live.began) / (seq.output_len - 1))
+        conversation, following = live.conversation, live.turn + 1
+        if live.leads and following < len(conversation.turns):
+            self._at(self.now + conversation.turns[following].pause, partial(self._ask, conversation, following, seq.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """Pages below the device; None of disk: there is none."""
+
+    host: int
+    disk: int | None
+    times: PageTimes
+
+
+def simulation_of(
+    config: EngineConfig, pool_tokens: int, context: int, cost: StepCost, *, overlap: int = 1, below: TierSizes | None = None
+) -> Simulation:
+    """Of a server with these options and a pool of so many tokens. Raises ConfigError for options that no engine starts with."""
+    scheduler, page_size, budget = config.scheduler, config.cache.page_size, config.scheduler.step_tokens
+    device = SimulatedDevice.of(config.spec, budget, scheduler.random_seed or 0)
+    rows, lookahead = device.sizes.rows_per_step, device.sizes.lookahead(overlap)
+    check(budget >= rows, "chunked_prefill_size", budget, f"at least {rows}, the rows of one request")
+    check(pool_tokens // page_size * page_size >= lookahead + 2, "pool_tokens", pool_tokens, f"at least {lookahead + 2 + page_size}")
+    crowd = min(scheduler.most_running(config.spec.nodes + 1), pool_tokens * SHARE_OF_CONTEXT // context)
+    seats = scheduler.max_running_requests or max(1, crowd)
+    pages = PageGroups([None], [pool_tokens // page_size], page_size, budget)
+    service = ServiceOrder.of(scheduler, None)
+    cached, tiers, transfers = not config.cache.disable_radix_cache, None, None
+    if cached and below is not None and below.host > 0:
+        disk = None if below.disk is None else SimulatedDisk(below.disk)
+        tiers, transfers = Tiers(pages, [below.host], disk), SimulatedTransfers(below.times, disk)
+    policy = DepthPolicy(device.sizes, config.spec.steps) if config.spec.adaptive else None
+    made = device.limited(Scheduler)(pages, max_running=seats, token_budget=budget, eos_ids=(), service=service, tiers=tiers)
+    return Simulation(made, pages, device, cost, overlap=overlap, context=context, cached=cached, transfers=transfers, policy=policy)

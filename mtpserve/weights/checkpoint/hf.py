@@ -1,0 +1,168 @@
+"""config.json and generation_config.json as Hugging Face writes them, read with plain json: transformers takes seconds to import. A GGUF
+file's metadata is read as the config.json that the file was made from.
+
+Not a schema: a family reads the keys that it uses, and every error names the file, the key, its value and what is accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from mtpserve.core.arch.rope import LinearRopeArch, Llama3RopeArch, RopeArch, YarnArch
+from mtpserve.core.errors import LoadError
+from mtpserve.core.gguf import SUFFIX
+from mtpserve.weights.checkpoint import schemes
+from mtpserve.weights.checkpoint.hf_config import HFConfig
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def read_config(directory: str | Path) -> HFConfig:
+    directory = Path(directory)
+    if directory.suffix == SUFFIX:
+        from mtpserve.weights.checkpoint.gguf_config import gguf_config
+
+        return gguf_config(directory)
+    if not directory.is_dir():
+        raise LoadError(f"{directory}: no such directory; a checkpoint is a directory with config.json and *.safetensors")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise LoadError(f"{directory}: no config.json in this directory")
+    config = _read_object(path)
+    # What sees pictures has the text model's keys in a section of their own.
+    found = HFConfig(path, config.values | config.section("text_config").values)
+    # Where layers are listed block by block, newer versions of transformers do not count them.
+    blocks = found.raw("layers_block_type")
+    return found.with_default("num_hidden_layers", len(blocks)) if isinstance(blocks, list) else found
+
+
+def _read_object(path: Path) -> HFConfig:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise LoadError(f"{path}: is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise LoadError(f"{path}: must hold a JSON object, got {type(values).__name__}")
+    return HFConfig(path, values)
+
+
+def dtype(config: HFConfig) -> str:
+    """The checkpoint's: `dtype`, in older files `torch_dtype`; float32 if neither is set, as in transformers."""
+    name = "dtype" if config.has("dtype") else "torch_dtype"
+    value = config.get_str(name, "float32").removeprefix("torch.")
+    config.require(value in DTYPES, name, f"one of {', '.join(DTYPES)}")
+    return value
+
+
+def eos_ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
+    """The ids that end a text: generation_config.json's, else config.json's. Raises LoadError if there are none, or one ≥ `vocab`."""
+    generation = config.path.parent / "generation_config.json"
+    for source in [_read_object(generation)] if generation.is_file() and config.path.suffix != SUFFIX else []:
+        if source.has("eos_token_id"):
+            return _ids(source, vocab)
+    if not config.has("eos_token_id"):
+        raise LoadError(f"{config.path}: eos_token_id is missing here and in generation_config.json, it must be an id or a list of ids")
+    return _ids(config, vocab)
+
+
+def _ids(config: HFConfig, vocab: int) -> tuple[int, ...]:
+    value = config.raw("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    good = bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab for i in ids)
+    config.require(good, "eos_token_id", f"a token id or a list of token ids, in [0, {vocab - 1}]")
+    return tuple(dict.fromkeys(ids))
+
+
+def quantization(config: HFConfig) -> str:
+    """The method by which the config says that weights are quantised, or none; checked, see schemes.py. Which matrices are is said by
+    their tensors, not by this."""
+    section = quantization_section(config)
+    if not section.values:
+        return "none"
+    schemes.check(section)
+    return section.get_str("quant_method")
+
+
+def quantization_section(config: HFConfig) -> HFConfig:
+    """Of config.json, or of the file beside it in which ModelOpt writes it."""
+    beside = config.path.parent / "hf_quant_config.json"
+    if config.has("quantization_config") or not beside.is_file():
+        return config.section("quantization_config")
+    section = _read_object(beside).section("quantization")
+    return HFConfig(section.path, {"quant_method": "modelopt"} | section.values, section.prefix)
+
+
+def rope(config: HFConfig, dim: int, interleaved: bool, part: float = 1.0) -> RopeArch:
+    """From `rope_parameters`, or from `rope_theta` and `rope_scaling` in older files: none, default, linear, llama3 or yarn.
+
+    `dim`, of a head, and `interleaved` come from the family: most configs have no key for them. `part` of a head's numbers are rotated
+    where `partial_rotary_factor` says nothing else.
+    """
+    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    section = config.section(name)
+    if section.get_bool("mrope_interleaved", False):
+        # Of text alone the three parts of a position are equal.
+        section = HFConfig(section.path, {k: v for k, v in section.values.items() if not k.startswith("mrope")}, section.prefix)
+    if any(isinstance(value, dict) for value in section.values.values()):
+        raise config.unsupported(name, "one set of numbers for all layers")
+    theta = section.get_float("rope_theta", None, above=0)
+    if theta is None:
+        theta = config.get_float("rope_theta", 10000.0, above=0)
+    kind_key = "rope_type" if section.has("rope_type") else "type"
+    kind = section.get_str(kind_key, "default")
+    if kind not in SCALINGS:
+        raise section.unsupported(kind_key, ", ".join(SCALINGS))
+    where = section if section.has("partial_rotary_factor") else config
+    rotated = int(dim * where.get_float("partial_rotary_factor", part, above=0))
+    where.require(2 <= rotated <= dim and rotated % 2 == 0, "partial_rotary_factor", f"such that an even part of a head's {dim} is rotated")
+    return RopeArch(rotated, theta, interleaved, SCALINGS[kind](config, section))
+
+
+def _llama3(config: HFConfig, section: HFConfig) -> Llama3RopeArch:
+    low, high = section.get_float("low_freq_factor", above=0), section.get_float("high_freq_factor", above=0)
+    section.require(low < high, "high_freq_factor", f"more than low_freq_factor = {low:g}")
+    length = section.get_int("original_max_position_embeddings", at_least=1)
+    return Llama3RopeArch(section.get_float("factor", above=0), low, high, length)
+
+
+def _linear(config: HFConfig, section: HFConfig) -> LinearRopeArch:
+    return LinearRopeArch(section.get_float("factor", above=0))
+
+
+def _yarn(config: HFConfig, section: HFConfig) -> YarnArch:
+    factor = section.get_float("factor", above=0)
+    mscale, all_dim = section.get_float("mscale", 1.0), section.get_float("mscale_all_dim", 0.0)
+    gain = section.get_float("attention_factor", None, above=0)
+    if gain is not None:
+        # The gain itself instead of the mscale from which it is computed: gain = 0.1 mscale ln(factor) + 1.
+        if all_dim or factor <= 1:
+            raise section.unsupported("attention_factor", "none together with mscale_all_dim, or with a factor of 1 or less")
+        mscale = (gain - 1) / (0.1 * math.log(factor))
+    length = section.get_int("original_max_position_embeddings", None, at_least=1)
+    return YarnArch(
+        factor=factor,
+        original_length=config.get_int("max_position_embeddings", at_least=1) if length is None else length,
+        beta_fast=section.get_float("beta_fast", 32.0, above=0),
+        beta_slow=section.get_float("beta_slow", 1.0, above=0),
+        mscale=mscale,
+        mscale_all_dim=all_dim,
+        truncate=section.get_bool("truncate", True),
+    )
+
+
+def _plain(config: HFConfig, section: HFConfig) -> None:
+    return None
+
+
+SCALINGS: dict[str, Callable[[HFConfig, HFConfig], LinearRopeArch | Llama3RopeArch | YarnArch | None]] = {
+    "default": _plain,
+    "none": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

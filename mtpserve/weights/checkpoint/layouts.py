@@ -1,0 +1,103 @@
+"""The names of a checkpoint's MTP layers, from its tensors and not its config: the config may count layers that are missing, or none.
+
+DeepSeek (and GLM, Bailing …): `model.layers.{L}.` onwards, right after the trunk's L layers. MiMo: `model.mtp_layers.{i}.`, MiMo-V2:
+`model.mtp.layers.{i}.`. Ernie numbers its parts, not its layers: `model.mtp_block.{i}.`, `model.mtp_emb_norm.{i}.` and so on. Qwen3-Next
+and later ones: `mtp.`, with a decoder layer `mtp.layers.{i}.` for each. Nemotron-H: `mtp.`, with `mtp.layers.{i}.` for each of the two
+blocks of a layer; the first has what fuses. DeepSeek-V4: `mtp.{i}.`.
+A trunk layer and DeepSeek's MTP layer share most names; only the tensors of the fusion (FUSING) differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mtpserve.core.errors import LoadError
+from mtpserve.weights.checkpoint.hf_config import HFConfig
+
+COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+FUSING = r"(?:eh_proj|enorm|hnorm|shared_head\.norm)\.weight"
+NUMBERED = re.compile(r"model\.layers\.(\d+)\." + FUSING)
+# A layer's tensors, with its number, and the prefix of all that belongs to it.
+LAYOUTS = {
+    "mimo": (r"model\.mtp_layers\.(\d+)\..+", "model.mtp_layers.{}."),
+    "mimo_v2": (r"model\.mtp\.layers\.(\d+)\..+", "model.mtp.layers.{}."),
+    "ernie": (r"model\.mtp_block\.(\d+)\..+", "model.mtp_"),
+    "nemotron": (r"mtp\.layers\.(\d+)\.eh_proj\.weight", "mtp."),
+    "deepseek_v4": (r"mtp\.(\d+)\..+", "mtp.{}."),
+    "qwen": (r"mtp\.layers\.(\d+)\..+", "mtp."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MTPLayout:
+    """`prefixes`: one per MTP layer, in order, each with its final dot."""
+
+    kind: str  # deepseek, dummy, or of LAYOUTS
+    prefixes: tuple[str, ...]
+
+    @property
+    def prefix(self) -> str:
+        return self.prefixes[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.prefixes)
+
+
+def mtp_layers(names: Iterable[str], num_layers: int) -> MTPLayout | None:
+    """The layers whose tensors exist, whatever the config says. None if there are none: see `why_no_mtp` for the error."""
+    names = list(names)
+    for kind, (pattern, prefix) in LAYOUTS.items():
+        if numbers := numbers_in(re.compile(pattern), names):
+            return MTPLayout(kind, tuple(prefix.format(i) for i in numbers))
+    after_trunk = [i for i in numbers_in(NUMBERED, names) if i >= num_layers]
+    return MTPLayout("deepseek", tuple(f"model.layers.{i}." for i in after_trunk)) if after_trunk else None
+
+
+def numbers_in(pattern: re.Pattern[str], names: Iterable[str]) -> list[int]:
+    """Of layers, ascending."""
+    return sorted({int(hit[1]) for name in names if (hit := pattern.fullmatch(name))})
+
+
+def configured_layers(config: HFConfig) -> tuple[str, int] | None:
+    """The key that counts MTP layers and its value; None if the config has no such key."""
+    for source in (config.section("text_config"), config):
+        for key in COUNT_KEYS:
+            if source.has(key):
+                return source.prefix + key, source.get_int(key, at_least=0)
+    return None
+
+
+def dummy_layers(config: HFConfig, published: int) -> MTPLayout | None:
+    """The config's count of MTP layers, for a model without tensors; the prefixes are the module's own. `published`: if it has none."""
+    configured = configured_layers(config)
+    count = published if configured is None else configured[1]
+    return MTPLayout("dummy", ("mtp_head.",) * count) if count > 0 else None
+
+
+def why_no_mtp(config: HFConfig, num_layers: int) -> str:
+    """One clause for the error of a launch with MTP when `mtp_layers` gives None."""
+    expected = f"model.layers.{num_layers}.eh_proj.weight, model.mtp_layers.0.* and mtp.*"
+    configured = configured_layers(config)
+    if configured is None or configured[1] == 0:
+        return f"the checkpoint has no MTP layer: neither its config nor its tensors ({expected}) name one"
+    return f"the checkpoint has no MTP layer: its config says {configured[0]} = {configured[1]}, but there are no tensors {expected}"
+
+
+def nextn_prefix(names: Iterable[str], num_layers: int) -> str:
+    """The prefix of the MTP layer in a separately published NextN checkpoint; `num_layers` is the trunk's L.
+
+    Newer exports renumber it to `model.layers.0.`, older ones keep `model.layers.{L}.`. Either may contain embed_tokens and
+    shared_head.head, copies of the trunk's that are not loaded. A whole model's directory works too. Raises LoadError.
+    """
+    layers = {int(hit[1]) for name in names if (hit := NUMBERED.fullmatch(name))}
+    for layer in (num_layers, 0):
+        if layer in layers:
+            return f"model.layers.{layer}."
+    other = f"; it has one at model.layers.{min(layers)}." if layers else ""
+    raise LoadError(
+        f"the NextN checkpoint has no MTP layer for a trunk of {num_layers} layers: neither model.layers.{num_layers}.eh_proj.weight "
+        f"nor model.layers.0.eh_proj.weight is there{other}"
+    )
